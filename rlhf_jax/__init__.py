@@ -1,0 +1,29 @@
+"""RLHF in JAX: SFT, reward model and PPO on GPT-NeoX, as pure functions over pytrees.
+
+    from rlhf_jax import advantages, losses        # equations on arrays of your own
+    rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
+"""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["Callback", "PPOConfig", "Pipeline", "RewardConfig", "SFTConfig", "UserError", "run"]
+
+_HOMES = {
+    "Callback": "callbacks",
+    "PPOConfig": "config",
+    "Pipeline": "config",
+    "RewardConfig": "config",
+    "SFTConfig": "config",
+    "UserError": "types",
+    "run": "train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that `import rlhf_jax.losses` does not pull in tokenizers, data sets and checkpoints.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"rlhf_jax.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'rlhf_jax' has no attribute {name!r}")

@@ -1,0 +1,216 @@
+"""The seam between model families and the rest: what a family must bring, and `Model`, which the trainers see."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from rlhf_jax.models import gpt_neox, gpt_neox_hf
+from rlhf_jax.types import Array, Params, UserError
+
+HEADS = ("causal", "scalar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one family of decoders brings; all functions are pure. `gpt_neox` documents the shapes of each."""
+
+    name: str  # model_type in config.json
+    init_backbone: Callable  # config, key -> params
+    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key= -> [B, S, D]
+    prefill: Callable  # config, backbone with a list of layers, tokens, mask, cache_length, dtype -> [B, D], cache
+    decode: Callable  # config, backbone, cache, tokens, positions, key_mask, index, dtype -> [B, D], cache
+    config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
+    config_to_hf: Callable  # config, kind -> dict
+    tensors: Callable  # config -> the checkpoint's backbone tensors and where each goes
+    prefix: str  # of the backbone's tensors in a checkpoint with a head
+    ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
+    architectures: tuple[str, ...]  # class names in config.json that are understood
+    param_rules: tuple[tuple[str, P], ...]  # regular expression on the path -> sharding
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(
+        name="gpt_neox",
+        init_backbone=gpt_neox.init_backbone,
+        hidden=gpt_neox.hidden,
+        prefill=gpt_neox.prefill,
+        decode=gpt_neox.decode,
+        config_from_hf=gpt_neox_hf.config_from_hf,
+        config_to_hf=gpt_neox_hf.config_to_hf,
+        tensors=gpt_neox_hf.tensors,
+        prefix=gpt_neox_hf.PREFIX,
+        ignored=gpt_neox_hf.IGNORED,
+        architectures=gpt_neox_hf.ARCHITECTURES,
+        param_rules=gpt_neox.PARAM_RULES,
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A family and a shape, without weights: hashable, static under jit. Params are an argument of every method.
+
+    Params: {"backbone": ..., "embed_out": {"kernel" [D, V]}, "score": {"kernel" [D, 1], optional "bias" [1]}}, with
+    the heads that the model has; without "embed_out" logits come from the tied embedding.
+    """
+
+    family: Family
+    config: Any
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
+        """The model that a config.json describes; UserError names the key, the value and `where` if we cannot run it."""
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            raise UserError(
+                f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
+            )
+        family = FAMILIES[model_type]
+        return cls(family, family.config_from_hf(config, where))
+
+    def to_hf_config(self, kind: str = "causal", **extra: Any) -> dict[str, Any]:
+        """config.json for transformers 4 and 5; kind 'causal' or 'scalar'; `extra` (token ids, say) overrides."""
+        if kind not in HEADS:
+            raise UserError(f"kind={kind!r} has no Hugging Face form; use 'causal' or 'scalar'.")
+        return {**self.family.config_to_hf(self.config, kind), **extra}
+
+    def init(
+        self,
+        key: Array,
+        *,
+        heads: Sequence[str] = ("causal",),
+        dtype: Any = jnp.float32,
+        score_std: float | None = None,
+    ) -> Params:
+        """Random params with transformers' initialisation; heads from 'causal' and 'scalar'.
+
+        `score_std` is the standard deviation of the scalar head (default initializer_range, as transformers; N+ uses
+        1/sqrt(D + 1)); it starts without a bias. A tied model has no causal head of its own.
+        """
+        if unknown := [head for head in heads if head not in HEADS]:
+            raise UserError(f"head {unknown[0]!r} is not supported; supported: {', '.join(HEADS)}.")
+        config = self.config
+        backbone_key, out_key, score_key = jax.random.split(key, 3)
+        params = {"backbone": self.family.init_backbone(config, backbone_key)}
+        if "causal" in heads and not config.tie_word_embeddings:
+            shape = (config.hidden_size, config.vocab_size)
+            params["embed_out"] = {"kernel": config.initializer_range * jax.random.normal(out_key, shape)}
+        if "scalar" in heads:
+            params["score"] = self.init_score(score_key, score_std)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def init_score(self, key: Array, std: float | None = None) -> Params:
+        """A fresh scalar head, {"kernel": [D, 1] float32}; std defaults to initializer_range."""
+        std = self.config.initializer_range if std is None else std
+        return {"kernel": std * jax.random.normal(key, (self.config.hidden_size, 1))}
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Array,
+        mask: Array,
+        *,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
+
+        Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
+        changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row.
+        """
+        return self.family.hidden(
+            self.config, params["backbone"], tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key
+        )
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
+        if "embed_out" in params:
+            kernel, equation = params["embed_out"]["kernel"], "...d,dv->...v"
+        else:
+            kernel, equation = params["backbone"]["embed_in"]["embedding"], "...d,vd->...v"
+        return jnp.einsum(equation, hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def scalars(self, params: Params, hidden: Array) -> Array:
+        """Scores or values: hidden [..., D] -> float32 [...], computed in float32."""
+        score = params["score"]
+        out = jnp.einsum("...d,do->...o", hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
+        return out + score["bias"][0].astype(jnp.float32) if "bias" in score else out
+
+    def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
+        """The same params with "layers" a list of L dicts, matrices in `dtype`, for prefill and decode (inside jit).
+
+        Layer norms and the scalar head stay as they are: the training forward uses them in float32 too.
+        """
+
+        def cast(path: tuple, leaf: Array) -> Array:
+            names = [getattr(entry, "key", "") for entry in path]
+            keep = "score" in names or any("norm" in name for name in names)
+            return leaf if keep else leaf.astype(dtype)
+
+        params = jax.tree_util.tree_map_with_path(cast, params)
+        layers = params["backbone"]["layers"]
+        count = self.config.num_hidden_layers
+        layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
+        return {**params, "backbone": {**params["backbone"], "layers": layers}}
+
+    def prefill(
+        self, unstacked: Params, tokens: Array, mask: Array, cache_length: int, dtype: Any = jnp.float32
+    ) -> tuple[Array, list[Params]]:
+        """Run prompts [B, C]: hidden states of the last column [B, D], and per layer {"k", "v"} [B, H, cache_length, K]."""
+        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, cache_length, dtype)
+
+    def decode(
+        self,
+        unstacked: Params,
+        cache: list[Params],
+        tokens: Array,
+        positions: Array,
+        key_mask: Array,
+        index: Array,
+        dtype: Any = jnp.float32,
+    ) -> tuple[Array, list[Params]]:
+        """One token a row into cache slot `index`: tokens, positions [B], key_mask [B, cache_length] -> [B, D], cache."""
+        return self.family.decode(self.config, unstacked["backbone"], cache, tokens, positions, key_mask, index, dtype)
+
+    @property
+    def param_rules(self) -> tuple[tuple[str, P], ...]:
+        """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
+        return self.family.param_rules
+
+
+def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:
+    """A model of the Pythia suite by size, '14m' to '12b'; vocab_size defaults to the published rows.
+
+    `overrides` are fields of the family's config. UserError for an unknown size.
+    """
+    if shape not in gpt_neox.PYTHIA_SHAPES:
+        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(gpt_neox.PYTHIA_SHAPES)}.")
+    layers, width, heads, rows = gpt_neox.PYTHIA_SHAPES[shape]
+    return _gpt_neox(layers, width, heads, vocab_size=rows if vocab_size is None else vocab_size, **overrides)
+
+
+def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overrides: Any) -> Model:
+    """A GPT-NeoX of shape 'LAYERSxWIDTHxHEADS', such as '4x128x4'; UserError if it is not one."""
+    try:
+        layers, width, heads = (int(part) for part in spec.lower().split("x"))
+    except ValueError:
+        raise UserError(f"model shape {spec!r} is not LAYERSxWIDTHxHEADS, such as 4x128x4.") from None
+    if min(layers, width, heads) < 1 or width % heads:
+        raise UserError(
+            f"model shape {spec!r}: numbers must be positive and the width {width} divisible by {heads} heads."
+        )
+    return _gpt_neox(layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides)
+
+
+def _gpt_neox(layers: int, width: int, heads: int, **fields: Any) -> Model:
+    fields = {"intermediate_size": 4 * width, **fields}
+    config = gpt_neox.GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
+    gpt_neox_hf.check(config, f"model shape {layers}x{width}x{heads}")
+    return Model(FAMILIES["gpt_neox"], config)

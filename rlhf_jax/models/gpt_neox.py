@@ -1,0 +1,315 @@
+"""GPT-NeoX (Pythia) as a Flax Linen block over stacked params.
+
+Params are plain nested dicts. A layer's params are stacked over layers, [L, ...], and a training forward is
+`lax.scan` over them; decoding slices them into a list once a rollout and unrolls the layers, which keeps the
+cache a list of per-layer buffers that XLA updates in place.
+
+Shape letters: B batch, S sequence, C context, L layers, D width, H heads, K head size, F hidden units, V vocabulary.
+
+Reference: transformers' `GPTNeoXModel`; Black et al. 2022, arXiv:2204.06745; rotary embedding: Su et al. 2021,
+arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from rlhf_jax.models.layers import cached_attention, causal_attention, gelu, rotary_angles, rotate, row_dropout
+from rlhf_jax.types import Array, Params
+
+# Where a block's dropout is applied; part of the key, so that no two masks are the same.
+_DROP_ATTENTION, _DROP_POST_ATTENTION, _DROP_POST_MLP, _DROP_EMBEDDING = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTNeoXConfig:
+    """Everything that shapes the function; names are transformers' (rotary_* as in transformers 4)."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 128
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    intermediate_size: int = 512
+    max_position_embeddings: int = 2048
+    rotary_pct: float = 0.25
+    rotary_emb_base: float = 10000.0
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_ndims(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_size * self.rotary_pct)
+
+
+# Sharding of every param, by its path. QKV's last axis is head-major (H, 3, K), so "tensor" splits whole heads there.
+# The first axis of a layer's params is L and is never split: the scan slices it.
+PARAM_RULES: tuple[tuple[str, P], ...] = (
+    (r"(^|/)backbone/embed_in/embedding$", P("tensor", "fsdp")),
+    (r"(^|/)backbone/layers/attention/query_key_value/kernel$", P(None, "fsdp", "tensor")),
+    (r"(^|/)backbone/layers/attention/query_key_value/bias$", P(None, "tensor")),
+    (r"(^|/)backbone/layers/attention/dense/kernel$", P(None, "tensor", "fsdp")),
+    (r"(^|/)backbone/layers/attention/dense/bias$", P()),
+    (r"(^|/)backbone/layers/mlp/dense_h_to_4h/kernel$", P(None, "fsdp", "tensor")),
+    (r"(^|/)backbone/layers/mlp/dense_h_to_4h/bias$", P(None, "tensor")),
+    (r"(^|/)backbone/layers/mlp/dense_4h_to_h/kernel$", P(None, "tensor", "fsdp")),
+    (r"(^|/)backbone/layers/mlp/dense_4h_to_h/bias$", P()),
+    (r"(^|/)backbone/layers/(input|post_attention)_layernorm/(scale|bias)$", P()),
+    (r"(^|/)backbone/final_layer_norm/(scale|bias)$", P()),
+    (r"(^|/)embed_out/kernel$", P("fsdp", "tensor")),
+    (r"(^|/)score/(kernel|bias)$", P()),
+)
+
+
+# --- the block -------------------------------------------------------------------------------------------------------
+
+
+def _dense(config: GPTNeoXConfig, features: int, bias: bool, dtype: Any, name: str) -> nn.Dense:
+    init = nn.initializers.normal(config.initializer_range)
+    return nn.Dense(features, use_bias=bias, dtype=dtype, kernel_init=init, name=name)
+
+
+def _layer_norm(config: GPTNeoXConfig, dtype: Any) -> nn.LayerNorm:
+    # Linen reduces in float32 whatever the dtype; the fast variance E[x^2] - E[x]^2 would lose digits.
+    return nn.LayerNorm(epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False)
+
+
+class Attention(nn.Module):
+    """QKV (interleaved per head: H, 3, K), rotary embedding, `attend_fn`, output projection."""
+
+    config: GPTNeoXConfig
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, rope: tuple[Array, Array], attend_fn: Callable) -> tuple[Array, Any]:
+        """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K]."""
+        config = self.config
+        qkv = _dense(config, 3 * config.hidden_size, config.attention_bias, self.dtype, "query_key_value")(x)
+        qkv = qkv.reshape(*x.shape[:-1], config.num_attention_heads, 3, config.head_size)
+        query, key, value = (qkv[..., i, :] for i in range(3))
+        out, kept = attend_fn(rotate(query, rope), rotate(key, rope), value)
+        dense = _dense(config, config.hidden_size, config.attention_bias, self.dtype, "dense")
+        return dense(out.reshape(x.shape)), kept
+
+
+class MLP(nn.Module):
+    """D -> F -> exact GELU -> D."""
+
+    config: GPTNeoXConfig
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., D]."""
+        config = self.config
+        up = _dense(config, config.intermediate_size, True, self.dtype, "dense_h_to_4h")
+        down = _dense(config, config.hidden_size, True, self.dtype, "dense_4h_to_h")
+        return down(gelu(up(x)))
+
+
+class Block(nn.Module):
+    """One layer. Parallel: x + attention(ln1(x)) + mlp(ln2(x)); sequential: y = x + attention(ln1(x)), y + mlp(ln2(y))."""
+
+    config: GPTNeoXConfig
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        """Submodules carry the checkpoint's names."""
+        self.input_layernorm = _layer_norm(self.config, self.dtype)
+        self.post_attention_layernorm = _layer_norm(self.config, self.dtype)
+        self.attention = Attention(self.config, self.dtype)
+        self.mlp = MLP(self.config, self.dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        attend_fn: Callable,
+        drop: Callable[[Array, int], Array] = lambda x, site: x,
+    ) -> tuple[Array, Any]:
+        """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache)."""
+        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn)
+        attended = drop(attended, _DROP_POST_ATTENTION)
+        if self.config.use_parallel_residual:
+            out = x + attended + drop(self.mlp(self.post_attention_layernorm(x)), _DROP_POST_MLP)
+        else:
+            x = x + attended
+            out = x + drop(self.mlp(self.post_attention_layernorm(x)), _DROP_POST_MLP)
+        return out, kept
+
+
+# --- the model as functions ------------------------------------------------------------------------------------------
+
+
+def init_backbone(config: GPTNeoXConfig, key: Array) -> Params:
+    """Random float32 backbone as transformers draws it: normal(initializer_range), biases 0, layer norms 1 and 0."""
+    embed_key, layers_key = jax.random.split(key)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    x, rope = jnp.zeros((1, 1, config.hidden_size)), _rope(config, tokens)
+
+    def init_layer(key: Array) -> Params:
+        return Block(config).init(key, x, rope, lambda q, k, v: (v, None))["params"]
+
+    layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
+    shape = (config.vocab_size, config.hidden_size)
+    return {
+        "embed_in": {"embedding": config.initializer_range * jax.random.normal(embed_key, shape)},
+        "layers": layers,
+        "final_layer_norm": {"scale": jnp.ones(config.hidden_size), "bias": jnp.zeros(config.hidden_size)},
+    }
+
+
+def _rope(config: GPTNeoXConfig, positions: Array) -> tuple[Array, Array]:
+    return rotary_angles(positions, config.rotary_ndims, config.rotary_emb_base)
+
+
+def _embed(backbone: Params, tokens: Array, dtype: Any) -> Array:
+    # Out-of-range ids become NaN rather than somebody else's row.
+    return jnp.take(backbone["embed_in"]["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+
+
+def _final_norm(config: GPTNeoXConfig, backbone: Params, x: Array, dtype: Any) -> Array:
+    return _layer_norm(config, dtype).apply({"params": backbone["final_layer_norm"]}, x)
+
+
+def _row_keys(key: Array, rows: int) -> Array:
+    """[B] typed keys from one key (row index folded in) or from [B] keys that the caller made."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return key if key.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+
+def prepare(tokens: Array, mask: Array) -> tuple[Array, Array]:
+    """Tokens with 0 where masked, and rotary positions counted over unmasked tokens only; both [B, S] int32."""
+    counts = mask.astype(jnp.int32)
+    return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
+
+
+def hidden(
+    config: GPTNeoXConfig,
+    backbone: Params,
+    tokens: Array,
+    mask: Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+    dropout_key: Array | None = None,
+) -> Array:
+    """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
+
+    `backbone` has stacked layers. `remat` recomputes a layer's activations in the backward pass. `dropout_key` (one
+    key, or one per row) turns on the config's dropout. What comes out at masked positions is finite and means nothing.
+    """
+    tokens, positions = prepare(tokens, mask)
+    rope = _rope(config, positions)
+    keys = None if dropout_key is None else _row_keys(dropout_key, tokens.shape[0])
+    x = _embed(backbone, tokens, dtype)
+    if keys is not None and config.hidden_dropout > 0:
+        x = row_dropout(x, config.hidden_dropout, keys, config.num_hidden_layers, _DROP_EMBEDDING)
+    block = Block(config, dtype)
+
+    def body(x: Array, layer: tuple[Params, Array]) -> tuple[Array, None]:
+        params, index = layer
+
+        def drop(x: Array, *site: int) -> Array:
+            rate = config.attention_dropout if site[0] == _DROP_ATTENTION else config.hidden_dropout
+            return x if keys is None or rate == 0 else row_dropout(x, rate, keys, index, *site)
+
+        def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+            return causal_attention(query, key, value, mask, lambda x, start: drop(x, _DROP_ATTENTION, start)), None
+
+        return block.apply({"params": params}, x, rope, attend_fn, drop)
+
+    if remat:
+        body = jax.checkpoint(body, prevent_cse=False)
+    x, _ = jax.lax.scan(body, x, (backbone["layers"], jnp.arange(config.num_hidden_layers)))
+    return _final_norm(config, backbone, x, dtype)
+
+
+def prefill(
+    config: GPTNeoXConfig, backbone: Params, tokens: Array, mask: Array, cache_length: int, dtype: Any = jnp.float32
+) -> tuple[Array, list[Params]]:
+    """Run the prompts and keep their keys and values.
+
+    tokens [B, C] int32, mask [B, C] bool, `backbone["layers"]` a list -> hidden states of the last column [B, D], and
+    per layer {"k", "v"} [B, H, cache_length, K], zero from C on. The first C slots are the prompt's columns.
+    """
+    tokens, positions = prepare(tokens, mask)
+    rope = _rope(config, positions)
+    padding = ((0, 0), (0, 0), (0, cache_length - tokens.shape[1]), (0, 0))
+    x, cache, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+
+    def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
+        kept = {name: jnp.pad(a.swapaxes(1, 2), padding) for name, a in (("k", key), ("v", value))}
+        return causal_attention(query, key, value, mask), kept
+
+    for layer in backbone["layers"]:
+        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
+        cache.append(kept)
+    return _final_norm(config, backbone, x[:, -1], dtype), cache
+
+
+def decode(
+    config: GPTNeoXConfig,
+    backbone: Params,
+    cache: list[Params],
+    tokens: Array,
+    positions: Array,
+    key_mask: Array,
+    index: Array,
+    dtype: Any = jnp.float32,
+) -> tuple[Array, list[Params]]:
+    """One token a row: tokens [B] and rotary positions [B] int32, written to cache slot `index` (a scalar).
+
+    key_mask [B, cache_length] bool says which slots may be attended, this token's own included. Returns the hidden
+    states [B, D] and the cache with the slot filled.
+    """
+    rope = _rope(config, positions)
+    x, new_cache, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+
+    def write(buffer: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
+
+    for layer, old in zip(backbone["layers"], cache, strict=True):
+
+        def attend_fn(query: Array, key: Array, value: Array, old: Params = old) -> tuple[Array, Params]:
+            kept = {"k": write(old["k"], key), "v": write(old["v"], value)}
+            return cached_attention(query, kept["k"], kept["v"], key_mask), kept
+
+        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
+        new_cache.append(kept)
+    return _final_norm(config, backbone, x, dtype), new_cache
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+# Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows as in the published files.
+PYTHIA_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "14m": (6, 128, 4, 50304),
+    "31m": (6, 256, 8, 50304),
+    "70m": (6, 512, 8, 50304),
+    "160m": (12, 768, 12, 50304),
+    "410m": (24, 1024, 16, 50304),
+    "1b": (16, 2048, 8, 50304),
+    "1.4b": (24, 2048, 16, 50304),
+    "2.8b": (32, 2560, 32, 50304),
+    "6.9b": (32, 4096, 32, 50432),
+    "12b": (36, 5120, 40, 50688),
+}

@@ -1,0 +1,66 @@
+"""The pytrees that travel between the rooms, and the error that speaks to a user.
+
+Shape letters everywhere: B batch, C context (padded prompt), T response, S = C + T, L layers, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax
+import jax
+
+Array = jax.Array
+Params = dict[str, Any]
+Metrics = dict[str, Array]
+
+
+class UserError(ValueError):
+    """Something the user gave is wrong: an option, a file, a row, a tensor. Says which one, and what to do."""
+
+
+@flax.struct.dataclass
+class PromptBatch:
+    """Left-padded prompts: a pure function of (seed, step)."""
+
+    tokens: Array  # [B, C] int32; the prompt ends in the last column
+    lengths: Array  # [B] int32, 1..C
+    rows: Array  # [B] int32, the rows of the data set, for columns that reward functions want
+
+
+@flax.struct.dataclass
+class Rollout:
+    """Sampled responses and the prompts they answer."""
+
+    prompt_tokens: Array  # [B, C] int32, left-padded
+    prompt_lengths: Array  # [B] int32
+    response: Array  # [B, T] int32; filled with eos after its end
+    lengths: Array  # [B] int32, 0..T, the stop token included
+    ended: Array  # [B] bool: a stop token came (false: cut at T)
+    logprobs: Array  # [B, T] float32 of the sampler, at its temperature; 0 after the end
+    response_mask: Array  # [B, T] bool: response columns that may be attended
+
+
+@flax.struct.dataclass
+class Experience:
+    """What one PPO update learns from. Columns of [B, T] arrays are response positions."""
+
+    tokens: Array  # [B, C + T] int32
+    mask: Array  # [B, C + T] bool, attention
+    lengths: Array  # [B] int32, 0..T
+    logprobs: Array  # [B, T] float32, behaviour policy; INVALID_LOGPROB outside the response
+    values: Array  # [B, T] float32
+    advantages: Array  # [B, T] float32
+    returns: Array  # [B, T] float32
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a run needs to go on."""
+
+    params: Params  # {"policy": ..., "value": ...} or {"model": ...}
+    opt_state: Any
+    step: Array  # [] int32, updates done
+    episodes: Array  # [] int32, responses learned from
+    seed: Array  # [] uint32; every key is fold_in(key(seed), step)
+    kl_coef: Array  # [] float32, the KL controller's present value

@@ -1,0 +1,205 @@
+"""What a forward pass promises: padding and company change nothing, decoding equals it, dropout is keyed per row."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_jax.models import HEADS, custom_shape, gpt_neox, layers, pythia
+from rlhf_jax.types import UserError
+from tests.models_common import distance, padded_rows
+
+MODEL = custom_shape("2x32x4", 61)
+PARAMS = MODEL.init(jax.random.key(0), heads=HEADS)
+# Larger than at initialisation, so that attention and the feed-forward layers matter.
+PARAMS = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), PARAMS)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "dtype"))
+def run_hidden(tokens, mask, model=MODEL, dtype=jnp.float32, key=None):
+    return model.hidden(PARAMS, tokens, mask, dtype=dtype, dropout_key=key)
+
+
+@jax.jit
+def logprobs(tokens, mask):
+    """[B, S - 1] log-probability of each next token."""
+    logits = jax.nn.log_softmax(MODEL.logits(PARAMS, MODEL.hidden(PARAMS, tokens, mask)), axis=-1)
+    return jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+@given(left=st.integers(0, 9), right=st.integers(0, 9), row=st.integers(0, 2), seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None, derandomize=True)
+def test_padding_and_batch_composition_do_not_change_logprobs(left, right, row, seed):
+    tokens, mask = padded_rows([8, 8, 8], [0, 0, 0], 8, seed)
+    expected = logprobs(tokens[row : row + 1], mask[row : row + 1])[0]
+    junk, _ = padded_rows([1] * 3, [0] * 3, 26, seed + 1)
+    junk[:, left : left + 8] = tokens
+    inside = np.zeros(junk.shape, bool)
+    inside[:, left : left + 8] = True
+    inside[(row + 1) % 3, left + 3 :] = False
+    padded = logprobs(junk, inside)[row, left : left + 7]
+    assert np.abs(padded - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_prefill_and_decode_equal_the_full_forward(parallel):
+    model = custom_shape("2x32x4", 61, use_parallel_residual=parallel, rotary_pct=0.5)
+    context, total = 6, 11
+    tokens, mask = padded_rows([11, 8, 6], [0, 3, 5], total)
+    full = run_hidden(tokens, mask, model)
+    unstacked = model.unstack(PARAMS)
+    prefill = jax.jit(model.prefill, static_argnums=3)
+    hidden, cache = prefill(unstacked, tokens[:, :context], mask[:, :context], total)
+    assert distance(hidden, full[:, context - 1]) < 1e-6
+    decode = jax.jit(model.decode)
+    for slot in range(context, total):
+        keys = jnp.asarray(mask & (np.arange(total) <= slot)[None])
+        positions = jnp.asarray(mask[:, :slot].sum(axis=1))
+        hidden, cache = decode(unstacked, cache, tokens[:, slot], positions, keys, jnp.int32(slot))
+        assert distance(hidden, full[:, slot]) < 1e-6
+
+
+def test_scan_over_stacked_params_equals_a_loop_over_layers():
+    tokens, mask = padded_rows([9, 4], [0, 3], 9)
+    backbone = MODEL.unstack(PARAMS)["backbone"]
+    ids, positions = gpt_neox.prepare(tokens, jnp.asarray(mask))
+    rope = layers.rotary_angles(positions, MODEL.config.rotary_ndims, MODEL.config.rotary_emb_base)
+    x = backbone["embed_in"]["embedding"][ids]
+    for layer in backbone["layers"]:
+        x, _ = gpt_neox.Block(MODEL.config).apply(
+            {"params": layer}, x, rope, lambda q, k, v: (layers.causal_attention(q, k, v, mask), None)
+        )
+    x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + MODEL.config.layer_norm_eps)
+    norm = backbone["final_layer_norm"]
+    expected = x * norm["scale"][None, None] + norm["bias"][None, None]
+    assert distance(run_hidden(tokens, mask), expected) < 1e-6
+
+
+def test_a_row_that_is_all_padding_is_finite_and_has_a_finite_gradient():
+    tokens, mask = padded_rows([5, 0], [0, 0], 5)
+    grads = jax.jit(jax.grad(lambda params: (MODEL.hidden(params, tokens, mask) * mask[:, :, None]).sum()))(PARAMS)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    assert np.isfinite(run_hidden(tokens, mask)).all()
+
+
+def test_bfloat16_compute_stays_close_and_heads_are_float32():
+    tokens, mask = padded_rows([9, 4], [0, 3], 9)
+    exact = run_hidden(tokens, mask)
+    rough = run_hidden(tokens, mask, dtype=jnp.bfloat16)
+    assert rough.dtype == jnp.bfloat16
+    assert distance(rough[mask], exact[mask]) < 0.03
+    assert MODEL.logits(PARAMS, rough).dtype == MODEL.scalars(PARAMS, rough).dtype == jnp.float32
+    unstacked = MODEL.unstack(PARAMS, jnp.bfloat16)
+    assert unstacked["backbone"]["layers"][0]["mlp"]["dense_h_to_4h"]["kernel"].dtype == jnp.bfloat16
+    assert unstacked["backbone"]["final_layer_norm"]["scale"].dtype == jnp.float32
+    hidden, cache = jax.jit(MODEL.prefill, static_argnums=(3, 4))(unstacked, tokens, mask, 12, jnp.bfloat16)
+    assert distance(hidden[0], rough[0, -1]) < 0.02
+    assert cache[0]["k"].dtype == jnp.bfloat16 and cache[0]["k"].shape == (2, 4, 12, 8)
+
+
+@pytest.mark.parametrize("rates", [{"hidden_dropout": 0.2}, {"attention_dropout": 0.2}])
+def test_dropout_is_keyed_per_row_and_deterministic(rates):
+    model = custom_shape("2x32x4", 61, **rates)
+    tokens, mask = padded_rows([7, 7, 7], [0, 0, 0], 7)
+    tokens = np.repeat(tokens[:1], 3, axis=0)
+    run = lambda key: run_hidden(tokens, mask, model, key=key)  # noqa: E731
+    key = jax.random.key(5)
+    first = run(key)
+    np.testing.assert_array_equal(first, run(key))
+    assert distance(first[0], first[1]) > 0.01 < distance(first[1], first[2])
+    assert distance(first, run(jax.random.key(6))) > 0.01
+    assert distance(first, run_hidden(tokens, mask)) > 0.01
+    # The same row keys in another order and another batch: the rows keep their masks.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(3))
+    np.testing.assert_array_equal(run(keys), first)
+    alone = run_hidden(tokens[:2], mask[:2], model, key=keys[1:][::-1])
+    assert distance(alone, first[1:][::-1]) < 1e-6
+    loss = lambda p: model.hidden(p, tokens, mask, dropout_key=key, remat=True)[..., 0].sum()  # noqa: E731
+    grads = jax.jit(jax.grad(loss))(PARAMS)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads["backbone"]["layers"]["mlp"]))
+
+
+def test_dropout_keeps_the_mean_and_the_rate():
+    keys = jax.random.split(jax.random.key(0), 4)
+    dropped = layers.row_dropout(jnp.ones((4, 5000)), 0.25, keys, 3)
+    assert abs(float((dropped == 0).mean()) - 0.25) < 0.02
+    assert abs(float(dropped.mean()) - 1.0) < 0.03
+
+
+def test_gelu_is_the_exact_one():
+    x = jnp.linspace(-6.0, 6.0, 1001)
+    assert np.abs(layers.gelu(x) - jax.nn.gelu(x, approximate=False)).max() < 1e-6
+    assert np.abs(layers.gelu(x) - jax.nn.gelu(x, approximate=True)).max() > 1e-4
+
+
+# Parameters in all, as published with the models (Biderman et al. 2023, arXiv:2304.01373).
+PUBLISHED = {
+    "14m": 14_067_712,
+    "31m": 30_494_720,
+    "70m": 70_426_624,
+    "160m": 162_322_944,
+    "410m": 405_334_016,
+    "1b": 1_011_781_632,
+    "1.4b": 1_414_647_808,
+    "2.8b": 2_775_208_960,
+    "6.9b": 6_857_302_016,
+    "12b": 11_846_072_320,
+}
+
+
+@pytest.mark.parametrize("shape", gpt_neox.PYTHIA_SHAPES)
+def test_every_pythia_shape_has_the_published_number_of_parameters(shape):
+    params = jax.eval_shape(pythia(shape).init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PUBLISHED[shape]
+
+
+def test_every_param_has_exactly_one_sharding_rule():
+    for path, leaf in jax.tree_util.tree_leaves_with_path(PARAMS):
+        name = "/".join(entry.key for entry in path)
+        for full in (name, f"policy/{name}"):
+            matches = [spec for pattern, spec in MODEL.param_rules if re.search(pattern, full)]
+            assert len(matches) == 1, full
+            assert len(matches[0]) <= leaf.ndim
+
+
+def test_a_model_is_static_under_jit():
+    assert hash(custom_shape("2x32x4", 61)) == hash(MODEL) and custom_shape("2x32x4", 61) == MODEL
+    assert custom_shape("2x32x4", 62) != MODEL
+    tokens, mask = padded_rows([3], [0], 3)
+    run = jax.jit(lambda model, params: model.hidden(params, tokens, mask), static_argnums=0)
+    assert run(MODEL, PARAMS).shape == (1, 3, 32)
+
+
+def test_initialisation_is_that_of_transformers():
+    params = pythia("14m").init(jax.random.key(1), heads=HEADS, score_std=0.5)
+    dense = params["backbone"]["layers"]["mlp"]["dense_h_to_4h"]
+    assert abs(float(dense["kernel"].std()) - 0.02) < 1e-3 and not np.any(dense["bias"])
+    assert abs(float(params["embed_out"]["kernel"].std()) - 0.02) < 1e-3
+    assert np.abs(dense["kernel"][0] - dense["kernel"][1]).max() > 0.01
+    assert 0.3 < float(params["score"]["kernel"].std()) < 0.7 and "bias" not in params["score"]
+    assert set(MODEL.init(jax.random.key(0), heads=("scalar",))) == {"backbone", "score"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pythia("15m"), "no size '15m'; sizes: 14m"),
+        (lambda: custom_shape("4x128", 61), "'4x128' is not LAYERSxWIDTHxHEADS"),
+        (lambda: custom_shape("4x130x4", 61), "width 130 divisible by 4"),
+        (lambda: custom_shape("0x128x4", 61), "must be positive"),
+        (lambda: custom_shape("2x24x4", 61), "rotates 1 of 6 dimensions"),
+        (lambda: custom_shape("2x32x4", 0), "vocab_size is 0"),
+        (lambda: MODEL.init(jax.random.key(0), heads=("vision",)), "head 'vision' is not supported"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(make, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make()
