@@ -1,0 +1,207 @@
+"""From scores to advantages: one function, one equation. Arrays in, arrays out; all may be jitted and differentiated.
+
+Shape letters: B rows, T response positions, G responses to one prompt. Reductions are float32 (float64 under x64).
+`length` counts response tokens, the stop token included: TRL's `sequence_length + 1`. Line numbers are those of
+`trl/experimental/ppo/ppo_trainer.py` in TRL 1.12.0 unless another file is named.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.types import Array
+
+
+def _float(x: Array) -> Array:
+    """At least float32: half precision is widened before anything is summed."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+
+def first_true(x: Array) -> Array:
+    """Column of the first True in each row, T where there is none.
+
+    Args: x [B, T] bool. Returns [B] int32. Source: TRL `first_true_indices`, experimental/utils.py:723-743.
+    """
+    x = jnp.asarray(x)
+    chex.assert_rank(x, 2)
+    chex.assert_type(x, bool)
+    return jnp.where(x.any(axis=1), jnp.argmax(x, axis=1), x.shape[1]).astype(jnp.int32)
+
+
+def response_lengths(tokens: Array, stop_token_id: int) -> Array:
+    """Number of tokens up to and including the first stop token, T where there is none.
+
+    Args: tokens [B, T] int; stop_token_id. Returns [B] int32, 1..T.
+    Source: TRL `truncate_response`, :168-188, which keeps the stop token.
+    """
+    tokens = jnp.asarray(tokens)
+    chex.assert_rank(tokens, 2)
+    chex.assert_type(tokens, int)
+    return jnp.minimum(first_true(tokens == stop_token_id) + 1, tokens.shape[1])
+
+
+def response_mask(lengths: Array, length: int) -> Array:
+    """Columns that hold a response token: column < lengths. Policy terms live here, the stop token included.
+
+    Args: lengths [B] int, 0..T; length: T. Returns [B, T] bool. Source: TRL `~padding_mask`, :763-766.
+    """
+    lengths = jnp.asarray(lengths)
+    chex.assert_rank(lengths, 1)
+    chex.assert_type(lengths, int)
+    return jnp.arange(length)[None, :] < lengths[:, None]
+
+
+def value_mask(lengths: Array, length: int) -> Array:
+    """Columns that hold a value when the score lands after eos: column < lengths + 1.
+
+    Args: lengths [B] int, 0..T; length: T. Returns [B, T] bool. Source: TRL `~padding_mask_p1`, :767-769.
+    """
+    lengths = jnp.asarray(lengths)
+    return response_mask(lengths + 1, length)
+
+
+# ---------------------------------------------------------------------------------------------------- masked statistics
+
+
+def masked_mean(x: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
+    """mean of x where mask: sum(x * mask) / max(sum(mask), 1). Nothing masked out is ever read, NaN included.
+
+    Args: x, any shape; mask of the same shape, bool; axis to reduce (None: all). Returns float32 without `axis`; 0 for
+    an empty mask. Source: TRL `masked_mean`, :237-242, which divides by 0 there.
+    """
+    x, mask = _float(x), jnp.asarray(mask)
+    chex.assert_equal_shape([x, mask])
+    chex.assert_type(mask, bool)
+    return jnp.where(mask, x, 0).sum(axis) / jnp.maximum(mask.sum(axis), 1).astype(x.dtype)
+
+
+def masked_var(x: Array, mask: Array, ddof: int = 1) -> Array:
+    """Variance of x where mask: sum(mask * (x - mean)^2) / max(sum(mask) - ddof, 1).
+
+    Args: x, any shape; mask of the same shape, bool; ddof: 1 (TRL's Bessel correction) or 0 (OpenAI, N+).
+    Returns float32 []; 0 for a mask of one element or none. Source: TRL `masked_var`, :245-261, which is infinite or
+    raises there.
+    """
+    x, mask = _float(x), jnp.asarray(mask)
+    mean = masked_mean(x, mask)
+    squares = jnp.where(mask, jnp.square(jnp.where(mask, x, mean) - mean), 0)
+    return squares.sum() / jnp.maximum(mask.sum() - ddof, 1).astype(x.dtype)
+
+
+def masked_whiten(x: Array, mask: Array, *, shift_mean: bool = True, ddof: int = 1, eps: float = 1e-8) -> Array:
+    """(x - mean) / sqrt(var + eps) where mask, 0 elsewhere; the mean is added back unless `shift_mean`.
+
+    Args: x, any shape; mask of the same shape, bool; ddof as in `masked_var`. Returns float32, the shape of x.
+    Source: TRL `masked_whiten`, :264-270 (ddof 1); N+ and lm-human-preferences `whiten` (ddof 0).
+    """
+    x, mask = _float(x), jnp.asarray(mask)
+    mean = masked_mean(x, mask)
+    white = (jnp.where(mask, x, mean) - mean) * jax.lax.rsqrt(masked_var(x, mask, ddof) + eps)
+    return jnp.where(mask, white if shift_mean else white + mean, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ KL and rewards
+
+
+def kl_penalty(logprobs: Array, ref_logprobs: Array, estimator: str = "k1") -> Array:
+    """KL(policy || reference) of a sampled token, estimated from one draw; logr = ref - logp.
+
+    k1 = -logr (unbiased), k2 = logr^2 / 2 (biased, low variance), k3 = exp(logr) - 1 - logr (unbiased, never negative).
+
+    Args: logprobs, ref_logprobs, one shape, float; estimator k1, k2 or k3. Returns float32, the same shape.
+    Raises ValueError for another estimator. Source: Schulman, Approximating KL Divergence (2020); TRL :773-774 (no k2).
+    """
+    logprobs, ref_logprobs = _float(logprobs), _float(ref_logprobs)
+    chex.assert_equal_shape([logprobs, ref_logprobs])
+    logr = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -logr
+    if estimator == "k2":
+        return jnp.square(logr) / 2
+    if estimator == "k3":
+        return jnp.expm1(logr) - logr
+    raise ValueError(f"kl_estimator is k1, k2 or k3, not {estimator!r}")
+
+
+def adaptive_kl(kl_coef: Array, kl: Array, *, target: float, horizon: float, n_steps: int) -> Array:
+    """kl_coef * (1 + e * n_steps / horizon) with e = clip(kl / target - 1, -0.2, 0.2).
+
+    Args: kl_coef, kl [] float, the mean KL a response; target: the KL wanted; horizon and n_steps in episodes.
+    Returns float32 []. Source: Ziegler et al. 2019, section 2.2; lm-human-preferences `AdaptiveKLController`.
+    """
+    kl_coef, kl = _float(kl_coef), _float(kl)
+    chex.assert_rank([kl_coef, kl], 0)
+    error = jnp.clip(kl / target - 1, -0.2, 0.2)
+    return kl_coef * (1 + error * n_steps / horizon)
+
+
+def place_scores(rewards: Array, scores: Array, lengths: Array, position: str = "after_eos") -> Array:
+    """Adds the score of each response to one column of its rewards.
+
+    after_eos: column min(length, T - 1), one past the stop token where there is room (OpenAI, TRL).
+    eos: column max(length - 1, 0), the last token itself.
+
+    Args: rewards [B, T] float; scores [B] float; lengths [B] int, 0..T. Returns float32 [B, T].
+    Raises ValueError for another position. Source: TRL :777-779, `actual_end`.
+    """
+    rewards, scores, lengths = _float(rewards), _float(scores), jnp.asarray(lengths)
+    chex.assert_rank([rewards, scores, lengths], [2, 1, 1])
+    chex.assert_equal_shape_prefix([rewards, scores, lengths], 1)
+    chex.assert_type(lengths, int)
+    rows, steps = rewards.shape
+    if position == "after_eos":
+        columns = jnp.minimum(lengths, steps - 1)
+    elif position == "eos":
+        columns = jnp.maximum(lengths - 1, 0)
+    else:
+        raise ValueError(f"score_position is after_eos or eos, not {position!r}")
+    return rewards.at[jnp.arange(rows), columns].add(scores.astype(rewards.dtype))
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+
+
+def gae(rewards: Array, values: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
+    """Generalised advantage estimation over whole rows; nothing follows the last column.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t with V_T = 0,  A_t = delta_t + gamma * lam * A_{t+1},  returns_t = A_t + V_t
+
+    Columns after the end of a response take part, so give them reward 0 and value 0.
+
+    Args: rewards, values [B, T] float; gamma, lam in [0, 1]. Returns (advantages, returns), each float32 [B, T].
+    Source: Schulman et al. 2016 (arXiv 1506.02438), equations 11, 12 and 16; TRL :787-796.
+    """
+    rewards, values = _float(rewards), _float(values)
+    chex.assert_rank([rewards, values], 2)
+    chex.assert_equal_shape([rewards, values])
+
+    def step(carry: tuple[Array, Array], column: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        advantage, next_value = carry
+        reward, value = column
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * lam * advantage
+        return (advantage, value), advantage
+
+    rewards, values = (x.astype(jnp.promote_types(rewards.dtype, values.dtype)) for x in (rewards, values))
+    end = jnp.zeros_like(values[:, 0])
+    _, advantages = jax.lax.scan(step, (end, end), (rewards.T, values.T), reverse=True)
+    return advantages.T, advantages.T + values
+
+
+def leave_one_out(rewards: Array) -> Array:
+    """r_i minus the mean of the other rewards of its group: A_i = r_i - sum_{j != i} r_j / (G - 1).
+
+    Args: rewards [..., G] float, G >= 2, a group in the last axis. Returns float32 [..., G]; each group sums to 0.
+    Raises ValueError for G < 2. Source: Ahmadian et al. 2024 (arXiv 2402.14740), equation 8; rloo_trainer.py:1584-1606.
+    """
+    rewards = _float(rewards)
+    group = rewards.shape[-1]
+    if group < 2:
+        raise ValueError(f"leave-one-out needs groups of 2 responses or more, not {group}")
+    return rewards - (rewards.sum(-1, keepdims=True) - rewards) / (group - 1)

@@ -1,0 +1,209 @@
+"""Prefill and decode: prompts in, a `Rollout` out, one compiled program.
+
+Every row draws from its own key, `fold_in(fold_in(key, row), t)`, so samples depend neither on the other rows of the
+batch, nor on how it is cut into chunks, nor on the number of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.types import Array, PromptBatch, Rollout
+
+# Entries a block of the inverse CDF: 27 times faster than Gumbel noise over 50,304 entries on two cores.
+_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to draw. Frozen and hashable: static under jit.
+
+    Attributes:
+      max_new_tokens: T, columns of the response.
+      temperature: logits are divided by it; 0 is greedy.
+      top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
+      stop_id: token that ends a response (and belongs to it); None: every response has T tokens.
+      fill_id: what stands after the end; never read by a mask.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_id: int | None = None
+    fill_id: int = 0
+
+
+def draw(keys: Array, logits: Array) -> Array:
+    """Draws one index a row from softmax(logits) by a two-level inverse CDF.
+
+    Sums over blocks first, then inside the block that the uniform fell into: exact to float32 and far cheaper than
+    noise on every entry.
+
+    Args:
+      keys: [B] typed PRNG keys.
+      logits: [B, V] float32; -inf excludes an entry.
+
+    Returns:
+      [B] int32.
+    """
+    b, v = logits.shape
+    blocks = -(-v // _BLOCK)
+    p = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    p = jnp.pad(p, ((0, 0), (0, blocks * _BLOCK - v))).reshape(b, blocks, _BLOCK)
+    cdf = jnp.cumsum(jnp.sum(p, axis=-1), axis=-1)
+    target = jax.vmap(jax.random.uniform)(keys) * cdf[:, -1]
+    block = jnp.minimum(jnp.sum(cdf <= target[:, None], axis=-1), blocks - 1)
+    below = jnp.where(block > 0, jnp.take_along_axis(cdf, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    inner = jnp.take_along_axis(p, block[:, None, None], axis=1)[:, 0]
+    inner_cdf = jnp.cumsum(inner, axis=-1)
+    # Rounding may leave the target above the block's own sum, or on an entry of probability 0: keep to the last
+    # entry that can be drawn.
+    drawable = jnp.where(inner > 0, jnp.arange(_BLOCK)[None, :], -1)
+    entry = jnp.minimum(jnp.sum(inner_cdf <= (target - below)[:, None], axis=-1), jnp.max(drawable, axis=-1))
+    return (block * _BLOCK + entry).astype(jnp.int32)
+
+
+def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Array:
+    """Repetition penalty, temperature, top-k, top-p, min-p, in Hugging Face's order.
+
+    Args:
+      logits: [B, V] float32.
+      seen: [B, V] bool, tokens of prompt and response so far; None when there is no repetition penalty.
+      sampling: the options.
+
+    Returns:
+      [B, V] float32, -inf where a token may not be drawn.
+    """
+    if seen is not None:
+        penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits = jnp.where(seen, penalised, logits)
+    if sampling.temperature > 0:
+        # TRL divides by T + 1e-7 everywhere; so do the log-probabilities of the trainers.
+        logits = logits / (sampling.temperature + 1e-7)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if sampling.top_p < 1.0:
+        order = jnp.argsort(logits, axis=-1, descending=True)
+        probs = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+        # The first token always stays: its exclusive cumulative sum is 0.
+        keep = (jnp.cumsum(probs, axis=-1) - probs) < sampling.top_p
+        rows = jnp.arange(logits.shape[0])[:, None]
+        keep = jnp.zeros(logits.shape, bool).at[rows, order].set(keep)
+        logits = jnp.where(keep, logits, -jnp.inf)
+    if sampling.min_p is not None:
+        probs = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(probs < sampling.min_p * jnp.max(probs, axis=-1, keepdims=True), -jnp.inf, logits)
+    return logits
+
+
+def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling, *, rows=None, dtype=jnp.float32):
+    """Samples a response to each prompt. Pure; jit it with model, sampling and dtype static.
+
+    Args:
+      model: a `models.Model` with a causal head.
+      params: its params, layers stacked; they are sliced into layers once, here.
+      prompts: tokens [B, C] left-padded, lengths [B].
+      key: typed PRNG key of this rollout.
+      sampling: the options.
+      rows: [B] int32 index of each row in the whole batch (default 0..B-1): what its key is made from.
+      dtype: compute dtype; logits and log-probabilities are float32.
+
+    Returns:
+      Rollout with T = sampling.max_new_tokens.
+    """
+    b, c = prompts.tokens.shape
+    t_max = sampling.max_new_tokens
+    rows = jnp.arange(b) if rows is None else rows
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    layers = model.unstack(params, dtype)
+    prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
+    hidden, cache = model.prefill(layers, prompts.tokens, prompt_mask, c + t_max, dtype)
+    key_mask = jnp.pad(prompt_mask, ((0, 0), (0, t_max)))
+    slots = jnp.arange(c + t_max)[None, :]
+
+    def sample(hidden, t, seen):
+        logits = process_logits(model.logits(layers, hidden), seen, sampling)
+        if sampling.temperature > 0:
+            token = draw(jax.vmap(jax.random.fold_in, (0, None))(row_keys, t), logits)
+        else:
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    def record(carry, hidden, t):
+        response, logprobs, done, lengths, seen = carry
+        token, logprob = sample(hidden, t, seen)
+        token = jnp.where(done, sampling.fill_id, token)
+        response = jax.lax.dynamic_update_slice(response, token[:, None], (0, t))
+        logprobs = jax.lax.dynamic_update_slice(logprobs, jnp.where(done, 0.0, logprob)[:, None], (0, t))
+        lengths = lengths + jnp.where(done, 0, 1)
+        if seen is not None:
+            seen = seen.at[jnp.arange(b), token].set(True)
+        if sampling.stop_id is not None:
+            done = done | (token == sampling.stop_id)
+        return response, logprobs, done, lengths, seen
+
+    def body(loop):
+        t, carry, cache = loop
+        token = jax.lax.dynamic_slice(carry[0], (0, t - 1), (b, 1))[:, 0]
+        slot = c + t - 1
+        keys = key_mask | ((slots >= c) & (slots <= slot))
+        hidden, cache = model.decode(layers, cache, token, prompts.lengths + t - 1, keys, slot, dtype)
+        return t + 1, record(carry, hidden, t), cache
+
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        # Index V is out of bounds and dropped: padding is not a token that was seen.
+        v = model.config.vocab_size
+        seen = jnp.zeros((b, v), bool)
+        seen = seen.at[jnp.arange(b)[:, None], jnp.where(prompt_mask, prompts.tokens, v)].set(True, mode="drop")
+    carry = (
+        jnp.full((b, t_max), sampling.fill_id, jnp.int32),
+        jnp.zeros((b, t_max), jnp.float32),
+        jnp.zeros((b,), bool),
+        jnp.zeros((b,), jnp.int32),
+        seen,
+    )
+    carry = record(carry, hidden, jnp.int32(0))
+    _, carry, _ = jax.lax.while_loop(
+        lambda loop: (loop[0] < t_max) & ~jnp.all(loop[1][2]), body, (jnp.int32(1), carry, cache)
+    )
+    response, logprobs, done, lengths, _ = carry
+    return Rollout(
+        prompt_tokens=prompts.tokens,
+        prompt_lengths=prompts.lengths,
+        response=response,
+        lengths=lengths,
+        ended=done,
+        logprobs=logprobs,
+        response_mask=jnp.ones((b, t_max), bool),
+    )
+
+
+def in_chunks(function, batch, rows_per_chunk: int | None):
+    """Applies `function` to slices of `rows_per_chunk` rows one after another, to bound its memory.
+
+    Chunks are strided (row i goes to chunk i mod n), so that each spans all devices of a sharded batch.
+
+    Args:
+      function: pytree with leading dimension b -> pytree with leading dimension b.
+      batch: pytree with leading dimension B.
+      rows_per_chunk: b, divides B; None or B: one chunk.
+
+    Returns:
+      function(batch), as if called once.
+    """
+    b = jax.tree.leaves(batch)[0].shape[0]
+    if rows_per_chunk is None or rows_per_chunk >= b:
+        return function(batch)
+    n = b // rows_per_chunk
+    chunks = jax.tree.map(lambda x: x.reshape((rows_per_chunk, n) + x.shape[1:]).swapaxes(0, 1), batch)
+    out = jax.lax.map(function, chunks)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape((b,) + x.shape[2:]), out)

@@ -1,0 +1,132 @@
+"""What the trainers share: the optimizer, its learning rate, and exact accumulation over micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax.types import Array, Params
+
+
+def _decayed(params: Params, which: str) -> Any:
+    """True for params that weight decay acts on. 'matrices' is Hugging Face's rule: no biases, no norms."""
+
+    def rule(path, _):
+        names = "/".join(str(k.key) for k in path)
+        return which == "all" or not (names.endswith("/bias") or "norm" in names)
+
+    return jax.tree_util.tree_map_with_path(rule, params)
+
+
+def make_optimizer(config) -> optax.GradientTransformation:
+    """AdamW without its learning rate, which the step multiplies in (so that a schedule is a function of the step).
+
+    Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_.
+
+    Args:
+      config: a stage's config.
+
+    Returns:
+      An optax transformation whose updates are to be scaled by -learning_rate.
+    """
+    parts = []
+    if config.max_grad_norm is not None:
+        parts.append(optax.clip_by_global_norm(config.max_grad_norm))
+    parts.append(optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon))
+    if config.weight_decay:
+        which = config.weight_decay_on
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))
+    return optax.chain(*parts)
+
+
+def learning_rate(config, step: Array, total_steps: int) -> Array:
+    """The rate of update `step` (0-based) of `total_steps`: Hugging Face's linear, cosine and constant schedules.
+
+    linear: lr * (total - step) / (total - warmup); cosine: lr * (1 + cos(pi * progress)) / 2; each after
+    `warmup_steps` updates of lr * step / warmup.
+
+    Args:
+      config: learning_rate, lr_scheduler_type, warmup_steps.
+      step: [] int32.
+      total_steps: updates of the whole run.
+
+    Returns:
+      [] float32.
+    """
+    step = step.astype(jnp.float32)
+    warmup = config.warmup_steps
+    progress = jnp.clip((step - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
+    if config.lr_scheduler_type == "linear":
+        factor = 1.0 - progress
+    elif config.lr_scheduler_type == "cosine":
+        factor = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    else:
+        factor = jnp.float32(1.0)
+    if warmup > 0:
+        factor = jnp.where(step < warmup, step / warmup, factor)
+    return config.learning_rate * factor
+
+
+def apply_gradients(optimizer, params: Params, opt_state, grads: Params, rate: Array):
+    """One optimizer step: params - rate * update.
+
+    Args:
+      optimizer: from `make_optimizer` (or any optax transformation that leaves the rate out).
+      params, opt_state, grads: pytrees of the same structure as at init.
+      rate: [] float32.
+
+    Returns:
+      (params, opt_state, gradient norm [] float32 before clipping)
+    """
+    norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = jax.tree.map(lambda p, u: p - rate * u.astype(p.dtype), params, updates)
+    return params, opt_state, norm
+
+
+def row_keys(key: Array, rows: int) -> Array:
+    """A key a row: dropout does not depend on how a batch is cut into micro-batches.
+
+    Returns:
+      [rows] typed keys.
+    """
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+
+def split_micro(batch: Any, micro: int | None) -> Any:
+    """[M, ...] -> [M / micro, micro, ...], rows in order."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    micro = rows if micro is None else min(micro, rows)
+    return jax.tree.map(lambda x: x.reshape((rows // micro, micro) + x.shape[1:]), batch)
+
+
+def accumulate(loss_fn: Callable, params: Params, micro_batches: Any) -> tuple[Params, Any]:
+    """Sums gradients and metrics of `loss_fn` over micro-batches by `lax.scan`, in float32.
+
+    `loss_fn` divides by counts of the whole minibatch itself, so that the sum is the minibatch's own gradient.
+
+    Args:
+      loss_fn: (params, micro_batch, index) -> (loss [], metrics pytree).
+      params: what to differentiate.
+      micro_batches: pytree [N, m, ...].
+
+    Returns:
+      (gradients, metrics summed over N)
+    """
+    n = jax.tree.leaves(micro_batches)[0].shape[0]
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if n == 1:
+        return grad_fn(params, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
+
+    def body(carry, item):
+        index, micro = item
+        grads, metrics = grad_fn(params, micro, index)
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, metrics)), None
+
+    shapes = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+    total, _ = jax.lax.scan(body, zeros, (jnp.arange(n), micro_batches))
+    return total

@@ -1,0 +1,421 @@
+"""PPO, as pure functions: `make_experience` judges a rollout, `update` learns from it.
+
+The algorithm is that of Stiennon et al. (2020) as TRL and the N+ study (Huang et al. 2024) wrote it down; options
+whose names are not the papers' are TRL's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import advantages as adv
+from rlhf_jax import losses
+from rlhf_jax.generate import in_chunks
+from rlhf_jax.losses import INVALID_LOGPROB
+from rlhf_jax.trainers import common
+from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks:
+    """The models of a run; static under jit. `value` is None when the policy carries the value head."""
+
+    policy: Any
+    ref: Any
+    value: Any | None
+
+
+def _dtype(config):
+    return jnp.dtype(config.dtype)
+
+
+def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
+    """Prompt and response side by side.
+
+    Returns:
+      tokens [B, C + T] int32, mask [B, C + T] bool (left padding out; response columns by `response_mask`).
+    """
+    c = rollout.prompt_tokens.shape[1]
+    prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
+    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
+    return tokens, jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
+
+
+def response_logprobs(model, params: Params, hidden: Array, response: Array, temperature: float):
+    """Log-probabilities of the response and the entropy of each position, at `temperature`.
+
+    Args:
+      model, params: a causal head.
+      hidden: [b, T, D], the positions that predict the response.
+      response: [b, T] int32.
+      temperature: logits are divided by temperature + 1e-7 (TRL ppo_trainer.py:713).
+
+    Returns:
+      (log-probabilities [b, T] float32, entropies [b, T] float32)
+    """
+    logits = model.logits(params, hidden) / (temperature + 1e-7)
+    return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
+
+
+def _hidden(model, params, tokens, mask, t, config):
+    """The final hidden states of the T positions that predict the response: [b, T, D]."""
+    out = model.hidden(params, tokens, mask, dtype=_dtype(config), remat=config.gradient_checkpointing)
+    return out[:, -t - 1 : -1]
+
+
+def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: Array, t: int, config):
+    """The trained networks on prompt and response, at response positions.
+
+    Args:
+      nets: the models.
+      params: {"policy": ...} or {"policy": ..., "value": ...}.
+      tokens, mask: [b, C + T].
+      t: T.
+      config: temperature, dtype, gradient_checkpointing.
+
+    Returns:
+      (log-probabilities, entropies, values), each [b, T] float32.
+    """
+    hidden = _hidden(nets.policy, params["policy"], tokens, mask, t, config)
+    logprobs, entropy = response_logprobs(nets.policy, params["policy"], hidden, tokens[:, -t:], config.temperature)
+    if nets.value is None:
+        values = nets.policy.scalars(params["policy"], hidden)
+    else:
+        values = nets.value.scalars(params["value"], _hidden(nets.value, params["value"], tokens, mask, t, config))
+    return logprobs, entropy, values
+
+
+def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:
+    """The score of a response without the tokenizer's eos: less the penalty (TRL), or minus the penalty (N+).
+
+    Returns:
+      [B] float32.
+    """
+    if config.missing_eos_penalty is None:
+        return scores
+    inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
+    has_eos = jnp.any((rollout.response == eos_id) & inside, axis=1)
+    if config.eos_penalty_mode == "replace":
+        return jnp.where(has_eos, scores, -config.missing_eos_penalty)
+    return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
+
+
+def make_experience(
+    nets: Networks,
+    params: Params,
+    ref_params: Params,
+    rollout: Rollout,
+    scores: Array,
+    kl_coef: Array,
+    config,
+    eos_id: int,
+    token_rewards: Array | None = None,
+) -> tuple[Experience, Metrics]:
+    """Log-probabilities, values, rewards and advantages of a rollout (TRL ppo_trainer.py:693-798).
+
+    Args:
+      nets: the models.
+      params: the trained params, as in TrainState.
+      ref_params: the frozen reference policy.
+      rollout: prompts and responses.
+      scores: [B] float32, one a response.
+      kl_coef: [] float32.
+      config: a PPOConfig.
+      eos_id: the tokenizer's eos, for the missing-eos penalty.
+      token_rewards: [B, T] float32 dense rewards, added position by position; None: only the score.
+
+    Returns:
+      (Experience, metrics `objective/...`, `val/num_eos_tokens` and lengths; each [] float32)
+    """
+    tokens, mask = full_sequence(rollout)
+    t = rollout.response.shape[1]
+    inside = adv.response_mask(rollout.lengths, t)
+    valued = adv.value_mask(rollout.lengths, t)
+
+    def look(rows):
+        tokens, mask = rows
+        logprobs, _, values = evaluate_actor_critic(nets, params, tokens, mask, t, config)
+        ref_hidden = _hidden(nets.ref, ref_params, tokens, mask, t, config)
+        ref_logprobs, _ = response_logprobs(nets.ref, ref_params, ref_hidden, tokens[:, -t:], config.temperature)
+        return logprobs, ref_logprobs, values
+
+    logprobs, ref_logprobs, values = in_chunks(look, (tokens, mask), config.rollout_batch_size)
+    if config.old_logprobs == "sampler":
+        logprobs = rollout.logprobs
+    # The same fill on both sides: KL 0 and ratio 1 outside the response.
+    logprobs = jnp.where(inside, logprobs, INVALID_LOGPROB)
+    ref_logprobs = jnp.where(inside, ref_logprobs, INVALID_LOGPROB)
+    values = jnp.where(valued, values, 0.0)
+
+    scores = penalize_missing_eos(scores, rollout, eos_id, config)
+    kl = adv.kl_penalty(logprobs, ref_logprobs, config.kl_estimator)
+    non_score_reward = -kl_coef * kl
+    rewards = non_score_reward if token_rewards is None else non_score_reward + jnp.where(inside, token_rewards, 0.0)
+    rewards = adv.place_scores(rewards, scores, rollout.lengths, config.score_position)
+    # With the score on eos itself nothing lies after the response: its value there is 0, not the critic's guess.
+    value_targets = valued if config.score_position == "after_eos" else inside
+    values = jnp.where(value_targets, values, 0.0)
+    if config.whiten_rewards:
+        rewards = adv.masked_whiten(rewards, value_targets, shift_mean=False, ddof=config.whiten_ddof)
+        rewards = jnp.where(value_targets, rewards, 0.0)
+    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=config.lam)
+    advantages = adv.masked_whiten(advantages, inside, ddof=config.whiten_ddof)
+    advantages = jnp.where(inside, advantages, 0.0)
+
+    experience = Experience(
+        tokens=tokens,
+        mask=mask,
+        lengths=rollout.lengths,
+        logprobs=logprobs,
+        values=values,
+        advantages=advantages,
+        returns=returns,
+    )
+    mean_kl = jnp.mean(jnp.sum(kl, axis=1))
+    mean_non_score = jnp.mean(jnp.sum(non_score_reward, axis=1))
+    if config.metrics == "trl":
+        eos = jnp.sum(rollout.response == eos_id).astype(jnp.float32)
+    else:
+        eos = jnp.sum(rollout.ended).astype(jnp.float32)
+    metrics = {
+        "objective/kl": mean_kl,
+        "objective/entropy": jnp.mean(jnp.sum(jnp.where(inside, -logprobs, 0.0), axis=1)),
+        "objective/non_score_reward": mean_non_score,
+        "objective/rlhf_reward": mean_non_score + jnp.mean(scores),
+        "objective/scores": jnp.mean(scores),
+        "objective/scores_std": jnp.std(scores),
+        "objective/kl_coef": kl_coef,
+        "val/num_eos_tokens": eos,
+        "val/response_length": jnp.mean(rollout.lengths.astype(jnp.float32)),
+        "val/explained_variance": explained_variance(values, returns, value_targets),
+    }
+    return experience, metrics
+
+
+def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:
+    """Sum of log pi - log ref over each response: the k1 estimate of its KL, for evaluation.
+
+    Args:
+      nets, params, ref_params: policy and reference.
+      rollout: responses of the policy.
+      config: a PPOConfig.
+
+    Returns:
+      [B] float32.
+    """
+    tokens, mask = full_sequence(rollout)
+    t = rollout.response.shape[1]
+
+    def logprobs(model, params):
+        hidden = _hidden(model, params, tokens, mask, t, config)
+        return response_logprobs(model, params, hidden, rollout.response, config.temperature)[0]
+
+    difference = logprobs(nets.policy, params["policy"]) - logprobs(nets.ref, ref_params)
+    return jnp.sum(jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0), axis=1)
+
+
+def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
+    """1 - Var[returns - values] / Var[returns] over the mask: what the critic foresaw.
+
+    Args:
+      values, returns: [B, T] float32.
+      mask: [B, T] bool.
+
+    Returns:
+      [] float32.
+    """
+    return 1.0 - adv.masked_var(returns - values, mask, ddof=0) / (adv.masked_var(returns, mask, ddof=0) + 1e-8)
+
+
+def permutations(key: Array, epochs: int, rows: int) -> Array:
+    """The shuffles of an update's episodes, one an epoch.
+
+    Returns:
+      [epochs, rows] int32.
+    """
+    return jax.vmap(lambda k: jax.random.permutation(k, rows))(jax.random.split(key, epochs))
+
+
+def loss_and_metrics(nets: Networks, params: Params, micro: Experience, scale: dict[str, Array], config):
+    """PPO's loss of one micro-batch: clipped policy loss + vf_coef * clipped value loss.
+
+    Args:
+      nets, params: the trained models.
+      micro: an Experience of m rows.
+      scale: {"policy", "value"}: weights [m, T] that turn per-token losses into this micro-batch's share of the
+        minibatch's loss; {"count"}: response tokens of the whole minibatch; {"micros"}: micro-batches in it.
+      config: a PPOConfig.
+
+    Returns:
+      (loss [], metrics to be summed over the micro-batches of a minibatch)
+    """
+    t = micro.logprobs.shape[1]
+    inside = adv.response_mask(micro.lengths, t)
+    valued = adv.value_mask(micro.lengths, t) if config.score_position == "after_eos" else inside
+    logprobs, entropy, values = evaluate_actor_critic(nets, params, micro.tokens, micro.mask, t, config)
+    logprobs = jnp.where(inside, logprobs, INVALID_LOGPROB)
+    values = jnp.where(valued, values, 0.0)
+
+    pg, pg_clipped, ratio = losses.policy_loss_terms(logprobs, micro.logprobs, micro.advantages, cliprange=config.cliprange)
+    vf, vf_clipped = losses.value_loss_terms(values, micro.values, micro.returns, cliprange_value=config.cliprange_value)
+    policy_loss = jnp.sum(jnp.where(inside, pg, 0.0) * scale["policy"])
+    value_loss = jnp.sum(jnp.where(valued, vf, 0.0) * scale["value"])
+
+    log_ratio = jax.lax.stop_gradient(logprobs - micro.logprobs)
+    ratio = jax.lax.stop_gradient(ratio)
+    if config.metrics == "trl":
+        # Over all T columns, fill and all, averaged over micro-batches (ppo_trainer.py:857-868).
+        def over_tokens(x):
+            return jnp.mean(x) / scale["micros"]
+    else:
+
+        def over_tokens(x):
+            return jnp.sum(jnp.where(inside, x, 0.0)) / scale["count"]
+
+    metrics = {
+        "policy/approxkl_avg": over_tokens(0.5 * jnp.square(log_ratio)),
+        "policy/entropy_avg": over_tokens(entropy),
+        "val/ratio": over_tokens(ratio),
+        "policy/clipfrac_avg": jnp.sum(jnp.where(inside, pg_clipped, 0.0) * scale["policy"]),
+        "val/clipfrac_avg": jnp.sum(jnp.where(valued, vf_clipped, 0.0) * scale["value"]),
+        "loss/policy_avg": policy_loss,
+        "loss/value_avg": value_loss,
+    }
+    ratio_error = jnp.max(jnp.where(inside, jnp.abs(ratio - 1.0), 0.0))
+    return policy_loss + config.vf_coef * value_loss, (metrics, ratio_error)
+
+
+def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
+    """What each token weighs in the loss of its minibatch, for all micro-batches at once.
+
+    token_mean: 1 / tokens of the minibatch. token_mean_micro (TRL): 1 / (tokens of the micro-batch * micro-batches).
+    seq_mean: 1 / (tokens of the row * rows).
+
+    Args:
+      lengths: [N, m] int32, response lengths by micro-batch.
+      t: T.
+      config: loss_aggregation, score_position.
+
+    Returns:
+      {"policy", "value"} [N, m, T] float32, {"count", "micros"} [N] float32.
+    """
+    n, m = lengths.shape
+    flat = lengths.reshape(n * m)
+    inside = adv.response_mask(flat, t)
+    valued = adv.value_mask(flat, t) if config.score_position == "after_eos" else inside
+
+    def weights(mask):
+        mask = mask.reshape(n, m, t).astype(jnp.float32)
+        if config.loss_aggregation == "token_mean":
+            denominator = jnp.sum(mask, axis=(0, 1, 2), keepdims=True)
+        elif config.loss_aggregation == "token_mean_micro":
+            denominator = jnp.sum(mask, axis=(1, 2), keepdims=True)
+        else:
+            denominator = jnp.sum(mask, axis=2, keepdims=True)
+        parts = {"token_mean": 1, "token_mean_micro": n, "seq_mean": n * m}[config.loss_aggregation]
+        return jnp.broadcast_to(1.0 / (jnp.maximum(denominator, 1.0) * parts), (n, m, t))
+
+    count = jnp.maximum(jnp.sum(inside).astype(jnp.float32), 1.0)
+    return {
+        "policy": weights(inside),
+        "value": weights(valued),
+        "count": jnp.full((n,), count),
+        "micros": jnp.full((n,), float(n)),
+    }
+
+
+def update(
+    nets: Networks,
+    optimizer,
+    state: TrainState,
+    experience: Experience,
+    shuffles: Array,
+    rate: Array,
+    config,
+) -> tuple[TrainState, Metrics]:
+    """All epochs of PPO on one batch of episodes: scans over epochs, minibatches and micro-batches.
+
+    Args:
+      nets: the models.
+      optimizer: from `common.make_optimizer`.
+      state: what is trained; donate it.
+      experience: from `make_experience`.
+      shuffles: [num_ppo_epochs, B] int32, the order of the rows in each epoch.
+      rate: [] float32 learning rate of this update.
+      config: a PPOConfig.
+
+    Returns:
+      (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays)
+    """
+    b = experience.lengths.shape[0]
+    minibatch = b // config.num_mini_batches
+    t = experience.logprobs.shape[1]
+
+    def minibatch_step(carry, rows):
+        params, opt_state = carry
+        batch = jax.tree.map(lambda x: x[rows], experience)
+        micros = common.split_micro(batch, config.micro_batch_size)
+        weights = loss_weights(micros.lengths, t, config)
+        n = micros.lengths.shape[0]
+
+        def loss_fn(params, micro, index):
+            part, scale = micro
+            loss, (metrics, error) = loss_and_metrics(nets, params, part, scale, config)
+            # A maximum cannot be summed: each micro-batch reports into its own slot. So does the ratio, whose
+            # variance TRL takes over micro-batches.
+            own = jnp.arange(n) == index
+            spread = metrics["val/ratio"] * (n if config.metrics == "trl" else 1)
+            return loss, (metrics, jnp.where(own, error, 0.0), jnp.where(own, spread, 0.0))
+
+        grads, (metrics, errors, ratios) = common.accumulate(loss_fn, params, (micros, weights))
+        params, opt_state, norm = common.apply_gradients(optimizer, params, opt_state, grads, rate)
+        ratios = ratios if config.metrics == "trl" else metrics["val/ratio"][None]
+        return (params, opt_state), ({**metrics, "grad_norm": norm}, jnp.max(errors), ratios)
+
+    rows = shuffles[:, : minibatch * config.num_mini_batches].reshape(-1, minibatch)
+    carry = (state.params, state.opt_state)
+    (params, opt_state), (stats, errors, ratios) = jax.lax.scan(minibatch_step, carry, rows)
+    metrics = {name: jnp.mean(values) for name, values in stats.items()}
+    metrics["val/ratio_var"] = ratio_variance(ratios.reshape(-1), config.metrics)
+    # Before anything was learned the ratio is 1 but for rounding: what the first optimizer step saw.
+    metrics["val/first_ratio_error"] = errors[0]
+    metrics["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]
+    state = state.replace(params=params, opt_state=opt_state, step=state.step + 1, episodes=state.episodes + b)
+    return state, metrics
+
+
+def ratio_variance(ratios: Array, metrics: str) -> Array:
+    """Variance of the mean ratios over optimizer steps, n - 1 in the denominator as torch's.
+
+    Args:
+      ratios: [N] float32.
+      metrics: 'trl' gives nan for N = 1, as torch does; 'correct' gives 0.
+
+    Returns:
+      [] float32.
+    """
+    if ratios.shape[0] == 1:
+        return jnp.float32(jnp.nan if metrics == "trl" else 0.0)
+    return jnp.var(ratios, ddof=1)
+
+
+def control_kl(state: TrainState, kl: Array, config, episodes: int) -> TrainState:
+    """The adaptive KL controller's move after an update (Ziegler et al. 2019, section 2.2); none when fixed.
+
+    Args:
+      state: with kl_coef.
+      kl: [] float32, `objective/kl` of the update.
+      config: kl_target, kl_horizon.
+      episodes: episodes of the update.
+
+    Returns:
+      The state with its new kl_coef.
+    """
+    if config.kl_target is None:
+        return state
+    new = adv.adaptive_kl(state.kl_coef, kl, target=config.kl_target, horizon=config.kl_horizon, n_steps=episodes)
+    return state.replace(kl_coef=new)

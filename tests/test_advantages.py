@@ -1,0 +1,228 @@
+"""advantages.py: numbers worked out by hand, and identities."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax import advantages
+
+
+def close(actual, wanted, tolerance=1e-6):
+    np.testing.assert_allclose(np.asarray(actual), wanted, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------- masks
+
+
+def test_first_true_is_the_column_of_the_first_one_and_the_width_without_any():
+    x = jnp.array([[0, 1, 1], [1, 0, 1], [0, 0, 0], [0, 0, 1]], bool)
+    assert advantages.first_true(x).tolist() == [1, 0, 3, 2]
+
+
+def test_a_response_ends_with_its_first_stop_token_which_counts():
+    tokens = jnp.array([[0, 5, 5], [5, 0, 0], [5, 5, 0], [5, 5, 5]])
+    assert advantages.response_lengths(tokens, 0).tolist() == [1, 2, 3, 3]
+
+
+def test_masks_hold_the_stop_token_and_for_values_one_column_more():
+    lengths = jnp.array([0, 1, 2, 3])
+    assert advantages.response_mask(lengths, 3).astype(int).tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert advantages.value_mask(lengths, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+
+
+# -------------------------------------------------------------------------------------------- masked statistics
+
+
+def test_masked_mean_of_one_element_of_none_and_over_an_axis():
+    x, mask = jnp.array([[1.0, 2.0], [4.0, 8.0]]), jnp.array([[True, False], [True, True]])
+    close(advantages.masked_mean(x, mask), 13 / 3)
+    close(advantages.masked_mean(x, mask, axis=1), [1.0, 6.0])
+    close(advantages.masked_mean(x, jnp.zeros_like(mask)), 0.0)
+    close(advantages.masked_mean(x, jnp.zeros_like(mask).at[1, 1].set(True)), 8.0)
+
+
+def test_masked_var_of_one_element_or_none_is_zero_for_either_ddof():
+    x, mask = jnp.array([1.0, 3.0, 8.0]), jnp.array([True, True, False])
+    close(advantages.masked_var(x, mask), 2.0)
+    close(advantages.masked_var(x, mask, ddof=0), 1.0)
+    for ddof in (0, 1):
+        close(advantages.masked_var(x, jnp.array([False, True, False]), ddof), 0.0)
+        close(advantages.masked_var(x, jnp.zeros(3, bool), ddof), 0.0)
+
+
+def test_whitening_by_hand_with_and_without_its_mean():
+    x, mask = jnp.array([[1.0, 3.0, 99.0]]), jnp.array([[True, True, False]])
+    close(advantages.masked_whiten(x, mask), [[-1 / np.sqrt(2), 1 / np.sqrt(2), 0]])
+    close(advantages.masked_whiten(x, mask, ddof=0), [[-1, 1, 0]])
+    close(advantages.masked_whiten(x, mask, ddof=0, shift_mean=False), [[1, 3, 0]])
+
+
+def test_whitening_one_element_or_none_gives_zeros_and_zero_gradients():
+    x = jnp.array([1.0, 2.0, 3.0])
+    for mask in (jnp.zeros(3, bool), jnp.array([False, True, False])):
+        close(advantages.masked_whiten(x, mask), np.zeros(3))
+        close(jax.grad(lambda x, mask=mask: advantages.masked_whiten(x, mask).sum())(x), np.zeros(3))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_masked_out_is_never_read(poison):
+    mask = jnp.array([[True, True, False], [True, False, False]])
+    clean = jnp.array([[1.0, 2.0, 0.0], [5.0, 0.0, 0.0]])
+    dirty = jnp.where(mask, clean, poison)
+    for function in (advantages.masked_mean, advantages.masked_var, advantages.masked_whiten):
+        close(function(dirty, mask), function(clean, mask))
+        gradient = jax.grad(lambda x, f=function: jnp.square(f(x, mask)).sum())
+        assert np.isfinite(gradient(dirty)).all()
+        close(gradient(dirty), gradient(clean))
+
+
+def test_half_precision_is_summed_in_float32():
+    x = jnp.full((4096,), 1.001, jnp.bfloat16)
+    mean = advantages.masked_mean(x, jnp.ones(4096, bool))
+    assert mean.dtype == jnp.float32
+    close(mean, float(x[0]))
+
+
+# ------------------------------------------------------------------------------------------------ KL and scores
+
+
+def test_kl_estimators_by_hand():
+    logprobs, ref = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))
+    close(advantages.kl_penalty(logprobs, ref, "k1"), [np.log(2)])
+    close(advantages.kl_penalty(logprobs, ref, "k2"), [np.log(2) ** 2 / 2])
+    close(advantages.kl_penalty(logprobs, ref, "k3"), [0.5 - 1 + np.log(2)])
+
+
+def test_equal_models_have_no_kl_and_an_unknown_estimator_is_named():
+    logprobs = jnp.array([[-1.0, -2.0]])
+    for estimator in ("k1", "k2", "k3"):
+        assert not advantages.kl_penalty(logprobs, logprobs, estimator).any()
+    with pytest.raises(ValueError, match="k1, k2 or k3, not 'k4'"):
+        advantages.kl_penalty(logprobs, logprobs, "k4")
+
+
+def test_the_adaptive_coefficient_moves_by_a_fifth_of_n_over_horizon_at_most():
+    step = functools.partial(advantages.adaptive_kl, 0.1, target=6.0, horizon=10000, n_steps=500)
+    close(step(60.0), 0.1 * (1 + 0.2 * 0.05))
+    close(step(0.0), 0.1 * (1 - 0.2 * 0.05))
+    close(step(6.0), 0.1)
+    close(step(6.6), 0.1 * (1 + 0.1 * 0.05))
+
+
+def test_a_score_lands_one_column_after_eos_or_on_it():
+    lengths, scores = jnp.array([0, 1, 2, 3]), jnp.array([10.0, 20.0, 30.0, 40.0])
+    rewards = jnp.ones((4, 3))
+    close(
+        advantages.place_scores(rewards, scores, lengths),
+        [[11, 1, 1], [1, 21, 1], [1, 1, 31], [1, 1, 41]],
+    )
+    close(
+        advantages.place_scores(rewards, scores, lengths, "eos"),
+        [[11, 1, 1], [21, 1, 1], [1, 31, 1], [1, 1, 41]],
+    )
+    with pytest.raises(ValueError, match="after_eos or eos, not 'end'"):
+        advantages.place_scores(rewards, scores, lengths, "end")
+
+
+# --------------------------------------------------------------------------------------------------- advantages
+
+
+def test_gae_by_hand():
+    rewards, values = jnp.array([[0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.25, 0.5]])
+    # deltas: 0.9*0.25 - 0.5 = -0.275, 0.9*0.5 - 0.25 = 0.2, 1 - 0.5 = 0.5; decay 0.45
+    wanted = np.array([[-0.275 + 0.45 * 0.425, 0.2 + 0.45 * 0.5, 0.5]])
+    got, returns = advantages.gae(rewards, values, gamma=0.9, lam=0.5)
+    close(got, wanted)
+    close(returns, wanted + np.asarray(values))
+
+
+def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value():
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(3, 5)), rng.normal(size=(3, 5))
+    got, returns = advantages.gae(rewards.astype(np.float32), values.astype(np.float32), gamma=0.9, lam=1.0)
+    tail = sum(
+        rewards[:, k:] * 0.9**k if k == 0 else np.pad(rewards[:, k:], ((0, 0), (0, k))) * 0.9**k for k in range(5)
+    )
+    close(returns, tail, 1e-5)
+    close(got, tail - values, 1e-5)
+
+
+def test_gae_with_lambda_zero_is_one_temporal_difference():
+    rewards, values = jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 5.0]])
+    close(advantages.gae(rewards, values, gamma=1.0, lam=0.0)[0], [[1 + 5 - 3, 2 - 5]])
+
+
+def test_a_zero_filled_tail_changes_no_advantage_of_the_response():
+    rng = np.random.default_rng(1)
+    rewards, values = rng.normal(size=(2, 4)).astype(np.float32), rng.normal(size=(2, 4)).astype(np.float32)
+    short, _ = advantages.gae(rewards, values, gamma=0.99, lam=0.95)
+    wide = ((0, 0), (0, 3))
+    padded, _ = advantages.gae(np.pad(rewards, wide), np.pad(values, wide), gamma=0.99, lam=0.95)
+    close(padded[:, :4], short)
+    assert not padded[:, 4:].any()
+
+
+def test_advantages_of_a_row_do_not_depend_on_the_order_of_the_batch():
+    rng = np.random.default_rng(2)
+    rewards, values = rng.normal(size=(6, 4)).astype(np.float32), rng.normal(size=(6, 4)).astype(np.float32)
+    mask = np.asarray(advantages.response_mask(np.array([0, 1, 2, 3, 4, 4]), 4))
+    order = rng.permutation(6)
+
+    def white(rewards, values, mask):
+        return advantages.masked_whiten(advantages.gae(rewards, values, gamma=1.0, lam=0.95)[0], mask)
+
+    close(white(rewards[order], values[order], mask[order]), white(rewards, values, mask)[order], 2e-6)
+
+
+def test_leave_one_out_by_hand_and_every_group_sums_to_zero():
+    close(advantages.leave_one_out(jnp.array([1.0, 2.0, 6.0])), [1 - 4, 2 - 3.5, 6 - 1.5])
+    rewards = jax.random.normal(jax.random.key(0), (2, 5, 4))
+    out = advantages.leave_one_out(rewards)
+    assert out.shape == rewards.shape
+    close(out.sum(-1), np.zeros((2, 5)), 1e-5)
+
+
+def test_leave_one_out_scales_the_deviation_from_the_mean_and_ignores_a_shift():
+    rewards = jax.random.normal(jax.random.key(1), (3, 4))
+    centred = rewards - rewards.mean(-1, keepdims=True)
+    close(advantages.leave_one_out(rewards), centred * 4 / 3, 1e-5)
+    close(advantages.leave_one_out(rewards + 7), advantages.leave_one_out(rewards), 1e-5)
+
+
+def test_a_group_of_one_has_no_baseline():
+    with pytest.raises(ValueError, match="groups of 2"):
+        advantages.leave_one_out(jnp.ones((3, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------ the rest
+
+
+def test_wrong_shapes_and_dtypes_are_caught():
+    with pytest.raises(AssertionError):
+        advantages.gae(jnp.zeros((2, 3)), jnp.zeros((2, 4)), gamma=1.0, lam=0.95)
+    with pytest.raises(AssertionError):
+        advantages.masked_mean(jnp.zeros((2, 3)), jnp.ones((2, 3)))
+    with pytest.raises(AssertionError):
+        advantages.place_scores(jnp.zeros((2, 3)), jnp.zeros(3), jnp.zeros(2, jnp.int32))
+    with pytest.raises(AssertionError):
+        advantages.kl_penalty(jnp.zeros((2, 3)), jnp.zeros((2, 1)))
+
+
+def test_every_equation_runs_under_jit_and_has_a_gradient():
+    def objective(rewards, values, scores, lengths):
+        mask = advantages.response_mask(lengths, 4)
+        kl = advantages.kl_penalty(rewards, values, "k3")
+        placed = advantages.place_scores(rewards - 0.1 * kl, scores, lengths)
+        placed = advantages.masked_whiten(placed, advantages.value_mask(lengths, 4), shift_mean=False)
+        adv, returns = advantages.gae(placed, values, gamma=0.99, lam=0.9)
+        loo = advantages.leave_one_out(scores.reshape(1, 3))
+        return jnp.square(advantages.masked_whiten(adv, mask)[:, :2]).sum() + returns.sum() + jnp.square(loo).sum()
+
+    rng = np.random.default_rng(3)
+    args = (rng.normal(size=(3, 4)), rng.normal(size=(3, 4)), rng.normal(size=3))
+    args = tuple(a.astype(np.float32) for a in args)
+    gradients = jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(*args, jnp.array([2, 3, 4]))
+    assert all(np.isfinite(g).all() and np.any(g) for g in gradients)

@@ -1,0 +1,199 @@
+"""losses.py: numbers worked out by hand, and identities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax import losses
+
+
+def close(actual, wanted, tolerance=1e-6):
+    np.testing.assert_allclose(np.asarray(actual), wanted, rtol=tolerance, atol=tolerance)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# -------------------------------------------------------------------------------------------- log-probabilities
+
+
+def test_logprobs_by_hand():
+    logits = jnp.log(jnp.array([[[1.0, 3.0], [4.0, 4.0]]]))
+    close(losses.logprobs_from_logits(logits, jnp.array([[1, 0]])), [[np.log(0.75), np.log(0.5)]])
+
+
+def test_logprobs_survive_extreme_logits():
+    logits = jnp.array([[1e4, -1e4, 0.0], [-3e38, 0.0, -jnp.inf], [88.0, 89.0, -1e30]])
+    got = losses.logprobs_from_logits(logits, jnp.array([0, 1, 0]))
+    close(got, [0.0, 0.0, -1 - np.log1p(np.exp(-1))], 1e-5)
+    close(losses.logprobs_from_logits(logits[:1], jnp.array([1])), [-2e4])
+
+
+def test_logprobs_and_entropy_ignore_a_shift_of_the_logits():
+    logits, tokens = normal(0, 4, 9), np.arange(4)
+    close(losses.logprobs_from_logits(logits + 64, tokens), losses.logprobs_from_logits(logits, tokens), 2e-5)
+    close(losses.entropy_from_logits(logits + 64), losses.entropy_from_logits(logits), 2e-5)
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    logits, tokens = normal(0, 3, 500), np.arange(3)
+    half = jnp.asarray(logits, jnp.bfloat16)
+    got = losses.logprobs_from_logits(half, tokens)
+    assert got.dtype == jnp.float32
+    close(got, losses.logprobs_from_logits(half.astype(jnp.float32), tokens))
+
+
+def test_entropy_is_that_of_a_uniform_of_a_sure_and_of_a_cut_distribution():
+    close(losses.entropy_from_logits(jnp.zeros(8)), np.log(8))
+    close(losses.entropy_from_logits(jnp.array([1e4, 0.0, 0.0])), 0.0)
+    close(losses.entropy_from_logits(jnp.full(8, 1e6)), np.log(8))
+    close(losses.entropy_from_logits(jnp.array([2.0, 2.0, -jnp.inf])), np.log(2))
+    gradient = jax.grad(losses.entropy_from_logits)(jnp.array([2.0, 1.0, -jnp.inf]))
+    assert np.isfinite(gradient).all()
+
+
+def test_entropy_is_the_mean_surprise():
+    logits = normal(1, 5)
+    logprobs = losses.logprobs_from_logits(np.tile(logits, (5, 1)), np.arange(5))
+    close(losses.entropy_from_logits(logits), -(np.exp(logprobs) * logprobs).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------- PPO
+
+
+def test_policy_loss_by_hand():
+    ratio = np.array([1.5, 0.5, 1.5, 0.5, 1.1])
+    advantages = np.array([1.0, 1.0, -1.0, -1.0, 2.0])
+    got, clipped, r = losses.policy_loss_terms(np.log(ratio) - 3, np.full(5, -3.0), advantages, cliprange=0.2)
+    close(got, [-1.2, -0.5, 1.5, 0.8, -2.2], 1e-5)
+    assert clipped.tolist() == [True, False, False, True, False]
+    close(r, ratio, 1e-5)
+
+
+def test_an_upper_clip_of_its_own():
+    got, clipped, _ = losses.policy_loss_terms(
+        np.log([1.25, 1.5]), np.zeros(2), np.ones(2), cliprange=0.2, cliprange_high=0.28
+    )
+    close(got, [-1.25, -1.28])
+    assert clipped.tolist() == [False, True]
+
+
+def test_clipped_tokens_have_no_policy_gradient_and_the_others_minus_a_times_r():
+    logprobs, advantages = np.log([1.5, 0.5, 1.1]), np.array([1.0, -1.0, 2.0])
+    mask = np.ones(3, bool)
+    gradient = jax.grad(losses.clipped_policy_loss)(logprobs, np.zeros(3), advantages, mask, cliprange=0.2)
+    close(gradient, np.array([0.0, 0.0, -2.2]) / 3)
+
+
+def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient():
+    logprobs, advantages, mask = normal(0, 2, 3), normal(1, 2, 3), np.array([[1, 1, 0], [1, 0, 0]], bool)
+    gradient = jax.grad(losses.clipped_policy_loss)(logprobs, logprobs, advantages, mask, cliprange=0.2)
+    close(gradient, -advantages * mask / 3)
+
+
+def test_value_loss_by_hand():
+    # inside the clip; clipped, and worse for it; clipped, and better for it (then the clip is ignored)
+    values, old, returns = np.array([0.1, 1.0, 1.0]), np.zeros(3), np.array([1.0, 2.0, 0.0])
+    got, clipped = losses.value_loss_terms(values, old, returns, cliprange_value=0.2)
+    close(got, [0.5 * 0.81, 0.5 * 1.8**2, 0.5])
+    assert clipped.tolist() == [False, True, False]
+    close(losses.clipped_value_loss(values, old, returns, np.ones(3, bool), cliprange_value=0.2), np.mean(got))
+
+
+def test_clipped_values_have_no_gradient():
+    values, old, returns = np.array([0.1, 1.0, 1.0]), np.zeros(3), np.array([1.0, 2.0, 0.0])
+    gradient = jax.grad(losses.clipped_value_loss)(values, old, returns, np.ones(3, bool), cliprange_value=0.2)
+    close(gradient, np.array([-0.9, 0.0, 1.0]) / 3)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_what_is_masked_out_is_never_read(poison):
+    mask = np.array([[True, True, False], [True, False, False]])
+    arrays = [normal(seed, 2, 3) for seed in range(3)]
+    dirty = [np.where(mask, x, np.float32(poison)) for x in arrays]
+    for function, options in (
+        (losses.clipped_policy_loss, {"cliprange": 0.2}),
+        (losses.clipped_value_loss, {"cliprange_value": 0.2}),
+    ):
+        grad = jax.value_and_grad(lambda x, y, z, f=function, o=options: f(x, y, z, mask, **o), argnums=(0, 1, 2))
+        for got, wanted in zip(jax.tree.leaves(grad(*dirty)), jax.tree.leaves(grad(*arrays)), strict=True):
+            close(got, wanted)
+
+
+def test_an_empty_mask_costs_nothing():
+    x, mask = normal(0, 2, 3), np.zeros((2, 3), bool)
+    assert float(losses.clipped_policy_loss(x, x, x, mask, cliprange=0.2)) == 0
+    assert float(losses.clipped_value_loss(x, x, x, mask, cliprange_value=0.2)) == 0
+
+
+def test_terms_over_a_global_count_add_up_to_the_loss_however_rows_are_cut():
+    logprobs, old, advantages = (normal(seed, 4, 3) for seed in range(3))
+    mask = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]], bool)
+    whole = losses.clipped_policy_loss(logprobs, old, advantages, mask, cliprange=0.2)
+    parts = 0.0
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        terms, _, _ = losses.policy_loss_terms(logprobs[rows], old[rows], advantages[rows], cliprange=0.2)
+        parts += np.where(mask[rows], terms, 0).sum() / mask.sum()
+    close(parts, whole)
+
+
+def test_the_loss_depends_neither_on_padding_nor_on_the_order_of_rows():
+    logprobs, old, advantages = (normal(seed, 4, 3) for seed in range(3))
+    mask = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]], bool)
+    order = [2, 0, 3, 1]
+    for function, options in (
+        (losses.clipped_policy_loss, {"cliprange": 0.2}),
+        (losses.clipped_value_loss, {"cliprange_value": 0.2}),
+    ):
+        wanted = function(logprobs, old, advantages, mask, **options)
+        wide = [np.pad(x, ((0, 0), (0, 2))) for x in (logprobs, old, advantages, mask)]
+        close(function(*wide, **options), wanted)
+        close(function(*(x[order] for x in (logprobs, old, advantages, mask)), **options), wanted)
+
+
+# ---------------------------------------------------------------------------------- reward model and fine-tuning
+
+
+def test_pairwise_loss_by_hand_with_margin_and_centring():
+    chosen, rejected = jnp.array([2.0, 0.0]), jnp.array([1.0, 0.0])
+    plain = np.array([np.log1p(np.exp(-1.0)), np.log(2)])
+    close(losses.pairwise_reward_loss(chosen, rejected), plain)
+    close(losses.pairwise_reward_loss(chosen, rejected, jnp.array([1.0, 0.0])), [np.log(2), np.log(2)])
+    close(losses.pairwise_reward_loss(chosen, rejected, center_coefficient=0.1), plain + [0.9, 0.0])
+
+
+def test_pairwise_loss_and_its_gradient_stay_finite_far_out():
+    chosen, rejected = jnp.array([1e4, -1e4]), jnp.array([-1e4, 1e4])
+    close(losses.pairwise_reward_loss(chosen, rejected), [0.0, 2e4])
+    gradient = jax.grad(lambda c: losses.pairwise_reward_loss(c, rejected).sum())(chosen)
+    close(gradient, [0.0, -1.0])
+
+
+def test_cross_entropy_by_hand_and_zero_where_masked_out():
+    logits = jnp.log(jnp.array([[1.0, 3.0], [4.0, 4.0], [1.0, 1.0]]))
+    mask = jnp.array([True, True, False])
+    close(losses.cross_entropy(logits, jnp.array([1, 0, -100]), mask), [-np.log(0.75), np.log(2), 0])
+
+
+def test_cross_entropy_reads_nothing_where_masked_out():
+    logits, labels, mask = jnp.full((2, 3), jnp.nan).at[0].set(1.0), jnp.array([1, -100]), jnp.array([True, False])
+    gradient = jax.grad(lambda x: losses.cross_entropy(x, labels, mask).sum())(logits)
+    close(gradient, [[1 / 3, -2 / 3, 1 / 3], [0, 0, 0]])
+
+
+def test_wrong_shapes_and_dtypes_are_caught():
+    x = jnp.zeros((2, 3))
+    with pytest.raises(AssertionError):
+        losses.logprobs_from_logits(jnp.zeros((2, 3, 5)), jnp.zeros((2, 4), jnp.int32))
+    with pytest.raises(AssertionError):
+        losses.logprobs_from_logits(jnp.zeros((2, 5)), jnp.zeros(2))
+    with pytest.raises(AssertionError):
+        losses.clipped_policy_loss(x, x, x, jnp.ones((2, 3)), cliprange=0.2)
+    with pytest.raises(AssertionError):
+        losses.clipped_value_loss(x, x, x[:1], jnp.ones((2, 3), bool), cliprange_value=0.2)
+    with pytest.raises(AssertionError):
+        losses.pairwise_reward_loss(jnp.zeros(2), jnp.zeros(3))
+    with pytest.raises(AssertionError):
+        losses.cross_entropy(jnp.zeros((2, 5)), jnp.zeros(2, jnp.int32), jnp.ones(2))

@@ -1,0 +1,183 @@
+"""losses.py and its gradients against torch and its autograd, on random arrays."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_jax import losses
+
+torch = pytest.importorskip("torch")
+few = settings(max_examples=20, deadline=None)
+seeds = st.integers(0, 2**31)
+shapes = st.sampled_from([(1, 1), (1, 4), (3, 5)])  # few, for every new one is compiled
+
+
+@pytest.fixture(params=["float32", "float64"])
+def precision(request):
+    """(dtype, tolerance), under x64 for float64."""
+    with jax.enable_x64(True) if request.param == "float64" else contextlib.nullcontext():
+        yield np.dtype(request.param), {"float32": 2e-5, "float64": 1e-11}[request.param]
+
+
+def both(jax_loss, torch_loss, arrays, dtype, tolerance):
+    """The same scalar and the same gradients from float arrays, torch in float64."""
+    value, gradients = jax.value_and_grad(jax_loss, argnums=tuple(range(len(arrays))))(
+        *(x.astype(dtype) for x in arrays)
+    )
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
+    wanted = torch_loss(*tensors)
+    wanted.backward()
+    assert value.dtype == dtype
+    np.testing.assert_allclose(value, wanted.item(), rtol=tolerance, atol=tolerance)
+    for gradient, tensor in zip(gradients, tensors, strict=True):
+        other = np.zeros(tensor.shape) if tensor.grad is None else tensor.grad.numpy()
+        np.testing.assert_allclose(gradient, other, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def random_mask(rng, shape):
+    mask = rng.random(shape) < 0.7
+    mask.flat[0] = True
+    return mask
+
+
+def test_logprobs_and_entropy_equal_torch(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([1.0, 30.0]))
+    def run(seed, shape, scale):
+        rng = np.random.default_rng(seed)
+        logits, tokens = rng.normal(size=(*shape, 7)) * scale, rng.integers(0, 7, size=shape)
+        weights = rng.normal(size=shape)
+        both(
+            lambda x: (losses.logprobs_from_logits(x, tokens) * weights.astype(dtype)).sum(),
+            lambda x: (
+                x.log_softmax(-1).gather(-1, torch.tensor(tokens)[..., None])[..., 0] * torch.tensor(weights)
+            ).sum(),
+            [logits],
+            dtype,
+            tolerance * scale,
+        )
+        both(
+            lambda x: (losses.entropy_from_logits(x) * weights.astype(dtype)).sum(),
+            lambda x: (torch.distributions.Categorical(logits=x).entropy() * torch.tensor(weights)).sum(),
+            [logits],
+            dtype,
+            tolerance * scale,
+        )
+
+    run()
+
+
+def test_policy_loss_and_gradients_equal_trl(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([0.2, 0.02]))
+    def run(seed, shape, cliprange):
+        rng = np.random.default_rng(seed)
+        old, advantages, mask = rng.normal(size=shape) - 3, rng.normal(size=shape), random_mask(rng, shape)
+        keep = torch.tensor(mask)
+
+        def reference(new, old, advantages):
+            new, old = (x.masked_fill(~keep, 1.0) for x in (new, old))
+            ratio = torch.exp(new - old)
+            plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+            return (torch.max(plain, clipped) * keep).sum() / keep.sum()
+
+        both(
+            lambda *x: losses.clipped_policy_loss(*x, mask, cliprange=cliprange),
+            reference,
+            [old + 0.3 * rng.normal(size=shape), old, advantages],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
+def test_value_loss_and_gradients_equal_trl(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        old, returns, mask = rng.normal(size=shape), rng.normal(size=shape), random_mask(rng, shape)
+        keep = torch.tensor(mask)
+
+        def reference(values, old, returns):
+            near = torch.clamp(values, old - 0.2, old + 0.2)
+            largest = torch.max(torch.square(values - returns), torch.square(near - returns))
+            return 0.5 * (largest * keep).sum() / keep.sum()
+
+        both(
+            lambda *x: losses.clipped_value_loss(*x, mask, cliprange_value=0.2),
+            reference,
+            [old + 0.3 * rng.normal(size=shape), old, returns],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
+def test_clip_flags_equal_trl():
+    rng = np.random.default_rng(0)
+    new, old, third = (rng.normal(size=(8, 9)).astype(np.float32) for _ in range(3))
+    ratio = torch.exp(torch.tensor(new) - torch.tensor(old))
+    plain, near = -torch.tensor(third) * ratio, -torch.tensor(third) * ratio.clamp(0.8, 1.2)
+    assert np.array_equal(losses.policy_loss_terms(new, old, third, cliprange=0.2)[1], (near > plain).numpy())
+    near = torch.clamp(torch.tensor(new), torch.tensor(old) - 0.2, torch.tensor(old) + 0.2)
+    wanted = torch.square(near - torch.tensor(third)) > torch.square(torch.tensor(new) - torch.tensor(third))
+    assert np.array_equal(losses.value_loss_terms(new, old, third, cliprange_value=0.2)[1], wanted.numpy())
+
+
+def test_pairwise_loss_and_gradients_equal_torch(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, st.booleans(), st.sampled_from([None, 0.01]))
+    def run(seed, with_margin, centre):
+        rng = np.random.default_rng(seed)
+        chosen, rejected, margin = 3 * rng.normal(size=(3, 4))
+
+        def reference(chosen, rejected):
+            gap = chosen - rejected - (torch.tensor(margin) if with_margin else 0)
+            return -torch.nn.functional.logsigmoid(gap).mean() + (centre or 0) * torch.mean((chosen + rejected) ** 2)
+
+        both(
+            lambda c, r: losses.pairwise_reward_loss(
+                c, r, margin.astype(dtype) if with_margin else None, centre
+            ).mean(),
+            reference,
+            [chosen, rejected],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
+def test_cross_entropy_and_gradients_equal_torch(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        logits, labels, mask = rng.normal(size=(*shape, 6)), rng.integers(0, 6, size=shape), random_mask(rng, shape)
+        labels = np.where(mask, labels, -100)
+        both(
+            lambda x: losses.cross_entropy(x, labels, mask).sum() / mask.sum(),
+            lambda x: torch.nn.functional.cross_entropy(x.reshape(-1, 6), torch.tensor(labels).reshape(-1)),
+            [logits],
+            dtype,
+            tolerance,
+        )
+
+    run()
