@@ -1,4 +1,4 @@
-"""Log-probabilities and losses: one function, one equation. Arrays in, arrays out; all may be jitted and differentiated.
+"""Log-probabilities and losses, one function one equation. Arrays in, arrays out; all may be jitted and differentiated.
 
 Shape letters: B rows, T positions, V vocabulary. Reductions are float32 (float64 under x64). The `*_terms` functions
 give a number a token, for trainers that sum and divide by a count of their own; the `clipped_*_loss` functions give the
@@ -137,7 +137,7 @@ def clipped_value_loss(
     return _mean(losses, mask)
 
 
-# ------------------------------------------------------------------------------------------- reward model and fine-tuning
+# ----------------------------------------------------------------------------------------- reward model and fine-tuning
 
 
 def pairwise_reward_loss(

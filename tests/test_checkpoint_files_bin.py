@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 
 import numpy as np
@@ -57,17 +57,11 @@ def test_any_view_of_a_storage_is_read_back_equal(data):
     for axis in range(view.ndim):
         start = data.draw(st.integers(0, view.shape[axis] - 1))
         view = view.narrow(axis, start, data.draw(st.integers(1, view.shape[axis] - start)))
-    buffer = io.BytesIO()
-    torch.save({"view": view, "base": base}, buffer)
-    path = data.draw(st.just(f"/tmp/rlhf_jax_view_{os.getpid()}.bin"))
-    try:
-        with open(path, "wb") as file:
-            file.write(buffer.getvalue())
-        tensors = torch_bin.read(path)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"view": view, "base": base}, f"{folder}/a.bin")
+        tensors = torch_bin.read(f"{folder}/a.bin")
         np.testing.assert_array_equal(tensors["view"].read(), view.numpy())
         np.testing.assert_array_equal(tensors["base"].read(), base.numpy())
-    finally:
-        os.unlink(path)
 
 
 def write_bin(folder, model, shards=1):

@@ -12,10 +12,9 @@ import pytest
 import safetensors.numpy
 from huggingface_hub import errors as hub_errors
 
-from rlhf_jax.models import Model, custom_shape, hf
+from rlhf_jax.models import HEADS, Model, custom_shape, hf
 from rlhf_jax.types import UserError
-from tests.models_common import SHAPE, VOCAB
-from tests.test_checkpoint_files_roundtrip import random_params
+from tests.models_common import SHAPE, VOCAB, random_params
 
 CONFIG = {"model_type": "gpt_neox", "vocab_size": VOCAB, **SHAPE}
 
@@ -83,14 +82,14 @@ def test_an_unknown_architecture_or_head_or_kind_is_refused_by_name(folder):
 
 def test_a_reward_model_given_as_policy_is_refused(tmp_path):
     model = custom_shape("2x32x4", VOCAB)
-    hf.save(tmp_path, model, random_params(model), kind="scalar")
+    hf.save(tmp_path, model, random_params(model, HEADS), kind="scalar")
     fails(tmp_path, str(tmp_path), "has no causal head (tensor embed_out.weight)")
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 3}, {"id2label": {"0": "a", "1": "b", "2": "c"}}])
 def test_more_than_one_label_is_refused(tmp_path, labels):
     model = custom_shape("2x32x4", VOCAB)
-    hf.save(tmp_path, model, random_params(model), kind="scalar")
+    hf.save(tmp_path, model, random_params(model, HEADS), kind="scalar")
     change_config(tmp_path, **labels)
     fails(tmp_path, "config.json: num_labels is 3; a reward or value model has 1", kind="scalar")
 

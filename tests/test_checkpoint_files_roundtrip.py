@@ -15,7 +15,16 @@ import torch
 import transformers
 
 from rlhf_jax.models import HEADS, Model, custom_shape, hf
-from tests.models_common import SHAPE, VOCAB, assert_trees_equal, distance, padded_rows, reference, reference_inputs
+from tests.models_common import (
+    SHAPE,
+    VOCAB,
+    assert_trees_equal,
+    distance,
+    padded_rows,
+    random_params,
+    reference,
+    reference_inputs,
+)
 
 TOKENS, MASK = padded_rows([9, 5], [0, 2], 9)
 TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 60}
@@ -27,12 +36,6 @@ def our_logits(model, params):
 
 def our_scores(model, params):
     return jax.jit(lambda p: model.scalars(p, model.hidden(p, TOKENS, MASK)))(params)
-
-
-def random_params(model, heads=HEADS, seed=0):
-    shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32), shapes)
 
 
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
@@ -65,7 +68,7 @@ def test_exported_policy_loads_in_transformers_with_equal_logits(tmp_path, field
 @pytest.mark.parametrize("bias", [None, -1.75])
 def test_exported_reward_model_loads_in_transformers_with_equal_scores(tmp_path, bias):
     model = custom_shape("2x32x4", VOCAB)
-    params = random_params(model)
+    params = random_params(model, HEADS)
     if bias is not None:
         params["score"]["bias"] = np.array([bias], np.float32)
     hf.save(tmp_path, model, params, kind="scalar", extra_config=TOKEN_IDS)
@@ -158,7 +161,7 @@ def test_buffers_of_old_pythia_files_are_ignored(tmp_path):
     for layer in range(2):
         name = f"gpt_neox.layers.{layer}.attention"
         tensors[f"{name}.bias"] = np.ones((1, 1, 8, 8), np.uint8)
-        tensors[f"{name}.masked_bias"] = np.float16(-1e4).reshape(())
+        tensors[f"{name}.masked_bias"] = np.array(-1e4, np.float16)
         tensors[f"{name}.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     assert_trees_equal(hf.load(tmp_path)[1], params)

@@ -13,7 +13,7 @@ from rlhf_jax import losses
 torch = pytest.importorskip("torch")
 few = settings(max_examples=20, deadline=None)
 seeds = st.integers(0, 2**31)
-shapes = st.sampled_from([(1, 1), (1, 4), (3, 5)])  # few, for every new one is compiled
+shapes = st.sampled_from([(1, 1), (3, 5)])  # few, for every new one is compiled
 
 
 @pytest.fixture(params=["float32", "float64"])

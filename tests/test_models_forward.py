@@ -14,24 +14,30 @@ from hypothesis import strategies as st
 
 from rlhf_jax.models import HEADS, custom_shape, gpt_neox, layers, pythia
 from rlhf_jax.types import UserError
-from tests.models_common import distance, padded_rows
+from tests.models_common import distance, padded_rows, random_params
 
 MODEL = custom_shape("2x32x4", 61)
-PARAMS = MODEL.init(jax.random.key(0), heads=HEADS)
-# Larger than at initialisation, so that attention and the feed-forward layers matter.
-PARAMS = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), PARAMS)
+PARAMS = random_params(MODEL, HEADS)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "dtype"))
+def _hidden(params, tokens, mask, model, dtype, key):
+    return model.hidden(params, tokens, mask, dtype=dtype, dropout_key=key)
+
+
 def run_hidden(tokens, mask, model=MODEL, dtype=jnp.float32, key=None):
-    return model.hidden(PARAMS, tokens, mask, dtype=dtype, dropout_key=key)
+    return np.asarray(_hidden(PARAMS, tokens, mask, model, dtype, key))
 
 
 @jax.jit
+def _logprobs(params, tokens, mask):
+    logits = jax.nn.log_softmax(MODEL.logits(params, MODEL.hidden(params, tokens, mask)), axis=-1)
+    return jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
 def logprobs(tokens, mask):
     """[B, S - 1] log-probability of each next token."""
-    logits = jax.nn.log_softmax(MODEL.logits(PARAMS, MODEL.hidden(PARAMS, tokens, mask)), axis=-1)
-    return jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    return np.asarray(_logprobs(PARAMS, tokens, mask))
 
 
 @given(left=st.integers(0, 9), right=st.integers(0, 9), row=st.integers(0, 2), seed=st.integers(0, 99))
@@ -109,19 +115,26 @@ def test_dropout_is_keyed_per_row_and_deterministic(rates):
     model = custom_shape("2x32x4", 61, **rates)
     tokens, mask = padded_rows([7, 7, 7], [0, 0, 0], 7)
     tokens = np.repeat(tokens[:1], 3, axis=0)
-    run = lambda key: run_hidden(tokens, mask, model, key=key)  # noqa: E731
-    key = jax.random.key(5)
-    first = run(key)
-    np.testing.assert_array_equal(first, run(key))
+    keys = jax.random.split(jax.random.key(5), 3)
+    first = run_hidden(tokens, mask, model, key=keys)
+    np.testing.assert_array_equal(first, run_hidden(tokens, mask, model, key=keys))
     assert distance(first[0], first[1]) > 0.01 < distance(first[1], first[2])
-    assert distance(first, run(jax.random.key(6))) > 0.01
     assert distance(first, run_hidden(tokens, mask)) > 0.01
-    # The same row keys in another order and another batch: the rows keep their masks.
+    # In another order every row keeps its mask.
+    np.testing.assert_array_equal(run_hidden(tokens, mask, model, key=keys[::-1]), first[::-1])
+
+
+def test_one_dropout_key_becomes_a_key_a_row_and_gradients_flow():
+    model = custom_shape("2x32x4", 61, hidden_dropout=0.2)
+    tokens, mask = padded_rows([7, 7, 7], [0, 0, 0], 7)
+    key = jax.random.key(5)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(3))
-    np.testing.assert_array_equal(run(keys), first)
-    alone = run_hidden(tokens[:2], mask[:2], model, key=keys[1:][::-1])
-    assert distance(alone, first[1:][::-1]) < 1e-6
-    loss = lambda p: model.hidden(p, tokens, mask, dropout_key=key, remat=True)[..., 0].sum()  # noqa: E731
+    one = run_hidden(tokens, mask, model, key=key)
+    np.testing.assert_array_equal(one, run_hidden(tokens, mask, model, key=keys))
+
+    def loss(params):
+        return model.hidden(params, tokens, mask, dropout_key=key, remat=True)[..., 0].sum()
+
     grads = jax.jit(jax.grad(loss))(PARAMS)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads["backbone"]["layers"]["mlp"]))
@@ -179,13 +192,17 @@ def test_a_model_is_static_under_jit():
 
 
 def test_initialisation_is_that_of_transformers():
-    params = pythia("14m").init(jax.random.key(1), heads=HEADS, score_std=0.5)
+    init = functools.partial(pythia("14m", vocab_size=512).init, heads=HEADS, score_std=0.5)
+    params = jax.tree.map(np.asarray, jax.jit(init)(jax.random.key(1)))
     dense = params["backbone"]["layers"]["mlp"]["dense_h_to_4h"]
     assert abs(float(dense["kernel"].std()) - 0.02) < 1e-3 and not np.any(dense["bias"])
     assert abs(float(params["embed_out"]["kernel"].std()) - 0.02) < 1e-3
     assert np.abs(dense["kernel"][0] - dense["kernel"][1]).max() > 0.01
     assert 0.3 < float(params["score"]["kernel"].std()) < 0.7 and "bias" not in params["score"]
-    assert set(MODEL.init(jax.random.key(0), heads=("scalar",))) == {"backbone", "score"}
+    assert set(jax.eval_shape(lambda key: MODEL.init(key, heads=("scalar",)), jax.random.key(0))) == {
+        "backbone",
+        "score",
+    }
 
 
 @pytest.mark.parametrize(

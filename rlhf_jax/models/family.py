@@ -65,7 +65,7 @@ class Model:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
-        """The model that a config.json describes; UserError names the key, the value and `where` if we cannot run it."""
+        """The model of a config.json; UserError names the key, the value and `where` for what we cannot run."""
         model_type = config.get("model_type")
         if model_type not in FAMILIES:
             raise UserError(
@@ -163,7 +163,7 @@ class Model:
     def prefill(
         self, unstacked: Params, tokens: Array, mask: Array, cache_length: int, dtype: Any = jnp.float32
     ) -> tuple[Array, list[Params]]:
-        """Run prompts [B, C]: hidden states of the last column [B, D], and per layer {"k", "v"} [B, H, cache_length, K]."""
+        """Run prompts [B, C]: last column's hidden states [B, D], per layer {"k", "v"} [B, H, cache_length, K]."""
         return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, cache_length, dtype)
 
     def decode(
@@ -176,7 +176,7 @@ class Model:
         index: Array,
         dtype: Any = jnp.float32,
     ) -> tuple[Array, list[Params]]:
-        """One token a row into cache slot `index`: tokens, positions [B], key_mask [B, cache_length] -> [B, D], cache."""
+        """A token a row into cache slot `index`: tokens, positions [B], key_mask [B, cache_length] -> [B, D], cache."""
         return self.family.decode(self.config, unstacked["backbone"], cache, tokens, positions, key_mask, index, dtype)
 
     @property

@@ -125,7 +125,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Parallel: x + attention(ln1(x)) + mlp(ln2(x)); sequential: y = x + attention(ln1(x)), y + mlp(ln2(y))."""
+    """One layer: x + attention(ln1(x)) + mlp(ln2(x)), or sequentially y = x + attention(ln1(x)), y + mlp(ln2(y))."""
 
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
@@ -300,7 +300,7 @@ def decode(
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
-# Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows as in the published files.
+# Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows of the published files.
 PYTHIA_SHAPES: dict[str, tuple[int, int, int, int]] = {
     "14m": (6, 128, 4, 50304),
     "31m": (6, 256, 8, 50304),

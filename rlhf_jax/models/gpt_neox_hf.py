@@ -117,7 +117,7 @@ class Tensor:
 
 
 def tensors(config: GPTNeoXConfig) -> list[Tensor]:
-    """The backbone's tensors, names without the prefix, paths below "backbone". A torch Linear is our kernel, transposed."""
+    """The backbone's tensors: names without prefix, paths below "backbone". A kernel is torch's weight, transposed."""
     width, units = config.hidden_size, config.intermediate_size
     linears = {
         "attention.query_key_value": (3 * width, width, config.attention_bias),

@@ -102,7 +102,7 @@ def cached_attention(query: Array, key: Array, value: Array, key_mask: Array) ->
 
 
 def row_dropout(x: Array, rate: float, keys: Array, *data: int | Array) -> Array:
-    """Dropout keyed per row: x [B, ...], keys [B] typed PRNG keys, data folded into each key in turn. Returns x's shape.
+    """Dropout keyed per row: x [B, ...], keys [B] typed PRNG keys, data folded into each in turn. Returns x's shape.
 
     A row's mask depends on its key and not on the rows beside it. Kept entries are scaled by 1 / (1 - rate).
     """
