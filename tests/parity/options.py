@@ -1,0 +1,197 @@
+"""The options of a recorded TRL run, in our own words. What a replay cannot honour is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.config import PPOConfig
+
+# Ours under the same name and with the same meaning.
+SAME = (
+    "num_ppo_epochs",
+    "response_length",
+    "temperature",
+    "kl_coef",
+    "kl_estimator",
+    "learning_rate",
+    "stop_token",
+    "stop_token_id",
+    "missing_eos_penalty",
+    "vf_coef",
+    "cliprange",
+    "cliprange_value",
+    "gamma",
+    "lam",
+    "whiten_rewards",
+)
+# Read below, each in its own way.
+READ = (
+    "num_mini_batches",
+    "micro",
+    "accum",
+    "batch",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "local_rollout_forward_batch_size",
+    "parallel",
+    "adam",
+    "adam_epsilon",
+    "adam_beta1",
+    "adam_beta2",
+    "weight_decay",
+    "lr_scheduler",
+    "lr_scheduler_type",
+    "warmup",
+    "warmup_steps",
+    "warmup_ratio",
+)
+# They decide what is sampled, saved or shown, which a replay reads from the record; or TRL's PPO ignores them.
+IRRELEVANT = (
+    "total_episodes",
+    "num_train_epochs",
+    "seed",
+    "data_seed",
+    "num_sample_generations",
+    "max_grad_norm",
+    "gradient_checkpointing",
+    "use_cpu",
+    "report_to",
+    "save_strategy",
+    "logging_steps",
+    "output_dir",
+)
+PPO_DEFAULTS = {
+    "num_ppo_epochs": 4,
+    "stop_token": None,
+    "temperature": 0.7,
+    "learning_rate": 3e-6,
+    "response_length": 53,
+}
+FORWARD_BATCH = 64  # TRL's default local_rollout_forward_batch_size
+
+
+class Refused(Exception):
+    """This record cannot be replayed; the message says which option or file is in the way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepping:
+    """How TRL cut an epoch into micro-batches and when it stepped.
+
+    `accelerate` steps after every `accum` micro-batches, whatever num_mini_batches says, and TRL's statistics have
+    num_mini_batches * accum slots an epoch whether they are filled or not.
+    """
+
+    micro: int  # rows a micro-batch
+    micros: int  # micro-batches an epoch
+    accum: int  # micro-batches an optimizer step
+    slots: int  # entries of a statistics array an epoch
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps an epoch."""
+        return self.micros // self.accum
+
+
+def stepping(options: dict[str, Any], where: str) -> Stepping:
+    """TRL's arithmetic of batches; Refused for one whose optimizer steps straddle PPO epochs."""
+    micro = options.get("micro", options.get("per_device_train_batch_size"))
+    accum = options.get("accum", options.get("gradient_accumulation_steps", 1))
+    minibatches = options.get("num_mini_batches", 1)
+    if micro is None:
+        raise Refused(f"{where}: option micro (per_device_train_batch_size) is missing")
+    batch = micro * accum
+    if options.get("batch", batch) != batch:
+        raise Refused(f"{where}: option batch is {options['batch']}, but micro {micro} x accum {accum} is {batch}")
+    if batch % minibatches:
+        raise Refused(f"{where}: option num_mini_batches: {batch} episodes are not a multiple of {minibatches}")
+    rows = batch // minibatches
+    own = min(micro, rows)
+    micros = minibatches * math.ceil(rows / micro)
+    if rows % own or micros % accum:
+        raise Refused(
+            f"{where}: option num_mini_batches={minibatches} with accum={accum}: minibatches of {rows} rows are cut "
+            f"into uneven micro-batches of {micro}, or optimizer steps straddle PPO epochs (register rows 1 and 2)"
+        )
+    return Stepping(own, micros, accum, minibatches * accum)
+
+
+def _schedule(options: dict[str, Any], updates: int, where: str) -> dict[str, Any]:
+    name = str(options.get("lr_scheduler", options.get("lr_scheduler_type", "linear"))).split(".")[-1].lower()
+    warmup = float(options.get("warmup", options.get("warmup_steps", 0)) or 0)
+    ratio = float(options.get("warmup_ratio") or 0)
+    if not warmup and ratio:
+        warmup = ratio
+    if 0 < warmup < 1:
+        warmup = math.ceil(updates * warmup)
+    known = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    if name not in known:
+        raise Refused(f"{where}: option lr_scheduler={name!r} is not replayed; known: {', '.join(known)}")
+    return {"lr_scheduler_type": known[name], "warmup_steps": 0 if name == "constant" else int(warmup)}
+
+
+def _adam(options: dict[str, Any]) -> dict[str, Any]:
+    adam = options.get("adam", {})
+    return {
+        "adam_beta1": adam.get("beta1", options.get("adam_beta1", 0.9)),
+        "adam_beta2": adam.get("beta2", options.get("adam_beta2", 0.999)),
+        "adam_epsilon": adam.get("eps", options.get("adam_epsilon", 1e-8)),
+        "weight_decay": adam.get("weight_decay", options.get("weight_decay", 0.0)),
+        "max_grad_norm": None,  # TRL's PPO never clips
+    }
+
+
+def ppo_config(options: dict[str, Any], updates: int, where: str) -> PPOConfig:
+    """The PPOConfig that does what TRL 1.12.0 did with `options`; one that is not listed has TRL's default.
+
+    Args:
+      options: `options` of case.json.
+      updates: updates of the run, which the schedule needs.
+      where: what messages call the case.
+
+    Raises:
+      Refused: it names the option.
+    """
+    if "rloo_k" in options or "num_generations" in options:
+        raise Refused(f"{where}: an RLOO run; its replay comes with the RLOO trainer")
+    unknown = sorted(set(options) - set(SAME) - set(READ) - set(IRRELEVANT))
+    if unknown:
+        raise Refused(f"{where}: option {unknown[0]}={options[unknown[0]]!r} is not known to this replay")
+    if options.get("kl_estimator", "k1") not in ("k1", "k3"):
+        raise Refused(f"{where}: option kl_estimator={options['kl_estimator']!r}; TRL has k1 and k3")
+    if options.get("stop_token") not in (None, "eos"):
+        raise Refused(f"{where}: option stop_token={options['stop_token']!r}; TRL has 'eos' and None")
+    cut = stepping(options, where)
+    values = {**PPO_DEFAULTS, **{name: options[name] for name in SAME if name in options}}
+    return PPOConfig(
+        **values,
+        **_adam(options),
+        **_schedule(options, updates, where),
+        batch_size=cut.micro * cut.micros,
+        num_mini_batches=cut.steps,
+        micro_batch_size=cut.micro,
+        loss_aggregation="token_mean_micro",
+        whiten_ddof=1,
+        score_position="after_eos",
+        eos_penalty_mode="subtract",
+        old_logprobs="forward",
+        metrics="trl",
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Refused if the record has no form that this replay reads, naming what is missing or in the way."""
+    if not (folder / "case.json").is_file():
+        raise Refused(f"{folder} has no case.json: not a recorded run")
+    if (folder / "adapter").exists():
+        raise Refused(f"{folder}: adapter/ is a LoRA adapter; LoRA is not replayed yet")
+
+
+def check_ppo_folder(folder: Path) -> None:
+    """Refused if a part of a PPO record is missing."""
+    for part in ("trace.npz", "policy", "ref", "value", "reward", "tokenizer", "final_policy", "final_value"):
+        if not (folder / part).exists():
+            raise Refused(f"{folder}: {part} is missing")

@@ -1,0 +1,319 @@
+"""Replays recorded TRL runs through the functions that training itself calls.
+
+    python -m tests.parity.replay CASE_DIR...
+
+TRL's samples and shuffles are read from the record; log-probabilities, values, scores, rewards, advantages, losses,
+optimizer steps and metrics are ours. Prints quantity, difference, tolerance and verdict. Exit status: 0, all within
+tolerance; 1, one is out; 2, a record is refused, with the option or file that is in the way.
+
+Arrays differ by ||a - b|| / ||b||, metrics by |a - b| / max(|b|, 0.01).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_jax import advantages as adv
+from rlhf_jax import losses
+from rlhf_jax.models import hf
+from rlhf_jax.trainers import common, ppo, reward
+from rlhf_jax.types import Rollout, TrainState, UserError
+from tests.parity import options as opt
+from tests.parity.options import Refused
+from tests.parity.report import Report, distance, metric_distance
+
+ARRAYS, METRICS, WEIGHTS = 1e-5, 1e-4, 1e-4
+NOISY_EPSILON = 1e-6  # below it Adam amplifies the rounding of gradients that are 0 in exact arithmetic
+# What TRL averages over a statistics array with a slot a micro-batch.
+STATISTICS = (
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "val/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+)
+CLOCKS = ("eps", "epoch")  # wall-clock and data set size: not of the algorithm
+
+
+class Replay:
+    """One recorded PPO run and the models it started from."""
+
+    def __init__(self, folder: Path) -> None:
+        opt.check_folder(folder)
+        case = json.loads((folder / "case.json").read_text())
+        self.folder, self.options, self.logs = folder, case["options"], case["logs"]
+        self.config = opt.ppo_config(self.options, len(self.logs), folder.name)
+        self.cut = opt.stepping(self.options, folder.name)
+        opt.check_ppo_folder(folder)
+        self.trace = np.load(folder / "trace.npz")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.stop = self.eos if self.config.stop_token == "eos" else self.config.stop_token_id
+        policy, policy_params = hf.load(folder / "policy", kind="causal")
+        ref, self.ref_params = hf.load(folder / "ref", kind="causal")
+        value, value_params = hf.load(folder / "value", kind="scalar")
+        self.reward_model, self.reward_params = hf.load(folder / "reward", kind="scalar")
+        if self.options.get("parallel", True) != policy.config.use_parallel_residual:
+            raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
+        self.nets = ppo.Networks(policy, ref, value)
+        self.optimizer = common.make_optimizer(self.config)
+        params = jax.tree.map(jnp.asarray, {"policy": policy_params, "value": value_params})
+        self.state = TrainState(
+            params=params,
+            opt_state=self._optimizer(1).init(params),
+            step=jnp.int32(0),
+            episodes=jnp.int32(0),
+            seed=jnp.uint32(0),
+            kl_coef=jnp.float32(self.config.kl_coef),
+        )
+        self.report = Report()
+        self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
+        self.programs = {}
+
+    def program(self, name: str, *statics):
+        """The compiled function of that name, compiled once for all updates."""
+        key = (name, *statics)
+        if key not in self.programs:
+            self.programs[key] = jax.jit(functools.partial(getattr(self, name), *statics))
+        return self.programs[key]
+
+    def _score(self, params, rollout):
+        return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
+
+    def _experience(self, state, ref, rollout, scores):
+        kl_coef = state.kl_coef
+        return ppo.make_experience(self.nets, state.params, ref, rollout, scores, kl_coef, self.config, self.eos)
+
+    def _learn(self, steps, accum, state, experience, shuffles, rate):
+        config = dataclasses.replace(self.config, num_mini_batches=steps)
+        return ppo.update(self.nets, self._optimizer(accum), state, experience, shuffles, rate, config)
+
+    def _value_output(self, params, rollout):
+        """The value at the token before the first pad of the untruncated row: what get_reward returns."""
+        tokens, mask = ppo.full_sequence(rollout)
+        values = self.nets.value.scalars(params, self.nets.value.hidden(params, tokens, mask))
+        last = rollout.prompt_tokens.shape[1] - 1 + adv.first_true(rollout.response == self.pad)
+        return values[jnp.arange(values.shape[0]), last]
+
+    def _ref_logprobs(self, params, rollout):
+        tokens, mask = ppo.full_sequence(rollout)
+        hidden = self.nets.ref.hidden(params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
+        return ppo.response_logprobs(self.nets.ref, params, hidden, rollout.response, self.config.temperature)[0]
+
+    def _optimizer(self, accum: int) -> optax.GradientTransformation:
+        return optax.chain(optax.scale(1.0 / accum), self.optimizer)
+
+    # ------------------------------------------------------------------------------------------------ what was sampled
+
+    def rollout(self, update: int) -> Rollout:
+        """TRL's samples as ours. Masks come from ids, as in TRL: a pad that was sampled ends its row and is not
+        attended, eos that fills a row is."""
+        ids = self.trace[f"query_responses_{update}"]
+        context = int(self.trace[f"context_length_{update}"])
+        # Left padding changes nothing, and with one width for all updates there is less to compile.
+        prompts = np.pad(ids[:, :context], ((0, 0), (self.widest - context, 0)), constant_values=self.pad)
+        response = ids[:, context:]
+        cut = response if self.stop is None else self._truncate(response)
+        lengths = np.asarray(adv.first_true(cut == self.pad))
+        return Rollout(
+            prompt_tokens=jnp.asarray(prompts, jnp.int32),
+            prompt_lengths=jnp.asarray((prompts != self.pad).sum(1), jnp.int32),
+            response=jnp.asarray(response, jnp.int32),
+            lengths=jnp.asarray(lengths),
+            ended=jnp.asarray((cut == self.stop).any(1)) if self.stop is not None else jnp.zeros(len(cut), bool),
+            logprobs=jnp.zeros(response.shape, jnp.float32),
+            response_mask=jnp.asarray(response != self.pad),
+        )
+
+    def _truncate(self, response: np.ndarray) -> np.ndarray:
+        """Everything after the first stop token becomes pad, TRL's truncate_response."""
+        kept = np.asarray(adv.response_mask(adv.response_lengths(response, self.stop), response.shape[1]))
+        return np.where(kept, response, self.pad)
+
+    def credited(self, scores: jax.Array, rollout: Rollout) -> jax.Array:
+        """Scores that come out as TRL's once the trainer has taken off its missing-eos penalty.
+
+        TRL looks for eos in all of the truncated row, we in the response: they disagree where a pad was sampled first.
+        """
+        if self.config.missing_eos_penalty is None:
+            return scores
+        response = np.asarray(rollout.response)
+        cut = response if self.stop is None else self._truncate(response)
+        theirs = (cut == self.eos).any(1)
+        inside = np.asarray(adv.response_mask(rollout.lengths, response.shape[1]))
+        ours = ((response == self.eos) & inside).any(1)
+        return scores + self.config.missing_eos_penalty * jnp.asarray(theirs & ~ours, jnp.float32)
+
+    def recorded_scores(self, update: int) -> tuple[np.ndarray, np.ndarray]:
+        """What get_reward gave for the value model and for the reward model, chunks of an update joined."""
+        chunk = self.options.get("local_rollout_forward_batch_size", opt.FORWARD_BATCH)
+        chunks = math.ceil(self.config.batch_size / chunk)
+        calls = [self.trace[f"get_reward_{i}"] for i in range(2 * chunks * update, 2 * chunks * (update + 1))]
+        return np.concatenate(calls[0::2]), np.concatenate(calls[1::2])
+
+    # ------------------------------------------------------------------------------------------------------ one update
+
+    def run(self) -> Report:
+        """All updates, then the weights they ended with."""
+        for update, log in enumerate(self.logs):
+            rollout = self.rollout(update)
+            scores = self.program("_score")(self.reward_params, rollout)
+            experience, found = self.program("_experience")(
+                self.state, self.ref_params, rollout, self.credited(scores, rollout)
+            )
+            self.compare_experience(update, rollout, scores, experience)
+            self.learn(update, log, experience, found)
+        self.compare_weights("policy", "causal")
+        self.compare_weights("value", "scalar")
+        return self.report
+
+    def compare_experience(self, update: int, rollout: Rollout, scores, experience) -> None:
+        """Log-probabilities, values, scores and both sides of every whitening, against the record."""
+        where = f"update {update}"
+        inside = np.asarray(adv.response_mask(rollout.lengths, rollout.response.shape[1]))
+        sampled = losses.logprobs_from_logits(self.trace[f"gen_logits_{update}"], rollout.response)
+        self.report.add("old log-probabilities", distance(experience.logprobs[inside], sampled[inside]), ARRAYS, where)
+        value_call, reward_call = self.recorded_scores(update)
+        values = self.program("_value_output")(self.state.params["value"], rollout)
+        self.report.add("reward-model scores", distance(scores, reward_call), ARRAYS, where)
+        self.report.add("value-model outputs", distance(values, value_call), ARRAYS, where)
+        gaps = {"advantages": (experience.returns - experience.values, experience.advantages, inside)}
+        if self.config.whiten_rewards:
+            gaps = {"rewards": self.rewards(rollout, scores, experience), **gaps}
+        for offset, (name, (before, after, mask)) in enumerate(gaps.items()):
+            call = len(gaps) * update + offset
+            mask = np.asarray(mask)
+            self.report.add(f"{name}: mask", float((mask != self.trace[f"whiten_mask_{call}"]).sum()), 0.0, where)
+            self.report.add(
+                f"{name} before whitening", distance(before, self.trace[f"whiten_in_{call}"]), ARRAYS, where
+            )
+            self.report.add(
+                f"{name} after whitening",
+                distance(np.asarray(after)[mask], self.trace[f"whiten_out_{call}"][mask]),
+                ARRAYS,
+                where,
+            )
+
+    def rewards(self, rollout: Rollout, scores, experience):
+        """Rewards before and after whitening, from the equations themselves: Experience does not keep them."""
+        t = rollout.response.shape[1]
+        ref = self.program("_ref_logprobs")(self.ref_params, rollout)
+        inside, valued = adv.response_mask(rollout.lengths, t), adv.value_mask(rollout.lengths, t)
+        ref = jnp.where(inside, ref, losses.INVALID_LOGPROB)
+        penalty = -self.config.kl_coef * adv.kl_penalty(experience.logprobs, ref, self.config.kl_estimator)
+        final = ppo.penalize_missing_eos(self.credited(scores, rollout), rollout, self.eos, self.config)
+        rewards = adv.place_scores(penalty, final, rollout.lengths)
+        return rewards, adv.masked_whiten(rewards, valued, shift_mean=False), valued
+
+    def learn(self, update: int, log: dict[str, float], experience, found) -> None:
+        """The update, with the shuffles that TRL drew, and its metrics.
+
+        On the last prompt batch of a pass over the data `accelerate` steps after every micro-batch (register row 2).
+        The record does not say which batches those were, so where accumulation makes a difference both are tried.
+        """
+        epochs = self.config.num_ppo_epochs
+        shuffles = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
+        rate = common.learning_rate(self.config, jnp.int32(update), len(self.logs))
+        fixed = {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
+
+        def attempt(steps: int, accum: int):
+            learn = self.program("_learn", steps, accum)
+            state, metrics = learn(self.state, experience, jnp.asarray(shuffles), rate)
+            metrics = {name: float(x) for name, x in {**metrics, **fixed}.items()}
+            return state, self.diluted(metrics)
+
+        state, metrics = attempt(self.cut.steps, 1)
+        if self.cut.accum > 1 and not self.agrees(metrics, log):
+            other, instead = attempt(self.cut.micros, self.cut.accum)
+            if self.agrees(instead, log):
+                state, metrics = other, instead
+                self.report.notes.append(
+                    f"update {update}: TRL stepped after every micro-batch, as on the last prompt batch of a data pass"
+                )
+        self.state = state
+        for name, theirs in log.items():
+            if name in CLOCKS:
+                continue
+            if name not in metrics:
+                raise Refused(f"{self.folder.name}: metric {name} in the log of update {update} is not one of PPO's")
+            self.report.add(name, metric_distance(metrics[name], theirs), METRICS, f"update {update}")
+
+    def diluted(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The same with the slots that TRL leaves at 0 when num_mini_batches and accumulation meet (register row 1)."""
+        filled = self.config.num_ppo_epochs * self.cut.micros
+        slots = self.config.num_ppo_epochs * self.cut.slots
+        if filled == slots:
+            return metrics
+        squares = metrics["val/ratio_var"] * (filled - 1) + filled * metrics["val/ratio"] ** 2
+        metrics = {n: x * filled / slots if n in STATISTICS else x for n, x in metrics.items()}
+        return {**metrics, "val/ratio_var": (squares - slots * metrics["val/ratio"] ** 2) / (slots - 1)}
+
+    def agrees(self, metrics: dict[str, float], log: dict[str, float]) -> bool:
+        """True if every statistic of the update is within tolerance."""
+        return all(metric_distance(metrics[name], log[name]) <= METRICS for name in STATISTICS if name in log)
+
+    # ---------------------------------------------------------------------------------------------------- final weights
+
+    def compare_weights(self, role: str, kind: str) -> None:
+        """Every tensor of the final model, layer by layer."""
+        _, theirs = hf.load(self.folder / f"final_{role}", kind=kind)
+        noisy = self.config.adam_epsilon < NOISY_EPSILON
+        flat = jax.tree_util.tree_leaves_with_path(self.state.params[role])
+        for (path, ours), other in zip(flat, jax.tree.leaves(theirs), strict=True):
+            name = "/".join(entry.key for entry in path)
+            stacked = "/layers/" in name
+            pairs = zip(ours, other, strict=True) if stacked else [(ours, other)]
+            for layer, (a, b) in enumerate(pairs):
+                where = f"layer {layer} {name.split('/layers/')[-1]}" if stacked else name
+                a, b = np.asarray(a), np.asarray(b)
+                if noisy and name.endswith("query_key_value/bias"):
+                    # A bias added to every key shifts all scores of a query alike: its gradient is rounding.
+                    heads = self.nets.policy.config.num_attention_heads
+                    (a, keys), (b, their_keys) = (split_keys(x, heads) for x in (a, b))
+                    self.report.add(f"final {role}, key biases", distance(keys, their_keys), 1e-2, where)
+                self.report.add(f"final {role}, tensors", distance(a, b), WEIGHTS, where)
+
+
+def split_keys(bias: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """(query and value parts, key part) of a QKV bias [3D], interleaved by head."""
+    parts = bias.reshape(heads, 3, -1)
+    return parts[:, ::2], parts[:, 1]
+
+
+def main(folders: list[str]) -> int:
+    """Replays each folder and prints its table; returns the exit status."""
+    if not folders:
+        print(__doc__.strip().splitlines()[2].strip(), file=sys.stderr)
+        return 2
+    refused = out = False
+    for folder in folders:
+        try:
+            report = Replay(Path(folder)).run()
+        except (Refused, UserError) as error:
+            print(f"refused: {error}", file=sys.stderr)
+            refused = True
+            continue
+        verdict = "replays" if report.passed else "DOES NOT REPLAY"
+        print(f"{folder}\n{report.table()}\n{Path(folder).name} {verdict}\n")
+        out |= not report.passed
+    return 1 if out else 2 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
