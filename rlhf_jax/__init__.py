@@ -1,7 +1,7 @@
 """RLHF in JAX: SFT, reward model and PPO on GPT-NeoX, as pure functions over pytrees.
 
-    from rlhf_jax import advantages, losses        # equations on arrays of your own
-    rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
+from rlhf_jax import advantages, losses        # equations on arrays of your own
+rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
 """
 
 from typing import Any

@@ -219,7 +219,9 @@ def test_logit_processing_equals_transformers(options):
 def test_the_repetition_penalty_ignores_padding(model, params):
     sampling = gen.Sampling(6, 0.0, repetition_penalty=5.0)
     batch = prompts(6)
-    other = dataclasses.replace(batch, tokens=np.where(np.arange(10)[None] >= (10 - batch.lengths)[:, None], batch.tokens, 33))
+    other = dataclasses.replace(
+        batch, tokens=np.where(np.arange(10)[None] >= (10 - batch.lengths)[:, None], batch.tokens, 33)
+    )
     first = run(model, params, batch, jax.random.key(0), sampling)
     second = run(model, params, other, jax.random.key(0), sampling)
     np.testing.assert_array_equal(first.response, second.response)

@@ -6,9 +6,6 @@ whose names are not the papers' are TRL's.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -17,76 +14,8 @@ from rlhf_jax import losses
 from rlhf_jax.generate import in_chunks
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.trainers import common
+from rlhf_jax.trainers.forward import Networks, evaluate_actor_critic, full_sequence, response_hidden, response_logprobs
 from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Networks:
-    """The models of a run; static under jit. `value` is None when the policy carries the value head."""
-
-    policy: Any
-    ref: Any
-    value: Any | None
-
-
-def _dtype(config):
-    return jnp.dtype(config.dtype)
-
-
-def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
-    """Prompt and response side by side.
-
-    Returns:
-      tokens [B, C + T] int32, mask [B, C + T] bool (left padding out; response columns by `response_mask`).
-    """
-    c = rollout.prompt_tokens.shape[1]
-    prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
-    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
-    return tokens, jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
-
-
-def response_logprobs(model, params: Params, hidden: Array, response: Array, temperature: float):
-    """Log-probabilities of the response and the entropy of each position, at `temperature`.
-
-    Args:
-      model, params: a causal head.
-      hidden: [b, T, D], the positions that predict the response.
-      response: [b, T] int32.
-      temperature: logits are divided by temperature + 1e-7 (TRL ppo_trainer.py:713).
-
-    Returns:
-      (log-probabilities [b, T] float32, entropies [b, T] float32)
-    """
-    logits = model.logits(params, hidden) / (temperature + 1e-7)
-    return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
-
-
-def _hidden(model, params, tokens, mask, t, config):
-    """The final hidden states of the T positions that predict the response: [b, T, D]."""
-    out = model.hidden(params, tokens, mask, dtype=_dtype(config), remat=config.gradient_checkpointing)
-    return out[:, -t - 1 : -1]
-
-
-def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: Array, t: int, config):
-    """The trained networks on prompt and response, at response positions.
-
-    Args:
-      nets: the models.
-      params: {"policy": ...} or {"policy": ..., "value": ...}.
-      tokens, mask: [b, C + T].
-      t: T.
-      config: temperature, dtype, gradient_checkpointing.
-
-    Returns:
-      (log-probabilities, entropies, values), each [b, T] float32.
-    """
-    hidden = _hidden(nets.policy, params["policy"], tokens, mask, t, config)
-    logprobs, entropy = response_logprobs(nets.policy, params["policy"], hidden, tokens[:, -t:], config.temperature)
-    if nets.value is None:
-        values = nets.policy.scalars(params["policy"], hidden)
-    else:
-        values = nets.value.scalars(params["value"], _hidden(nets.value, params["value"], tokens, mask, t, config))
-    return logprobs, entropy, values
 
 
 def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:
@@ -139,7 +68,7 @@ def make_experience(
     def look(rows):
         tokens, mask = rows
         logprobs, _, values = evaluate_actor_critic(nets, params, tokens, mask, t, config)
-        ref_hidden = _hidden(nets.ref, ref_params, tokens, mask, t, config)
+        ref_hidden = response_hidden(nets.ref, ref_params, tokens, mask, t, config)
         ref_logprobs, _ = response_logprobs(nets.ref, ref_params, ref_hidden, tokens[:, -t:], config.temperature)
         return logprobs, ref_logprobs, values
 
@@ -196,28 +125,6 @@ def make_experience(
     return experience, metrics
 
 
-def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:
-    """Sum of log pi - log ref over each response: the k1 estimate of its KL, for evaluation.
-
-    Args:
-      nets, params, ref_params: policy and reference.
-      rollout: responses of the policy.
-      config: a PPOConfig.
-
-    Returns:
-      [B] float32.
-    """
-    tokens, mask = full_sequence(rollout)
-    t = rollout.response.shape[1]
-
-    def logprobs(model, params):
-        hidden = _hidden(model, params, tokens, mask, t, config)
-        return response_logprobs(model, params, hidden, rollout.response, config.temperature)[0]
-
-    difference = logprobs(nets.policy, params["policy"]) - logprobs(nets.ref, ref_params)
-    return jnp.sum(jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0), axis=1)
-
-
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
     """1 - Var[returns - values] / Var[returns] over the mask: what the critic foresaw.
 
@@ -260,8 +167,12 @@ def loss_and_metrics(nets: Networks, params: Params, micro: Experience, scale: d
     logprobs = jnp.where(inside, logprobs, INVALID_LOGPROB)
     values = jnp.where(valued, values, 0.0)
 
-    pg, pg_clipped, ratio = losses.policy_loss_terms(logprobs, micro.logprobs, micro.advantages, cliprange=config.cliprange)
-    vf, vf_clipped = losses.value_loss_terms(values, micro.values, micro.returns, cliprange_value=config.cliprange_value)
+    pg, pg_clipped, ratio = losses.policy_loss_terms(
+        logprobs, micro.logprobs, micro.advantages, cliprange=config.cliprange
+    )
+    vf, vf_clipped = losses.value_loss_terms(
+        values, micro.values, micro.returns, cliprange_value=config.cliprange_value
+    )
     policy_loss = jnp.sum(jnp.where(inside, pg, 0.0) * scale["policy"])
     value_loss = jnp.sum(jnp.where(valued, vf, 0.0) * scale["value"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from rlhf_jax import losses
@@ -27,7 +26,9 @@ def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: b
     return mask & (label >= prompt_lengths[:, None]) if completion_only else mask
 
 
-def token_losses(model, params: Params, tokens: Array, lengths: Array, *, dtype, remat=False, dropout_key=None) -> Array:
+def token_losses(
+    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat=False, dropout_key=None
+) -> Array:
     """Cross-entropy of every next token.
 
     Args:

@@ -1,0 +1,30 @@
+"""TL;DR, stage 2: a reward model from human preferences between summaries (the N+ recipe)."""
+
+from rlhf_jax.config import RewardConfig
+
+VARIANTS = {"1b": 64, "2.8b": 32, "6.9b": 8}  # size: pairs a pass, over 8 devices of 80 GB
+
+
+def get_config(variant: str | None = None) -> RewardConfig:
+    """The config of one size (default 1b)."""
+    size = variant or "1b"
+    return RewardConfig(
+        run_dir=f"runs/tldr_reward_{size}",  # folder
+        model_name_or_path=f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr",  # hub name; or tldr_sft's RUN/policy
+        dataset_name="trl-lib/tldr-preference",  # hub name; 92,858 pairs
+        query_length=512,  # tokens of the post
+        max_length=638,  # tokens of post and summary; longer pairs are dropped
+        batch_size=64,  # pairs an update
+        micro_batch_size=VARIANTS[size],  # pairs a pass
+        num_train_epochs=1,  # passes over the pairs
+        learning_rate=3e-6,  # at the peak
+        lr_scheduler_type="cosine",  # to 0
+        adam_epsilon=1e-5,  # added to the root
+        weight_decay=0.01,  # torch's AdamW default
+        weight_decay_on="all",  # as torch's AdamW
+        normalize_dataset_name="trl-lib/tldr",  # demonstrations that score 0 on average afterwards
+        dtype="bfloat16",  # compute; weights stay float32
+        gradient_checkpointing=size != "1b",  # less memory, a third slower
+        eval_steps=100,  # updates
+        save_steps=250,  # updates
+    )

@@ -1,0 +1,29 @@
+"""TL;DR, stage 1: supervised fine-tuning of Pythia on Reddit posts and their summaries (the N+ recipe)."""
+
+from rlhf_jax.config import SFTConfig
+
+VARIANTS = {"1b": 128, "2.8b": 32, "6.9b": 8}  # size: rows a pass, over 8 devices of 80 GB
+
+
+def get_config(variant: str | None = None) -> SFTConfig:
+    """The config of one size (default 1b)."""
+    size = variant or "1b"
+    return SFTConfig(
+        run_dir=f"runs/tldr_sft_{size}",  # folder
+        model_name_or_path=f"EleutherAI/pythia-{size}-deduped",  # hub name
+        dataset_name="trl-lib/tldr",  # hub name; 116,722 posts
+        query_length=512,  # tokens of the post; longer posts lose paragraphs
+        max_length=562,  # tokens of post and summary
+        batch_size=128,  # rows an update
+        micro_batch_size=VARIANTS[size],  # rows a pass
+        num_train_epochs=1,  # passes over the data
+        learning_rate=3e-6,  # at the peak
+        lr_scheduler_type="cosine",  # to 0
+        adam_epsilon=1e-5,  # added to the root
+        weight_decay=0.01,  # torch's AdamW default
+        weight_decay_on="all",  # as torch's AdamW
+        dtype="bfloat16",  # compute; weights stay float32
+        gradient_checkpointing=size != "1b",  # less memory, a third slower
+        eval_steps=100,  # updates
+        save_steps=250,  # updates
+    )

@@ -1,0 +1,142 @@
+"""The command line: `--config` names a config, every other flag one of its fields."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from rlhf_jax import configfile, migrating
+from rlhf_jax.config import STAGES, Config, Pipeline, StageConfig, stage_name
+from rlhf_jax.types import UserError
+
+PROG = "python -m rlhf_jax.train"
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The config that a command line asks for: the file's values, then the flags', left to right.
+
+    Prints help and raises SystemExit(0) on --help; raises UserError on anything wrong. TRL's other names are accepted
+    where the meaning is the same (with a note on stderr) and refused with the reason where it is not.
+    """
+    flags = split_flags(argv)
+    wants_help = any(name in ("help", "h") for name, _ in flags)
+    specs = [words for name, words in flags if name == "config"]
+    if not specs:
+        if wants_help or not argv:
+            print(usage())
+            raise SystemExit(0 if wants_help else 2)
+        raise UserError(f"--config is missing. Shipped: {', '.join(configfile.shipped_configs())}.")
+    if len(specs[-1]) != 1:
+        raise UserError(f"--config takes one config, got {len(specs[-1])}: {' '.join(specs[-1])}.")
+    config = configfile.load_config(specs[-1][0])
+    if wants_help:
+        print_help(config, specs[-1][0])
+        raise SystemExit(0)
+    for name, words in flags:
+        if name != "config":
+            config = with_flag(config, name, words)
+    return config
+
+
+def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(name, words) of each flag: `--kl-coef=0.1` and `--kl_coef 0.1` are both ('kl_coef', ['0.1'])."""
+    flags: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word == "-h" or (word.startswith("--") and len(word) > 2):
+            name, equals, value = word.lstrip("-").partition("=")
+            flags.append((name.replace("-", "_"), [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            raise UserError(f"{word!r} stands before any flag. Did you mean --config {word}?")
+    return flags
+
+
+def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
+    """The config with one flag applied; `name` may be a field, `no_` and a boolean field, TRL's name, or STAGE.name."""
+    if not isinstance(config, Pipeline):
+        return _with_option(config, name, words, "")
+    stage, dot, option = name.partition(".")
+    if dot and stage in STAGES:
+        return dataclasses.replace(config, **{stage: _with_option(getattr(config, stage), option, words, f"{stage}.")})
+    own = {key: hint for key, hint in configfile.field_types(Pipeline).items() if key not in STAGES}
+    if name == "no_dry_run" and not words:
+        name, words = "dry_run", ["false"]
+    if name in migrating.RENAMED and migrating.RENAMED[name].to in own:
+        name = migrating.RENAMED[name].to
+    if name in own:
+        return dataclasses.replace(config, **{name: configfile.value_from_words(f"--{name}", own[name], words)})
+    answers = {key: found for key in STAGES if (found := migrating.answer(name, key))}
+    takers = [f"--{key}.{name}" for key, found in answers.items() if found.kind != "refused"]
+    if takers:
+        raise UserError(f"--{name}: this config has three stages, so name the stage: {' or '.join(takers)}.")
+    if answers:
+        raise UserError(f"--{name} is refused. {next(iter(answers.values())).text}")
+    known = [*own, *(f"{key}.{field}" for key in STAGES for field in configfile.field_types(STAGES[key]))]
+    hint = configfile.nearest(name, known) or configfile.nearest(f"ppo.{name}", known)
+    raise UserError(f"unknown option --{name}.{hint}")
+
+
+def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: str) -> StageConfig:
+    """One stage's config with one option set; `prefix` ('ppo.') is for messages."""
+    hints = configfile.field_types(type(config))
+    positive = name.removeprefix("no_")
+    if name not in hints and hints.get(positive) is bool and not words:
+        name, words = positive, ["false"]
+    found = migrating.answer(name, stage_name(config))
+    if found is None:
+        hint = configfile.nearest(name, [*hints, *migrating.RENAMED])
+        raise UserError(f"unknown option --{prefix}{name}.{hint} (--config ... --help lists all.)")
+    if found.kind == "refused":
+        raise UserError(f"--{prefix}{name} is refused. {found.text}")
+    if found.kind == "renamed":
+        note = f" ({found.text})" if found.text else ""
+        print(f"note: --{prefix}{name} is --{prefix}{found.renamed.to} here{note}.", file=sys.stderr)
+        name = found.renamed.to
+        if found.renamed.values:
+            words = [found.renamed.values.get(word.lower(), word) for word in (words or ["true"])]
+    value = configfile.value_from_words(f"--{prefix}{name}", hints[name], words)
+    return dataclasses.replace(config, **{name: value})
+
+
+# --- help
+
+
+def usage() -> str:
+    """What --help says when no config is named."""
+    shipped = configfile.shipped_configs()
+    width = max(map(len, shipped), default=0)
+    lines = [f"  {name:<{width}}  {line}" for name, line in shipped.items()]
+    stages = [f"  {name:<{width}}  {stage.__doc__.partition(chr(10))[0]}" for name, stage in STAGES.items()]
+    return "\n".join(
+        [
+            f"usage: {PROG} --config CONFIG [--OPTION VALUE ...]",
+            "",
+            "CONFIG is a .py file with get_config(variant=None), a shipped config, either with :VARIANT behind it,",
+            "or the config.json of a run. A config is of one stage, or of all three:",
+            "",
+            *stages,
+            "",
+            "Shipped configs:",
+            "",
+            *lines,
+            "",
+            "Every field of a config is an option. To see each with its default and its meaning:",
+            "",
+            *(f"  {PROG} --config {name} --help" for name in shipped),
+            "",
+            "Options of the run itself: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (print the",
+            "config, the batch arithmetic and the mesh, then stop). TRL's names: docs/migrating.md.",
+        ]
+    )
+
+
+def print_help(config: Config, spec: str) -> None:
+    """Print every option of a config with its type, its default in this config, and its meaning."""
+    prog = f"{PROG} --config {spec}"
+    with contextlib.suppress(SystemExit):  # whether to end the program is the caller's to say
+        tyro.cli(type(config), args=["--help"], default=config, prog=prog, use_underscores=True)

@@ -1,0 +1,272 @@
+"""Configs in and out of files: a config.py, a name in configs/, a variant of one, a run's config.json.
+
+One type checker serves Python configs, config.json and command-line flags, so that each says the same of a wrong value.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import math
+import pathlib
+import traceback
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rlhf_jax.config import STAGES, Config, Pipeline, StageConfig, stage_name
+from rlhf_jax.types import UserError
+
+CONFIG_TYPES: dict[str, type] = {**STAGES, "pipeline": Pipeline}
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """' Did you mean a, b?' for the names in `known` closest to `name`, or the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+# --- values and their types
+
+
+@functools.cache
+def field_types(config_type: type) -> dict[str, Any]:
+    """Field name -> type of a config dataclass, with the annotations evaluated."""
+    hints = typing.get_type_hints(config_type)
+    return {f.name: hints[f.name] for f in dataclasses.fields(config_type)}
+
+
+def _alternatives(hint: Any) -> tuple[Any, bool]:
+    """(the type without None, whether None is allowed)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        return rest[0], len(rest) < len(typing.get_args(hint))
+    return hint, False
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words, for messages: 'a whole number or None', 'one of linear, cosine, constant'."""
+    inner, optional = _alternatives(hint)
+    if typing.get_origin(inner) is typing.Literal:
+        words = "one of " + ", ".join(str(a) for a in typing.get_args(inner))
+    elif typing.get_origin(inner) is tuple:
+        words = {str: "a list of words", int: "a list of whole numbers"}[typing.get_args(inner)[0]]
+    else:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[inner]
+    return words + (" or None" if optional else "")
+
+
+def checked_value(name: str, hint: Any, value: Any) -> Any:
+    """`value` as `hint` wants it (ints become floats, lists tuples); UserError names the option and its type."""
+    wrong = UserError(f"{name} = {value!r}: it must be {describe_type(hint)}.")
+    inner, optional = _alternatives(hint)
+    if value is None:
+        if optional:
+            return None
+        raise wrong
+    if typing.get_origin(inner) is typing.Literal:
+        allowed = typing.get_args(inner)
+        if isinstance(value, bool) or value not in allowed:
+            raise UserError(str(wrong) + nearest(str(value), map(str, allowed), 1))
+        return value
+    if typing.get_origin(inner) is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise wrong
+        return tuple(checked_value(name, typing.get_args(inner)[0], v) for v in value)
+    if inner is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, inner) or (isinstance(value, bool) and inner is not bool):
+        raise wrong
+    if inner is float and not math.isfinite(value):
+        raise UserError(f"{name} = {value!r}: it must be a finite number.")
+    return value
+
+
+def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
+    """The value that command-line words spell: `3e-6`, `None`, `true`, `a b` or `a,b` for a list."""
+    inner, optional = _alternatives(hint)
+    is_tuple = typing.get_origin(inner) is tuple
+    if is_tuple:
+        words = [part for word in words for part in word.split(",") if part]
+        if [w.lower() for w in words] == ["none"]:
+            return None if optional else ()
+        return tuple(value_from_words(name, typing.get_args(inner)[0], [w]) for w in words)
+    if inner is bool and not words:
+        return True
+    if len(words) != 1:
+        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+        raise UserError(f"{name} takes one value ({describe_type(hint)}), {got}.")
+    word = words[0]
+    if optional and word.lower() == "none":
+        return None
+    if typing.get_origin(inner) is typing.Literal:
+        return checked_value(name, hint, {str(a): a for a in typing.get_args(inner)}.get(word, word))
+    if inner is bool:
+        return checked_value(name, hint, {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word))
+    try:
+        return checked_value(name, hint, inner(word))
+    except UserError:
+        raise
+    except ValueError:
+        raise UserError(f"{name} = {word!r}: it must be {describe_type(hint)}.") from None
+
+
+def checked_types(config: Config, prefix: str = "") -> Config:
+    """The config with every field of its declared type; UserError names the first that is not."""
+    values = {}
+    for name, hint in field_types(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(hint, type) and issubclass(hint, StageConfig):
+            if type(value) is not hint:
+                raise UserError(f"{prefix}{name} must be a {hint.__name__}, not {type(value).__name__}.")
+            values[name] = checked_types(value, f"{name}.")
+        else:
+            values[name] = checked_value(prefix + name, hint, value)
+    return dataclasses.replace(config, **values)
+
+
+# --- config.json
+
+
+def to_json(config: Config) -> str:
+    """config.json's text: every field, and the stage's name under 'stage'. `from_json` gives the config back."""
+    return json.dumps({"stage": stage_name(config), **dataclasses.asdict(config)}, indent=2) + "\n"
+
+
+def from_json(text: str, source: str = "config.json") -> Config:
+    """The config that `to_json` wrote. Absent fields take their defaults; unknown ones are a UserError."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source} is not JSON: {error}.") from None
+    if not isinstance(data, dict) or data.get("stage") not in CONFIG_TYPES:
+        got = data.get("stage") if isinstance(data, dict) else type(data).__name__
+        raise UserError(
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(CONFIG_TYPES)}, not {got!r}."
+        )
+    try:
+        return _from_dict(CONFIG_TYPES[data.pop("stage")], data, "")
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
+    hints = field_types(config_type)
+    values = {}
+    for name, value in data.items():
+        if name not in hints:
+            raise UserError(f"unknown field {prefix}{name}.{nearest(name, hints)}")
+        if isinstance(hints[name], type) and issubclass(hints[name], StageConfig):
+            if not isinstance(value, dict):
+                raise UserError(f"{name} must be an object with the stage's fields, not {value!r}.")
+            values[name] = _from_dict(hints[name], value, f"{name}.")
+        else:
+            values[name] = checked_value(prefix + name, hints[name], value)
+    return config_type(**values)
+
+
+# --- config files
+
+
+def config_folder() -> pathlib.Path:
+    """configs/: inside the package when installed, beside it in a checkout."""
+    package = pathlib.Path(__file__).resolve().parent
+    folders = (package / "configs", package.parent / "configs")
+    return next((folder for folder in folders if (folder / "quickstart.py").is_file()), folders[-1])
+
+
+def shipped_configs() -> dict[str, str]:
+    """File name -> first line of its docstring, for every config that comes with the package."""
+    lines = {}
+    for path in sorted(config_folder().glob("[!_]*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines[path.name] = doc.partition("\n")[0]
+    return lines
+
+
+def load_config(spec: str) -> Config:
+    """The config that `--config` names.
+
+    spec: a path to a .py file that defines get_config(variant=None), or a name in configs/ ('tldr_ppo.py', 'tldr_ppo'),
+    either with ':VARIANT' behind it; or a run's config.json, or the run's folder. Raises UserError.
+    """
+    path, variant = pathlib.Path(spec), None
+    if not path.exists() and ":" in path.name:
+        name, _, variant = spec.rpartition(":")
+        path = pathlib.Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise UserError(f"--config {spec}: the folder has no config.json.")
+    if path.suffix == ".json":
+        if variant is not None:
+            raise UserError(f"--config {spec}: a config.json has no variants.")
+        return from_json(_read(path, spec), str(path))
+    if not path.is_file():
+        path = _shipped(path, spec)
+    config = _run_file(path, variant)
+    try:
+        return checked_types(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _read(path: pathlib.Path, spec: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {spec}: cannot read {path} ({error}).") from None
+
+
+def _shipped(path: pathlib.Path, spec: str) -> pathlib.Path:
+    """The file in configs/ that a bare name means."""
+    known = list(shipped_configs())
+    name = path.name if path.name in known else f"{path.name}.py"
+    if len(path.parts) == 1 and name in known:
+        return config_folder() / name
+    hint = nearest(path.name, [*known, *(k.removesuffix(".py") for k in known)], 1)
+    raise UserError(f"--config {spec}: no such file, and no such config.{hint} Shipped: {', '.join(known)}.")
+
+
+def _run_file(path: pathlib.Path, variant: str | None) -> Config:
+    """Run a config file and return what its get_config(variant) returns, every failure told with file and line."""
+    spec = importlib.util.spec_from_file_location(f"rlhf_jax_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config {path}: a config is a .py file or a run's config.json.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"{path} defines no get_config(variant=None) that returns a config.")
+        variants = getattr(module, "VARIANTS", {})
+        if variant is not None and variant not in variants:
+            known = f"It has {', '.join(variants)}." if variants else "It has none (no VARIANTS)."
+            raise UserError(f"{path.name} has no variant {variant!r}. {known}")
+        config = module.get_config() if variant is None else module.get_config(variant)
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{path}, line {error.lineno}: {error.msg}.") from None
+    except Exception as error:  # whatever the user's own code raises
+        raise UserError(_explain(path, error)) from error
+    if type(config) not in CONFIG_TYPES.values():
+        kinds = ", ".join(t.__name__ for t in CONFIG_TYPES.values())
+        raise UserError(f"{path}: get_config returned {type(config).__name__}; it must return one of {kinds}.")
+    return config
+
+
+def _explain(path: pathlib.Path, error: Exception) -> str:
+    """One line on an exception in a config file, with the nearest field where a field's name is unknown."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    where = f"{path}, line {frames[-1].lineno}" if frames else str(path)
+    text = f"{where}: {type(error).__name__}: {error}."
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        config_name, field = str(error).split(".")[0], str(error).rsplit("'", 2)[1]
+        known = {t.__name__: t for t in CONFIG_TYPES.values()}.get(config_name)
+        return text + (nearest(field, field_types(known)) if known else "")
+    return text

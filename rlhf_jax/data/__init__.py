@@ -1,0 +1,43 @@
+"""Prompts, demonstrations and preference pairs: from files, the hub, objects or the built-in synthetic task to numpy
+batches that are pure functions of seed and step."""
+
+from rlhf_jax.data.batches import DataReport, bucket, default_buckets, fingerprint
+from rlhf_jax.data.demonstrations import (
+    DemoBatch,
+    DemoData,
+    load_demonstrations,
+    load_normalizing,
+    make_demonstrations,
+)
+from rlhf_jax.data.loading import Rows, load_rows
+from rlhf_jax.data.pairs import PairBatch, PairData, load_pairs, make_pairs
+from rlhf_jax.data.prompts import PromptData, load_prompts, make_prompts
+from rlhf_jax.data.tldr import format_post, parse_post
+from rlhf_jax.data.tokens import Tokenizer, check_same_tokenizer, load_tokenizer, save_tokenizer
+
+__all__ = [
+    "DataReport",
+    "DemoBatch",
+    "DemoData",
+    "PairBatch",
+    "PairData",
+    "PromptData",
+    "Rows",
+    "Tokenizer",
+    "bucket",
+    "check_same_tokenizer",
+    "default_buckets",
+    "fingerprint",
+    "format_post",
+    "load_demonstrations",
+    "load_normalizing",
+    "load_pairs",
+    "load_prompts",
+    "load_rows",
+    "load_tokenizer",
+    "make_demonstrations",
+    "make_pairs",
+    "make_prompts",
+    "parse_post",
+    "save_tokenizer",
+]

@@ -1,0 +1,104 @@
+"""From rows to texts: which columns, which rows are bad, which prompts are too long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_jax.data.loading import Malformed, Rows, require_columns
+from rlhf_jax.data.tldr import fit_prompt, format_post
+from rlhf_jax.data.tokens import Tokenizer
+from rlhf_jax.types import UserError
+
+TEMPLATE_COLUMNS = ("subreddit", "title", "post")
+
+
+def prompt_columns(rows: Rows, column: str) -> tuple[str, ...]:
+    """The columns that prompts are made of: the named one, or, where there is no 'prompt', the template's parts."""
+    if column == "prompt" and column not in rows.column_names:
+        if all(part in rows.column_names for part in TEMPLATE_COLUMNS):
+            return TEMPLATE_COLUMNS
+    require_columns(rows, {"prompt_column": column})
+    return (column,)
+
+
+def prompt_text(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """The prompt of a row; "" where there are no prompt columns (pairs of full texts)."""
+    if not columns:
+        return ""
+    return row[columns[0]] if len(columns) == 1 else format_post(*(row[column] for column in columns))
+
+
+def text_fault(row: Any, columns: Sequence[str]) -> str | None:
+    """What is wrong with a row whose `columns` should hold text; None for a good one."""
+    if isinstance(row, Malformed):
+        return str(row)
+    for column in columns:
+        value = row.get(column)
+        if value is None:
+            return f"{column!r} is missing" if column not in row else f"{column!r} is null"
+        if not isinstance(value, str):
+            return f"{column!r} is a {type(value).__name__}, not text"
+        if not value.strip() and column not in ("subreddit", "title"):
+            return f"{column!r} is empty"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    """Good rows, and what the others were."""
+
+    good: list[Any]
+    bad: int
+    first_bad: str | None
+
+
+def sort_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) -> Sorted:
+    """Parts the good rows from the bad.
+
+    Args:
+      rows: the rows.
+      fault: what is wrong with a row, or None.
+      on_bad_row: 'raise' or 'skip'.
+
+    Raises:
+      UserError: a row is bad and on_bad_row is 'raise' (the first is named by file and number, all are counted), or no
+        row is good.
+    """
+    good, bad, first = [], 0, None
+    for i, row in enumerate(rows):
+        wrong = fault(row)
+        if wrong is None:
+            good.append(row)
+        else:
+            bad += 1
+            first = first or f"{rows.place(i)}: {wrong}"
+    if bad and (on_bad_row == "raise" or not good):
+        advice = "Mend it, or leave bad rows out with on_bad_row=skip." if good else "No row is usable."
+        raise UserError(f"{first} ({bad} of {len(rows)} rows {'is' if bad == 1 else 'are'} bad). {advice}")
+    return Sorted(good, bad, first)
+
+
+def fit_prompts(
+    texts: list[str], tokenizer: Tokenizer, query_length: int, query_overflow: str
+) -> tuple[list[list[int] | None], int]:
+    """Ids of each prompt, at most `query_length` of them: 'truncate' as OpenAI did, 'drop' as TRL does.
+
+    Returns:
+      (ids, or None for a prompt that is dropped; how many were truncated)
+    """
+    found: list[list[int] | None] = []
+    truncated = 0
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        if len(ids) > query_length:
+            ids = fit_prompt(text, tokenizer.encode, ids, query_length) if query_overflow == "truncate" else None
+            truncated += ids is not None
+        found.append(ids)
+    return found, truncated
+
+
+def refuse_nothing_left(rows: Rows, kept: int, limit: str) -> None:
+    """Raises where every row was too long."""
+    if not kept:
+        raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or give shorter texts")

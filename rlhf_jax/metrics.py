@@ -1,0 +1,281 @@
+"""Metrics of a run: JSON lines, TensorBoard, and a line in the terminal. Read one step late, so that nothing waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from rlhf_jax.distributed import is_main
+from rlhf_jax.types import UserError
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def json_value(x: Any) -> Any:
+    """A number as strict JSON holds it: every digit kept; what JSON lacks becomes 'NaN', 'Infinity' or '-Infinity'.
+
+    Args:
+      x: a Python, numpy or host jax scalar, or a string; bool, int, float.
+
+    Returns:
+      bool, int, float or str. `float()` of the strings gives the number back.
+    """
+    if isinstance(x, (str, bool)) or x is None:
+        return x
+    x = np.asarray(x)
+    if x.ndim:
+        raise TypeError(f"a JSON number must be a scalar; this one has shape {x.shape}")
+    x = x.item()
+    if not isinstance(x, float) or math.isfinite(x):
+        return x
+    return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Strict JSON of nested dicts and lists, their numbers as `json_value` gives them.
+
+    Args:
+      value: dicts, lists, tuples and numpy arrays of scalars and strings.
+      indent: as json.dumps.
+
+    Returns:
+      The text, without a line end.
+    """
+
+    def clean(x):
+        if isinstance(x, dict):
+            return {str(k): clean(v) for k, v in x.items()}
+        if isinstance(x, np.ndarray) and x.ndim:
+            x = x.tolist()
+        return [clean(v) for v in x] if isinstance(x, (list, tuple)) else json_value(x)
+
+    return json.dumps(clean(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl or timings.jsonl, 'NaN' and the infinities as floats again.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      One dict a line, in order.
+    """
+    with open(path, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [with_floats(row) for row in rows]
+
+
+def with_floats(row: dict[str, Any]) -> dict[str, Any]:
+    """'NaN', 'Infinity' and '-Infinity' among a dict's values as floats again."""
+    return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory used so far by this process and by its fullest device.
+
+    Returns:
+      {"memory/peak_rss_mib": ...} and, where the device tells, {"memory/peak_device_mib": ...}, in MiB.
+    """
+    found = {}
+    try:
+        import resource  # not on Windows
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["memory/peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    except ImportError:
+        pass
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
+    if peak:
+        found["memory/peak_device_mib"] = peak / 2**20
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 3.2s, 4m10s, 2h05m, 3d04h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if minutes < 60:
+        return f"{minutes}m{int(seconds) % 60:02d}s"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{days}d{hours % 24:02d}h"
+
+
+def short_number(x: Any) -> str:
+    """A number in at most 4 significant digits, for the terminal."""
+    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        return str(x)
+    return f"{float(x):.4g}"
+
+
+class MetricLogger:
+    """Writes what each update found.
+
+    `log` keeps an update's metrics on the device until the next update has been started, and only then reads them, in
+    one transfer: logging never makes the device wait. Call `flush` before a checkpoint is saved, so that the line of
+    its step is on disk, and at the end. Only the main process writes.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        report_to: Sequence[str] | str = ("tensorboard",),
+        logging_steps: int = 1,
+        total_steps: int = 0,
+        names: Sequence[str] = (),
+        start_step: int = 0,
+        *,
+        stage: str = "",
+        callback: Callable[[int, dict[str, Any]], Any] | None = None,
+        stream: TextIO | None = None,
+    ):
+        """Opens the files of a run's folder for appending.
+
+        Args:
+          folder: the run's folder, cut after `start_step`.
+          report_to: 'tensorboard', or 'none' or nothing.
+          logging_steps: a line in the terminal every so many updates; 0: none.
+          total_steps: updates of the whole run, for the time left.
+          names: metrics shown in the terminal, in this order; those that an update lacks are left out.
+          start_step: the step that the run continues from; TensorBoard drops what an earlier process wrote after it.
+          stage: what the terminal's lines begin with.
+          callback: called with (step, metrics as host numbers) once an update's have been read; on every process.
+          stream: where the terminal's lines go; default: standard output.
+
+        Raises:
+          UserError: a `report_to` that does not exist or is not installed.
+        """
+        self._names = tuple(names)
+        self._every, self._total = logging_steps, total_steps
+        self._stage, self._callback, self._stream = stage, callback, stream or sys.stdout
+        self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
+        self._updates = 0
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._files: dict[str, TextIO] = {}
+        self._board = None
+        writer = _tensorboard(report_to)
+        self._clock = time.perf_counter()
+        if not is_main():
+            return
+        os.makedirs(folder, exist_ok=True)
+        for name in ("metrics", "timings"):
+            self._files[name] = open(os.path.join(folder, f"{name}.jsonl"), "a", encoding="utf-8")
+        if writer is not None:
+            purge = start_step + 1 if start_step else None
+            # A name of its own for each file: the writer's own names repeat within a second.
+            suffix = f".{time.time_ns()}"
+            self._board = writer(os.path.join(folder, "tensorboard"), purge_step=purge, filename_suffix=suffix)
+
+    def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
+        """Takes the metrics of update `step`, and reads and writes those of the update before.
+
+        A second call for the same step (an evaluation) adds to its line; to a line of its own once that is written.
+
+        Args:
+          step: 1-based number of the update.
+          metrics: scalars, on the device or not, deterministic ones only: they go to metrics.jsonl.
+          timings: seconds and the like, which differ from run to run: they go to timings.jsonl.
+        """
+        timings = dict(timings or {})
+        if self._pending is not None and self._pending[0] == step:
+            self._pending[1].update(metrics)
+            self._pending[2].update(timings)
+            return
+        now = time.perf_counter()
+        self.flush()
+        self._pending = (step, dict(metrics), {"time/step": now - self._clock, **timings})
+        self._clock = now
+
+    def flush(self) -> None:
+        """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
+        if self._pending is None:
+            return
+        (step, metrics, timings), self._pending = self._pending, None
+        metrics = {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
+        timings.update(peak_memory())
+        if self._updates == 1:
+            # The first update compiles, which says nothing about the time that the others need.
+            self._seconds.clear()
+        self._updates += 1
+        self._seconds.append(timings["time/step"])
+        if self._files:
+            self._write(step, metrics, timings)
+            if self._every and (step % self._every == 0 or step == self._total):
+                print(self.line(step, metrics), file=self._stream, flush=True)
+        if self._callback is not None:
+            self._callback(step, metrics)
+
+    def _write(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        rows = {"metrics": {"step": step, **metrics}, "timings": {"step": step, "wall_time": time.time(), **timings}}
+        for name, row in rows.items():
+            # One write of a whole line: a process that is killed leaves at most a torn last line.
+            self._files[name].write(json_text(row) + "\n")
+            self._files[name].flush()
+        if self._board is not None:
+            for name, value in {**metrics, **timings}.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def line(self, step: int, metrics: dict[str, Any]) -> str:
+        """The terminal's line for an update: its number, the metrics that matter, seconds an update, time left."""
+        count = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else str(step)
+        shown = [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]
+        each = sum(self._seconds) / max(len(self._seconds), 1)
+        left = [f"{duration(each * (self._total - step))} left"] if step < self._total else []
+        return " | ".join([f"{self._stage} {count}".strip(), *shown, f"{duration(each)}/update", *left])
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self.flush()
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> MetricLogger:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _number(name: str, value: Any) -> bool | int | float:
+    """A host scalar as a Python number."""
+    value = np.asarray(value)
+    if value.ndim:
+        raise TypeError(f"metric {name} must be a scalar; it has shape {value.shape}")
+    return value.item()
+
+
+def _label(name: str) -> str:
+    """'objective/kl' -> 'kl'; 'eval/loss' keeps its prefix, since 'loss' is another metric."""
+    return name if name.startswith("eval/") else name.split("/")[-1]
+
+
+def _tensorboard(report_to: Sequence[str] | str):
+    """TensorBoard's writer when it is asked for, else None."""
+    wanted = {report_to} if isinstance(report_to, str) else set(report_to)
+    unknown = sorted(wanted - {"tensorboard", "none"})
+    if unknown:
+        raise UserError(f"--report_to {unknown[0]}: only 'tensorboard' and 'none' are supported")
+    if "tensorboard" not in wanted:
+        return None
+    try:
+        from tensorboardX import SummaryWriter  # a second to import: only when used
+    except ImportError as error:
+        raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none") from error
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # it tells of every NaN, which the terminal shows anyway
+    return SummaryWriter

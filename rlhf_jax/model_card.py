@@ -1,0 +1,133 @@
+"""The README.md of an exported model: where it comes from and how it was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Any
+
+from rlhf_jax.folder import matches, write_atomically
+from rlhf_jax.metrics import short_number
+
+_METHODS = {
+    "sft": "supervised fine-tuning",
+    "reward": "pairwise preference learning",
+    "ppo": "PPO",
+    "rloo": "RLOO",
+}
+_ROLES = {"policy": "Policy", "value": "Value model", "reward_model": "Reward model"}
+
+_CITATIONS = {
+    "ppo": """\
+@article{schulman2017proximal,
+  title   = {Proximal Policy Optimization Algorithms},
+  author  = {Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg},
+  journal = {arXiv preprint arXiv:1707.06347},
+  year    = {2017}
+}
+@article{ziegler2019finetuning,
+  title   = {Fine-Tuning Language Models from Human Preferences},
+  author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec
+             and Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
+  journal = {arXiv preprint arXiv:1909.08593},
+  year    = {2019}
+}""",
+    "rloo": """\
+@article{ahmadian2024back,
+  title   = {Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs},
+  author  = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and Fadaee, Marzieh and Kreutzer, Julia
+             and Pietquin, Olivier and {\\"U}st{\\"u}n, Ahmet and Hooker, Sara},
+  journal = {arXiv preprint arXiv:2402.14740},
+  year    = {2024}
+}""",
+    "summarize": """\
+@article{stiennon2020learning,
+  title   = {Learning to summarize from human feedback},
+  author  = {Stiennon, Nisan and Ouyang, Long and Wu, Jeff and Ziegler, Daniel M. and Lowe, Ryan and Voss, Chelsea
+             and Radford, Alec and Amodei, Dario and Christiano, Paul},
+  journal = {arXiv preprint arXiv:2009.01325},
+  year    = {2020}
+}""",
+}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in ("rlhf_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def model_card(
+    role: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], *, base_model: str | None = None
+) -> str:
+    """A model card in Hugging Face's form: YAML for the hub, then text.
+
+    Args:
+      role: what the exported model is: 'policy', 'value' or 'reward_model'.
+      stage: 'sft', 'reward', 'ppo' or 'rloo'.
+      config: the stage's resolved options.
+      metrics: scalars, of the last update and the final evaluations.
+      base_model: what training started from, a hub name or a folder; None for random weights.
+
+    Returns:
+      The text of README.md.
+    """
+    dataset = config.get("dataset_name")
+    origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
+    data = "the built-in synthetic task" if dataset == "synthetic" else f"`{dataset}`"
+    head = ["---", "library_name: transformers", "tags:", "- rlhf_jax", f"- {stage}"]
+    if _on_hub(base_model):
+        head.append(f"base_model: {base_model}")
+    if _on_hub(dataset):
+        head += ["datasets:", f"- {dataset}"]
+    loader = "AutoModelForCausalLM" if role == "policy" else "AutoModelForSequenceClassification"
+    # What changes nothing that was computed (folders, logging) says nothing about the model.
+    chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
+    options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
+    numbers = [f"| {k} | {short_number(v)} |" for k, v in metrics.items() if isinstance(v, (int, float))]
+    cited = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
+    parts = [
+        "\n".join([*head, "---"]),
+        f"# {_ROLES[role]} by {_METHODS[stage]}",
+        f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}.",
+        f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
+        f'model = {loader}.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n```',
+        "The `config.json` of the run's folder repeats it: `python -m rlhf_jax.train --config RUN/config.json`.",
+        "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
+        "\n".join(["## Options\n", "| option | value |", "|---|---|", *options]),
+        "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "## Citation\n\n```bibtex\n" + "\n".join(cited) + "\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether a name can be the hub's: the hub checks those in a card's head, so paths of this machine stay out."""
+    return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_model_card(
+    folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], *, base_model: str | None = None
+) -> None:
+    """Writes README.md into the folder of an exported model.
+
+    Args:
+      folder: RUN/policy, RUN/value or RUN/reward_model; its name says what the model is.
+      stage, config, metrics, base_model: as `model_card`.
+    """
+    role = os.path.basename(os.path.normpath(folder))
+    if role not in _ROLES:
+        raise ValueError(f"{folder} is none of {', '.join(_ROLES)}")
+    text = model_card(role, stage, config, metrics, base_model=base_model)
+    write_atomically(os.path.join(folder, "README.md"), text)

@@ -1,0 +1,93 @@
+"""--dry_run: the resolved config, the batch arithmetic, the mesh and the memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import arithmetic, configfile, data, models, sharding
+from rlhf_jax.config import StageConfig, stage_name
+from rlhf_jax.models import hf
+
+
+def _model(config: StageConfig, option: str, kind: str):
+    """The model of an option, from its config.json alone; None where there is none to read yet."""
+    path = getattr(config, option, None)
+    revision = getattr(config, option.replace("_path", "_revision"), config.model_revision)
+    if config.scratch_model and option in ("model_name_or_path", "sft_model_path"):
+        rows = 50304
+        if config.tokenizer_name_or_path:
+            tokenizer = data.load_tokenizer(config.tokenizer_name_or_path, None, vocab_size=None)
+            rows = 128 * math.ceil(tokenizer.vocab_size / 128)
+        if "x" in config.scratch_model:
+            return models.custom_shape(config.scratch_model, rows)
+        return models.pythia(config.scratch_model, vocab_size=rows)
+    if path is None:
+        return None
+    return hf.load_model(path, revision=revision)
+
+
+def parameters(model: Any, head: str) -> int:
+    """Number of parameters of a model with one head."""
+    shapes = jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+
+def roles(config: StageConfig) -> list[tuple[str, Any, str, bool]]:
+    """(role, model, head, trained) of every model that the stage holds."""
+    if stage_name(config) == "sft":
+        return [("model", _model(config, "model_name_or_path", "causal"), "causal", True)]
+    if stage_name(config) == "reward":
+        return [("model", _model(config, "model_name_or_path", "backbone"), "scalar", True)]
+    policy = _model(config, "sft_model_path", "causal")
+    reward = _model(config, "reward_model_path", "scalar")
+    found = [("policy", policy, "causal", True)]
+    if config.value_model == "separate":
+        value = _model(config, "value_model_path", "scalar") or reward or policy
+        found.append(("value", value, "scalar", True))
+    found.append(("reference", _model(config, "ref_model_path", "causal") or policy, "causal", False))
+    if reward is not None:
+        found.append(("reward", reward, "scalar", False))
+    return found
+
+
+def memory_lines(config: StageConfig) -> list[str]:
+    """Bytes of each model with its optimizer state, on all devices and on each, in float32."""
+    mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+    split = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    lines, total = [], 0
+    for role, model, head, trained in roles(config):
+        count = parameters(model, head)
+        # Trained: weights, two Adam moments and a gradient, 4 bytes each. Frozen: weights.
+        size = count * 4 * (4 if trained else 1)
+        total += size
+        what = "weights, Adam, gradient" if trained else "weights"
+        lines.append(f"{role:<10} {count:>15,} parameters  {size / 2**20:>12,.1f} MiB  ({what})")
+    lines.append(f"{'together':<10} {'':>15}             {total / 2**20:>12,.1f} MiB")
+    lines.append(f"on each device, split {split} ways: about {total / split / 2**20:,.1f} MiB, activations not counted")
+    return lines
+
+
+def show(config: StageConfig) -> None:
+    """Prints the plan of a stage and loads no weights.
+
+    Raises:
+      UserError: a model's config cannot be read, or does not fit the run.
+    """
+    mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+    print(configfile.to_json(config))
+    for line in arithmetic.batch_lines(config):
+        print(line)
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    device = mesh.devices.flat[0]
+    print(f"mesh: {axes} ({mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}), jax {jax.__version__}")
+    try:
+        lines = memory_lines(config)
+    except FileNotFoundError as error:
+        lines = [f"memory: not known before {error} exists"]
+    for line in lines:
+        print(line)
+    print(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

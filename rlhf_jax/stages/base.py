@@ -1,0 +1,185 @@
+"""What the stages share: loading a starting model onto the mesh, the train state, and the learning-rate clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import models, sharding
+from rlhf_jax.data import load_tokenizer
+from rlhf_jax.trainers import common
+from rlhf_jax.types import Array, Params, TrainState, UserError
+
+
+class Stage:
+    """One stage of training.
+
+    Attributes:
+      config: its frozen config.
+      total_steps: updates of the whole run.
+      progress: names of the metrics for the terminal, in order.
+      state: the TrainState to start from; the loop owns it afterwards.
+    """
+
+    name = ""
+    progress: tuple[str, ...] = ()
+    # Lower is better for a validation loss; the quantity early stopping watches.
+    watched: str | None = None
+
+    def __init__(self, config, *, optimizer=None):
+        self.config = config
+        self.mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+        self.batch_sharding = sharding.batch_sharding(self.mesh)
+        self.custom_optimizer = optimizer is not None
+        self.optimizer = optimizer if self.custom_optimizer else common.make_optimizer(config)
+        self.total_steps = 0
+        self.state: TrainState | None = None
+        self.report: list[str] = []
+
+    # --- to be defined by each stage
+
+    def train_step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Array], dict[str, float]]:
+        """One update: (state, metrics still on the device, seconds by phase)."""
+        raise NotImplementedError
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Metrics on the evaluation split, names prefixed with 'eval/'; empty without one."""
+        return {}
+
+    def final_metrics(self, state: TrainState) -> dict[str, float]:
+        """Metrics worth computing once, at the end."""
+        return {}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the training data."""
+        return len(self.train_data)
+
+    @property
+    def base_model(self) -> str | None:
+        """What training starts from; None: random weights."""
+        return None if self.config.scratch_model else self.config.model_name_or_path
+
+    def samples(self, state: TrainState) -> list[dict[str, Any]]:
+        """Sample completions for completions/STEP.jsonl; empty when the stage has none."""
+        return []
+
+    def export(self, state: TrainState, folder: str) -> dict[str, str]:
+        """Writes the final models under `folder`: {what: path}."""
+        raise NotImplementedError
+
+    # --- shared
+
+    def key(self, state_seed: Array, step: int | Array) -> Array:
+        """The key of an update: fold_in(key(seed), step)."""
+        return jax.random.fold_in(jax.random.key(state_seed), step)
+
+    def rate(self, step: Array) -> Array:
+        """Learning rate of update `step`; an optimizer given by the user brings its own, with optax's sign."""
+        if self.custom_optimizer:
+            return jnp.float32(-1.0)
+        return common.learning_rate(self.config, step, self.total_steps)
+
+    def place_params(self, model, params: Params) -> Params:
+        """Params onto the mesh by the family's rules."""
+        shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
+        return sharding.place(params, sharding.shardings(shapes, model.param_rules, self.mesh))
+
+    def place_batch(self, batch: Any) -> Any:
+        """A host batch onto the mesh, rows over the data axes."""
+        return sharding.shard_batch(batch, self.mesh)
+
+    def initial_state(self, params: Params, rules, seed: int) -> TrainState:
+        """A fresh TrainState around placed params; the optimizer state is created in its shards."""
+        shapes = jax.eval_shape(self.optimizer.init, params)
+        # Not strict: factored optimizers keep vectors in the place of matrices.
+        where = sharding.shardings(shapes, rules, self.mesh, strict=False)
+        opt_state = jax.jit(self.optimizer.init, out_shardings=where)(params)
+        kl_coef = getattr(self.config, "kl_coef", 0.0)
+        scalars = {
+            "step": jnp.int32(0),
+            "episodes": jnp.int32(0),
+            "seed": jnp.uint32(seed),
+            "kl_coef": jnp.float32(kl_coef),
+        }
+        scalars = jax.device_put(scalars, sharding.replicated(self.mesh))
+        return TrainState(params=params, opt_state=opt_state, **scalars)
+
+    def state_shardings(self) -> Any:
+        """Where each leaf of the train state lies: pinned as the output of every update, so that it compiles once."""
+        return jax.tree.map(lambda x: x.sharding, self.state)
+
+
+def open_tokenizer(config, model_path: str | None, model_rows: int | None):
+    """The tokenizer of a stage: its own option, else the model's.
+
+    Args:
+      config: tokenizer_name_or_path, model_revision.
+      model_path: where the model comes from.
+      model_rows: rows of its embedding; None for a model from scratch.
+
+    Returns:
+      data.Tokenizer.
+    """
+    name = config.tokenizer_name_or_path or model_path
+    if name is None:
+        raise UserError("--tokenizer_name_or_path is needed with --scratch_model: there is no model to take it from")
+    revision = config.model_revision if name == model_path else None
+    return load_tokenizer(name, revision, vocab_size=model_rows)
+
+
+def scratch_model(config, tokenizer_rows: int, max_positions: int):
+    """A model of random weights from `scratch_model`: a Pythia size or LAYERSxWIDTHxHEADS.
+
+    Args:
+      config: scratch_model.
+      tokenizer_rows: ids of the tokenizer, its pad included; rounded up to a multiple of 128 (Pythia: 50,304).
+      max_positions: longest sequence of the run.
+
+    Returns:
+      models.Model.
+    """
+    rows = 128 * math.ceil(tokenizer_rows / 128)
+    if "x" in config.scratch_model:
+        # Rotary positions cost nothing: as much context as Pythia, so that later stages may use longer texts.
+        return models.custom_shape(config.scratch_model, rows, max(2048, max_positions))
+    return models.pythia(config.scratch_model, vocab_size=rows)
+
+
+def check_context(model, needed: int, what: str, path: str) -> None:
+    """Refuses a run whose sequences are longer than the model's context.
+
+    Raises:
+      UserError: with the arithmetic.
+    """
+    limit = model.config.max_position_embeddings
+    if needed > limit:
+        raise UserError(f"{what} = {needed} tokens, but {path} has a context of {limit}. Shorten one of them")
+
+
+def with_scalar_head(params: Params, width: int, seed: int, std: float | None) -> Params:
+    """Adds a fresh scalar head, N(0, std); std None is 1 / sqrt(D + 1) (Stiennon et al. 2020, N+ detail 11).
+
+    Args:
+      params: of a backbone.
+      width: D.
+      seed: of the run.
+      std: standard deviation.
+
+    Returns:
+      Params with "score"/"kernel" [D, 1] float32 and without a causal head.
+    """
+    std = 1.0 / math.sqrt(width + 1) if std is None else std
+    kernel = std * jax.random.normal(jax.random.fold_in(jax.random.key(seed), 7), (width, 1), jnp.float32)
+    return {"backbone": params["backbone"], "score": {"kernel": np.asarray(kernel)}}
+
+
+def updates_of(rows: int, batch_size: int, epochs: float, max_steps: int) -> int:
+    """Updates of a run over a data set: max_steps when above 0, else epochs of rows // batch_size updates."""
+    if max_steps > 0:
+        return max_steps
+    return max(1, math.ceil(epochs * (rows // batch_size)))

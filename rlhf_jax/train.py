@@ -1,0 +1,241 @@
+"""python -m rlhf_jax.train --config CONFIG: the command line and the loop, read top to bottom like a document.
+
+A run is: check everything that needs no model; open the data and the models; continue from the newest checkpoint;
+update, evaluate, sample and save until the end; export. `run` is the same with objects in place of paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from rlhf_jax import arithmetic, command, compare, configfile, distributed, folder, metrics, model_card, plan
+from rlhf_jax.callbacks import Callback, Control
+from rlhf_jax.checkpoint import Checkpoints
+from rlhf_jax.config import Config, Pipeline, StageConfig, resolve, stage_name, stages_of
+from rlhf_jax.stages import STAGES
+from rlhf_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+      run_dir: its folder.
+      metrics: of the last update and the last evaluation.
+      paths: exported models, by name.
+      stages: results of a pipeline's stages, by name.
+    """
+
+    run_dir: str
+    metrics: dict[str, float]
+    paths: dict[str, str]
+    stages: dict[str, Result] = dataclasses.field(default_factory=dict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
+    try:
+        distributed.initialize("auto")
+        run(command.parse(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(
+    config: Config,
+    *,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    reward_funcs: Callable | Iterable[Callable] | None = None,
+    optimizer: Any = None,
+    callbacks: Iterable[Callback] = (),
+) -> Result:
+    """Runs a stage, or a pipeline's three, with objects in place of paths where they are given.
+
+    Args:
+      config: a stage's config or a Pipeline.
+      train_dataset, eval_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only).
+      reward_funcs: Python functions of (prompts, completions, completion_ids, **columns) -> B floats, added to the
+        reward model's scores; PPO only.
+      optimizer: an optax transformation with its own learning rate, in place of AdamW.
+      callbacks: see `Callback`.
+
+    Returns:
+      Result.
+
+    Raises:
+      UserError: an option, a file, a row or a tensor is wrong; says which and what to do.
+    """
+    config = configfile.checked_types(config)
+    arithmetic.check(config)
+    arithmetic.check_devices_of(config, jax.device_count())
+    objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if callable(reward_funcs):
+        reward_funcs = [reward_funcs]
+    if isinstance(config, Pipeline):
+        given = [name for name, value in {**objects, "reward_funcs": reward_funcs}.items() if value is not None]
+        if given:
+            raise UserError(f"{', '.join(given)}: a pipeline has three stages; run one stage with objects")
+        return run_pipeline(config, optimizer=optimizer, callbacks=callbacks)
+    if reward_funcs is not None:
+        if stage_name(config) != "ppo":
+            raise UserError(f"reward_funcs are for PPO, not for {stage_name(config)}")
+        objects["reward_funcs"] = reward_funcs
+    return run_stage(resolve(config), objects, optimizer, tuple(callbacks))
+
+
+def run_pipeline(config: Pipeline, *, optimizer: Any = None, callbacks: Iterable[Callback] = ()) -> Result:
+    """SFT, reward model, PPO, each in its folder; a finished one is not run again. Ends with their comparison."""
+    config = resolve(config)
+    results = {}
+    for name, stage in stages_of(config).items():
+        if distributed.is_main():
+            print(f"== {name} -> {stage.run_dir}", flush=True)
+        results[name] = run_stage(stage, {}, optimizer, tuple(callbacks))
+    if not config.dry_run and distributed.is_main():
+        compare.after_pipeline(config)
+    last = results["ppo"]
+    return Result(config.run_dir, last.metrics, last.paths, results)
+
+
+def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, callbacks: tuple[Callback, ...]) -> Result:
+    """One stage from start to end."""
+    name = stage_name(config)
+    options = json.loads(configfile.to_json(config))
+    if config.dry_run:
+        plan.show(config)
+        return Result(config.run_dir, {}, {})
+    finished = folder.check(config.run_dir, options, config.resume)
+    if finished is not None:
+        say(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
+        return Result(config.run_dir, finished["metrics"], finished["paths"])
+
+    # --- data and models, then the folder: a run that cannot start leaves nothing behind
+    stage = STAGES[name](config, **objects, optimizer=optimizer)
+    stage.train_data.batch(config.seed, 0, config.batch_size)  # too few rows are refused here
+    run_folder = folder.RunFolder.open(config.run_dir, options, config.resume)
+    for line in (*stage.report, *arithmetic.batch_lines(config, stage.rows)):
+        say(f"{name}: {line}")
+    checkpoints = Checkpoints(run_folder.checkpoints, config.save_total_limit)
+    state, start = stage.state, checkpoints.latest() or 0
+    if start:
+        state, _ = checkpoints.restore(start, state)
+        say(f"{name}: continuing after update {start} of {stage.total_steps}")
+    run_folder.cut(start)
+    control = Control()
+    logger = metrics.MetricLogger(
+        run_folder.path,
+        config.report_to,
+        config.logging_steps,
+        stage.total_steps,
+        stage.progress,
+        start,
+        stage=name,
+        callback=lambda step, values: [callback.on_step_end(step, values, control) for callback in callbacks],
+    )
+
+    # --- the loop
+    for callback in callbacks:
+        callback.on_train_begin(stage, control)
+    try:
+        state, end = train(stage, state, start, control, run_folder, checkpoints, logger, callbacks)
+    finally:
+        logger.close()
+        checkpoints.close()
+
+    # --- what remains
+    say(f"{name}: writing the models to {config.run_dir}")
+    paths = stage.export(state, config.run_dir)
+    lines = metrics.read_metrics(run_folder.metrics)
+    final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **stage.final_metrics(state)}
+    if distributed.is_main():
+        for path in paths.values():
+            model_card.write_model_card(path, name, options, final, base_model=stage.base_model)
+    run_folder.finish(end, metrics=final, paths=paths)
+    for callback in callbacks:
+        callback.on_train_end(stage, paths)
+    return Result(config.run_dir, final, paths)
+
+
+def train(stage, state, start: int, control: Control, run_folder, checkpoints, logger, callbacks) -> tuple[Any, int]:
+    """Updates start + 1 to the last: (final state, updates done). Metrics are read one update late."""
+    config = stage.config
+    patience = Patience(stage, config, run_folder)
+    step = start
+    while step < stage.total_steps and not control.stop:
+        state, found, seconds = stage.train_step(state, step)
+        step += 1
+        logger.log(step, found, {f"time/{phase}": value for phase, value in seconds.items()})
+
+        last = step == stage.total_steps or control.stop
+        if last or control.evaluate or every(config.eval_steps, step):
+            control.evaluate = False
+            values = stage.evaluate(state)
+            logger.log(step, values)
+            for callback in callbacks:
+                callback.on_evaluate(step, values, control)
+            if patience.exhausted(values):
+                say(f"{stage.name}: stopping; {patience.limit} evaluations without a better {stage.watched}")
+                control.stop = last = True
+        if last or sample_now(config, step, stage.total_steps):
+            rows = stage.samples(state)
+            if rows:
+                run_folder.write_completions(step, rows)
+        if last or control.save or every(config.save_steps, step):
+            control.save = False
+            logger.flush()
+            checkpoints.save(step, state, {"total_steps": stage.total_steps})
+    return state, step
+
+
+class Patience:
+    """Early stopping on the stage's watched metric; its memory is metrics.jsonl, so that a resume forgets nothing."""
+
+    def __init__(self, stage, config, run_folder):
+        self.limit = getattr(config, "early_stopping_patience", 0)
+        self.name = stage.watched
+        self.values = []
+        if self.limit and os.path.exists(run_folder.metrics):
+            lines = metrics.read_metrics(run_folder.metrics)
+            self.values = [line[self.name] for line in lines if self.name in line]
+
+    def exhausted(self, values: dict[str, float]) -> bool:
+        """True when the last `limit` evaluations were no better than the best before them."""
+        if not self.limit or self.name not in values:
+            return False
+        self.values.append(values[self.name])
+        return len(self.values) > self.limit and min(self.values[-self.limit :]) >= min(self.values[: -self.limit])
+
+
+def every(n: int, step: int) -> bool:
+    """Whether update `step` is one of each `n`; 0: never."""
+    return n > 0 and step % n == 0
+
+
+def sample_now(config: StageConfig, step: int, total: int) -> bool:
+    """Whether sample completions are due: num_sample_generations times in a run, evenly, as TRL does."""
+    n = getattr(config, "num_sample_generations", 0)
+    return n > 0 and step % max(1, total // n) == 0
+
+
+def say(line: str) -> None:
+    """A line for the terminal, from the first process only."""
+    if distributed.is_main():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What cannot work is refused before any model is loaded, with the arithmetic."""
+
+import pytest
+
+from rlhf_jax import arithmetic
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
+from rlhf_jax.types import UserError
+
+IMPOSSIBLE = [
+    (PPOConfig(num_mini_batches=3), "batch_size 512 / num_mini_batches 3 = 170.7 rows.*batch_size 510 or 513"),
+    (PPOConfig(batch_size=2, num_mini_batches=4), "num_mini_batches 4 is over batch_size 2"),
+    (PPOConfig(num_mini_batches=2, micro_batch_size=100), "= 256 rows .* micro_batch_size 100 = 2.56.*64 or 128"),
+    (SFTConfig(batch_size=64, micro_batch_size=48), "64 rows a minibatch / micro_batch_size 48.*32 or 64"),
+    (PPOConfig(rollout_batch_size=100), "rollout_batch_size 100 = 5.12 rounds.*64 or 128"),
+    (PPOConfig(rollout_batch_size=1024), "rollout_batch_size 1024 = 0.5 rounds.*rollout_batch_size 512"),
+    (PPOConfig(response_length=0), "response_length is 0; it must be at least 1"),
+    (PPOConfig(query_length=0), "query_length is 0; it must be at least 1"),
+    (PPOConfig(stop_token_id=0), "stop_token 'eos' and stop_token_id 0 exclude each other"),
+    (PPOConfig(batch_size=16, num_mini_batches=4, whiten_rewards=True), "at least 8 rows a minibatch: .* = 4"),
+    (PPOConfig(temperature=0.0), "temperature is 0.0; it must be above 0"),
+    (PPOConfig(top_p=0.0), "top_p is 0.0; it must be above 0 and at most 1"),
+    (PPOConfig(top_p=1.5), "top_p is 1.5"),
+    (PPOConfig(min_p=2.0), "min_p is 2.0; it must be between 0 and 1"),
+    (PPOConfig(top_k=-1), "top_k is -1; it must be at least 0"),
+    (PPOConfig(repetition_penalty=0.0), "repetition_penalty is 0.0"),
+    (PPOConfig(kl_target=6.0, kl_horizon=0), "kl_horizon is 0; it must be above 0"),
+    (PPOConfig(kl_target=6.0, kl_coef=0.0), "kl_target 6.0 with kl_coef 0"),
+    (PPOConfig(kl_coef=-0.1), "kl_coef is -0.1; it must be at least 0"),
+    (PPOConfig(total_episodes=0), "total_episodes is 0; it must be at least 1"),
+    (PPOConfig(gamma=1.1), "gamma is 1.1; it must be between 0 and 1"),
+    (PPOConfig(lam=-0.5), "lam is -0.5; it must be between 0 and 1"),
+    (PPOConfig(cliprange=0.0), "cliprange is 0.0; it must be above 0"),
+    (PPOConfig(num_ppo_epochs=0), "num_ppo_epochs is 0; it must be at least 1"),
+    (PPOConfig(missing_eos_penalty=-1.0), "missing_eos_penalty is -1.0; it must be at least 0, as it is taken off"),
+    (PPOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
+    (PPOConfig(value_model="shared_backbone", value_model_path="x"), "value_model_path 'x' would not be used"),
+    (PPOConfig(reward_model_path=None), "reward_model_path is None, and the value model starts from it"),
+    (PPOConfig(sft_model_path=None), "sft_model_path is None, and so is scratch_model"),
+    (SFTConfig(model_name_or_path=None, scratch_model="14m"), "tokenizer_name_or_path: there is no tokenizer"),
+    (SFTConfig(scratch_model="2x10x3"), "2 layers of width 10 with 3 heads"),
+    (SFTConfig(learning_rate=-1e-3), "learning_rate is -0.001; it must be at least 0"),
+    (SFTConfig(warmup_steps=-1), "warmup_steps is -1; it must be at least 0"),
+    (SFTConfig(adam_beta2=1.0), "adam_beta2 is 1.0; it must be at least 0 and below 1"),
+    (SFTConfig(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
+    (SFTConfig(max_steps=0), r"max_steps is 0; it must be -1 \(num_train_epochs decides\)"),
+    (SFTConfig(save_steps=-1), "save_steps is -1; it must be at least 0"),
+    (SFTConfig(seed=-1), "seed is -1"),
+    (SFTConfig(mesh_data=0), "mesh_data is 0; it must be -1"),
+    (SFTConfig(mesh_tensor=0), "mesh_tensor is 0; it must be at least 1"),
+    (SFTConfig(query_length=562), "max_length 562 - query_length 562 = 0 tokens left for the completion"),
+    (SFTConfig(early_stopping_patience=2), "early_stopping_patience 2 needs eval_steps above 0"),
+    (SFTConfig(eval_steps=5, dataset_test_split=None), "eval_steps is 5.*nothing to evaluate on"),
+    (SFTConfig(length_buckets=(64, 64)), "length_buckets is .64, 64.; lengths must be at least 1 and rise"),
+    (SFTConfig(report_to=("wandb",)), "report_to: wandb is not supported"),
+    (SFTConfig(dataset_streaming=True), "dataset_streaming is refused: .*a stream has no random access"),
+    (RewardConfig(center_rewards_coefficient=-0.1), "center_rewards_coefficient is -0.1"),
+    (RewardConfig(score_init_std=0.0), "score_init_std is 0.0; it must be above 0"),
+    (Pipeline(reward=RewardConfig(seed=-1)), "reward: seed is -1"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
+def test_impossible_configs_are_refused_with_the_arithmetic(config, message):
+    with pytest.raises(UserError, match=message):
+        arithmetic.check(config)
+
+
+@pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), Pipeline()])
+def test_the_defaults_are_possible(config):
+    arithmetic.check(config)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(UserError) as error:
+        arithmetic.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_stop_token_id_0_is_a_token_like_any_other():
+    arithmetic.check(PPOConfig(stop_token=None, stop_token_id=0))
+
+
+def test_prompt_and_response_must_fit_the_context():
+    arithmetic.check_context(PPOConfig(), 565)
+    with pytest.raises(UserError, match=r"query_length 512 \+ response_length 53 = 565 tokens.*context is 564"):
+        arithmetic.check_context(PPOConfig(), 564)
+    with pytest.raises(UserError, match="max_length 562 tokens, but the model's context is 512"):
+        arithmetic.check_context(SFTConfig(), 512)
+
+
+def test_the_mesh_must_use_all_devices_and_divide_the_rows():
+    arithmetic.check_devices(PPOConfig(mesh_fsdp=2, mesh_tensor=2), 8)
+    with pytest.raises(UserError, match="mesh_data 1 x mesh_fsdp 3 x mesh_tensor 1 = 3 devices, but there are 4"):
+        arithmetic.check_devices(PPOConfig(mesh_fsdp=3), 4)
+    with pytest.raises(UserError, match=r"micro_batch_size: 4 rows / \(mesh_data 4 x mesh_fsdp 2\) = 0.5 rows"):
+        arithmetic.check_devices(PPOConfig(mesh_fsdp=2, micro_batch_size=4), 8)
+    with pytest.raises(UserError, match="rollout_batch_size: 4 rows"):
+        arithmetic.check_devices(PPOConfig(rollout_batch_size=4), 8)
+    with pytest.raises(UserError, match="sft: micro_batch_size: 64 rows"):
+        arithmetic.check_devices_of(Pipeline(), 3)
+
+
+def test_updates_round_up_as_in_trl():
+    sums = arithmetic.batch_arithmetic(PPOConfig(total_episodes=1_000_000, micro_batch_size=128))
+    assert (sums.updates, sums.optimizer_steps, sums.rows) == (1954, 7816, 1_000_448)
+    assert arithmetic.batch_arithmetic(PPOConfig(batch_size=8), n_rows=11).updates == 5  # ceil(3 * 11 / 8)
+    assert arithmetic.batch_arithmetic(SFTConfig(), n_rows=None).updates is None
+    assert arithmetic.batch_arithmetic(SFTConfig(max_steps=7), n_rows=None).updates == 7
+
+
+def test_the_arithmetic_is_told_in_words():
+    lines = arithmetic.batch_lines(PPOConfig(total_episodes=1_000_000, micro_batch_size=128, rollout_batch_size=64))
+    assert lines == [
+        "update: 512 episodes",
+        "rollout: 8 x 64 episodes generated and scored at a time",
+        "optimizer: 4 epochs x 1 minibatches of 512 = 4 steps an update",
+        "gradient: 4 micro-batches of 128 rows a step",
+        "run: 1,000,000 episodes / 512 = 1,954 updates, 7,816 optimizer steps, 1,000,448 episodes (rounded up)",
+    ]
+    assert "data: 100 rows, 1.28 passes" in arithmetic.batch_lines(SFTConfig(), 100)
+    assert "not read yet" in arithmetic.batch_lines(SFTConfig())[-1]
+
+
+def test_too_few_rows_or_too_long_a_warm_up_are_refused():
+    with pytest.raises(UserError, match="num_train_epochs 1.0 x 0 rows = no row to train on"):
+        arithmetic.check_rows(SFTConfig(), 0)
+    with pytest.raises(UserError, match=r"warmup_steps 5 >= 2 updates \(100 rows / batch_size 64\)"):
+        arithmetic.check_rows(SFTConfig(warmup_steps=5), 100)

@@ -1,0 +1,193 @@
+"""A run's folder: whose it is, what is refused, what a resume forgets; and the model card."""
+
+import json
+import os
+
+import pytest
+
+from rlhf_jax import folder, model_card
+from rlhf_jax.folder import RunFolder
+from rlhf_jax.types import UserError
+
+CONFIG = {"stage": "ppo", "seed": 1, "kl_coef": 0.05, "report_to": ("tensorboard",), "save_steps": 10, "run_dir": "x"}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return str(tmp_path / "run")
+
+
+def used(run_dir, **changes):
+    run = RunFolder.open(run_dir, {**CONFIG, **changes})
+    os.makedirs(os.path.join(run.checkpoints, "5"))
+    return run
+
+
+def test_a_new_run_leaves_its_config(run_dir):
+    run = RunFolder.open(run_dir, CONFIG)
+    with open(run.config, encoding="utf-8") as file:
+        assert json.load(file) == {**CONFIG, "report_to": ["tensorboard"]}
+    assert run.finished() is None and not run.has_checkpoint()
+
+
+def test_checking_touches_nothing(run_dir):
+    assert folder.check(run_dir, CONFIG) is None
+    assert not os.path.exists(run_dir)
+
+
+def test_the_same_config_may_enter_again(run_dir):
+    used(run_dir)
+    RunFolder.open(run_dir, dict(CONFIG, report_to=["tensorboard"]))
+    RunFolder.open(run_dir, CONFIG, resume="must")
+
+
+def test_options_that_change_no_result_may_differ(run_dir):
+    used(run_dir)
+    changed = {**CONFIG, "report_to": (), "save_steps": 3, "run_dir": "./x", "resume": "must", "logging_steps": 9}
+    run = RunFolder.open(run_dir, changed, resume="must")
+    with open(run.config, encoding="utf-8") as file:
+        assert json.load(file)["save_steps"] == 3
+
+
+def test_another_config_is_refused_with_old_and_new_values(run_dir):
+    used(run_dir, model={"layers": 2})
+    with pytest.raises(UserError) as error:
+        RunFolder.open(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
+    message = str(error.value)
+    assert message.startswith(f"--run_dir {run_dir} holds a run of another config")
+    assert message.splitlines()[1:] == [
+        "  seed: 1 -> 2",
+        "  kl_coef: 0.05 -> null",
+        "  gamma: (no such option) -> 1.0",
+        "  model.layers: 2 -> 4",
+    ]
+
+
+def test_an_unreadable_config_is_refused(run_dir):
+    run = used(run_dir)
+    with open(run.config, "w") as file:
+        file.write("{")
+    with pytest.raises(UserError, match="config.json is no JSON"):
+        folder.check(run_dir, CONFIG)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    for name in ("thesis.tex", "photos.zip", "a", "b"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"not empty and no run's folder \(it holds a, b, photos.zip, ...\)"):
+        folder.check(str(tmp_path), CONFIG)
+    with pytest.raises(UserError, match="is a file"):
+        folder.check(str(tmp_path / "a"), CONFIG)
+
+
+def test_an_empty_folder_and_hidden_files_are_welcome(tmp_path):
+    (tmp_path / ".DS_Store").write_text("")
+    (tmp_path / "config.json.tmp").write_text("{")
+    RunFolder.open(str(tmp_path), CONFIG)
+
+
+def test_never_refuses_a_used_folder(run_dir):
+    RunFolder.open(run_dir, CONFIG, resume="never")
+    with pytest.raises(UserError, match="holds a run already and --resume is never"):
+        RunFolder.open(run_dir, CONFIG, resume="never")
+
+
+def test_must_refuses_a_folder_without_a_checkpoint(run_dir):
+    with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
+        RunFolder.open(run_dir, CONFIG, resume="must")
+    assert not os.path.exists(run_dir)
+    RunFolder.open(run_dir, CONFIG)
+    with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
+        RunFolder.open(run_dir, CONFIG, resume="must")
+
+
+def test_a_finished_run_says_so(run_dir):
+    run = used(run_dir)
+    run.finish(7, {"loss": 0.5, "kl": float("inf")}, {"policy": "p"})
+    found = {"step": 7, "metrics": {"loss": 0.5, "kl": float("inf")}, "paths": {"policy": "p"}}
+    assert folder.check(run_dir, CONFIG) == found
+    assert folder.check(run_dir, CONFIG, resume="must") == found
+    with pytest.raises(UserError, match="seed: 1 -> 2"):
+        folder.check(run_dir, {**CONFIG, "seed": 2})
+
+
+def test_a_resume_forgets_what_came_after_its_step(run_dir):
+    run = used(run_dir)
+    kept = '{"step": 1, "x": 0.1}\n{"step": 2,  "x": "NaN"}\n'
+    for path in (run.metrics, run.timings):
+        with open(path, "w") as file:
+            file.write(kept + '{"step": 3, "x": 1}\n{"step": 10, "x": 1}\n{"step": 2, "x"')
+    for step in (2, 3, 10):
+        run.write_completions(step, [{"prompt": "p\u2028q", "score": float("nan")}])
+    run.cut(2)
+    for path in (run.metrics, run.timings):
+        with open(path) as file:
+            assert file.read() == kept
+    assert os.listdir(run.completions) == ["2.jsonl"]
+    run.cut(0)
+    assert os.path.getsize(run.metrics) == 0 and os.listdir(run.completions) == []
+
+
+def test_a_cut_that_takes_nothing_leaves_the_files_alone(run_dir):
+    run = used(run_dir)
+    run.cut(5)
+    assert not os.path.exists(run.metrics)
+    with open(run.metrics, "w") as file:
+        file.write('{"step": 5}\n')
+    before = os.stat(run.metrics).st_ino
+    run.cut(5)
+    assert os.stat(run.metrics).st_ino == before
+
+
+def test_completions_are_json_lines(run_dir):
+    run = used(run_dir)
+    run.write_completions(3, [{"prompt": "a\nb", "score": 1.5}, {"prompt": "é", "score": float("nan")}])
+    with open(os.path.join(run.completions, "3.jsonl"), encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == [
+            {"prompt": "a\nb", "score": 1.5},
+            {"prompt": "é", "score": "NaN"},
+        ]
+    run.write_completions(4, [])
+    assert os.listdir(run.completions) == ["3.jsonl"]
+
+
+def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
+    monkeypatch.setattr(folder, "is_main", lambda: False)
+    run = RunFolder.open(run_dir, CONFIG)
+    run.finish(1, {}, {})
+    run.write_completions(1, [{"a": 1}])
+    run.cut(0)
+    assert not os.path.exists(run_dir)
+
+
+# --- model cards
+
+
+def test_a_policys_card_says_where_it_comes_from_and_how_it_was_made():
+    config = {"stage": "ppo", "dataset_name": "trl-lib/tldr", "kl_coef": 0.07, "run_dir": "/home/me/secret", "x": None}
+    metrics = {"objective/kl": 1.5, "loss": float("nan")}
+    card = model_card.model_card("policy", "ppo", config, metrics, base_model="cleanrl/sft")
+    assert "base_model: cleanrl/sft" in card and "datasets:\n- trl-lib/tldr" in card
+    assert "| kl_coef | `0.07` |" in card and "| objective/kl | 1.5 |" in card and "| loss | nan |" in card
+    assert "schulman2017" in card and "ziegler2019" in card and "AutoModelForCausalLM" in card
+    assert "secret" not in card and "| x |" not in card and "| stage |" not in card
+
+
+def test_local_paths_and_scratch_models_stay_out_of_a_cards_head(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("runs/sft")
+    card = model_card.model_card("reward_model", "reward", {"dataset_name": "pairs.jsonl"}, {}, base_model="runs/sft")
+    assert "base_model" not in card and "datasets:" not in card and "from `runs/sft`" in card
+    card = model_card.model_card("policy", "sft", {"scratch_model": "2x32x4", "dataset_name": "synthetic"}, {})
+    assert "random weights (2x32x4)" in card and "built-in synthetic task" in card and "base_model" not in card
+
+
+def test_a_card_says_what_its_folder_holds(tmp_path):
+    for name in ("policy", "value"):
+        os.makedirs(tmp_path / name)
+        model_card.write_model_card(str(tmp_path / name), "ppo", {"dataset_name": "d"}, {}, base_model="a/b")
+    assert (tmp_path / "policy" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
+    value = (tmp_path / "value" / "README.md").read_text()
+    assert "# Value model by PPO" in value and "AutoModelForSequenceClassification" in value
+    with pytest.raises(ValueError, match="is none of policy, value, reward_model"):
+        model_card.write_model_card(str(tmp_path / "other"), "ppo", {}, {})

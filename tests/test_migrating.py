@@ -1,0 +1,114 @@
+"""docs/migrating.md and the parser tell the same of every option that TRL has or had."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from rlhf_jax import command, configfile, migrating
+from rlhf_jax.config import STAGES
+from rlhf_jax.types import UserError
+
+ROWS = sorted(
+    {(name, stage) for stages, names in migrating.TABLES.values() for name in names.split() for stage in stages}
+)
+SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
+
+
+def sample_word(field: str, hint) -> str:
+    """A command-line word that the field takes."""
+    inner = configfile._alternatives(hint)[0]
+    if field == "length_buckets" or inner in SAMPLES:
+        return SAMPLES.get(inner, "64")
+    return "tensorboard" if field == "report_to" else str(inner.__args__[0])
+
+
+def test_the_page_is_what_the_tables_say():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+    assert page.read_text(encoding="utf-8") == migrating.page(), "run python -m rlhf_jax.migrating > docs/migrating.md"
+
+
+@pytest.mark.parametrize("title", migrating.TABLES)
+def test_every_row_is_on_the_page_once(title):
+    section = migrating.page().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    names = migrating.TABLES[title][1].split()
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert section.count(f"\n| `{name}` |") == 1
+
+
+@pytest.mark.parametrize(("name", "stage"), ROWS, ids=["-".join(row) for row in ROWS])
+def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
+    config = STAGES[stage]()
+    hints = configfile.field_types(STAGES[stage])
+    typed = name.replace("*", "num_workers")
+    answer = migrating.answer(typed, stage)
+    if answer.kind == "refused":
+        with pytest.raises(UserError) as error:
+            command.with_flag(config, typed, ["1"])
+        assert str(error.value) == f"--{typed} is refused. {answer.text}"
+        assert len(answer.text) > 20
+    elif answer.kind == "renamed":
+        target = answer.renamed.to
+        word, value = ("true", "bfloat16") if answer.renamed.values else (sample_word(target, hints[target]), None)
+        changed = command.with_flag(config, typed, [word])
+        expected = configfile.value_from_words(target, hints[target], [value or word])
+        assert getattr(changed, target) == expected
+        assert f"note: --{typed} is --{target} here" in capsys.readouterr().err
+    else:
+        word = sample_word(typed, hints[typed])
+        changed = command.with_flag(config, typed, [word])
+        assert getattr(changed, typed) == configfile.value_from_words(typed, hints[typed], [word])
+
+
+def test_bf16_alone_is_bfloat16_and_false_is_float32():
+    config = STAGES["ppo"]()
+    assert command.with_flag(config, "bf16", []).dtype == "bfloat16"
+    assert command.with_flag(config, "bf16", ["False"]).dtype == "float32"
+
+
+def test_the_reasons_name_what_to_do():
+    for name, words in {
+        "per_device_train_batch_size": "micro_batch_size = per_device_train_batch_size x devices",
+        "gradient_accumulation_steps": "= per_device_train_batch_size x gradient_accumulation_steps x devices",
+        "max_steps": "total_episodes = max_steps x batch_size",
+        "num_total_batches": "ceil\\(total_episodes / batch_size\\)",
+        "rloo_k": "RLOO trainer, which is not in this version",
+        "use_peft": "not supported yet",
+        "vllm_mode": "in-process",
+        "deepspeed": "mesh_fsdp",
+        "resume_from_checkpoint": "resume auto",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            command.with_flag(STAGES["ppo"](), name, ["2"])
+
+
+def test_an_option_of_another_stage_says_whose_it_is():
+    with pytest.raises(UserError, match="It is kl_coef here, an option of ppo, not of sft"):
+        command.with_flag(STAGES["sft"](), "beta", ["0.1"])
+
+
+def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
+    fields = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
+    assert set(migrating.NOTES) <= fields
+    assert {renamed.to for renamed in migrating.RENAMED.values()} <= fields
+    assert not set(migrating.RENAMED) & set(migrating.REFUSED)
+    assert all(any(name not in stage.__dataclass_fields__ for stage in STAGES.values()) for name in migrating.REFUSED)
+
+
+def test_no_option_of_trl_itself_is_missing():
+    """Every field that TRL's own dataclasses add to TrainingArguments has a row."""
+    import transformers
+    import trl
+    import trl.experimental.ppo as ppo
+
+    inherited = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    for title, config_type in (
+        ("PPOConfig", ppo.PPOConfig),
+        ("RLOOConfig since 0.22", trl.RLOOConfig),
+        ("RewardConfig", trl.RewardConfig),
+        ("Options of the scripts", trl.ModelConfig),
+        ("Options of the scripts", trl.ScriptArguments),
+    ):
+        own = {field.name for field in dataclasses.fields(config_type)} - inherited
+        assert own - set(migrating.TABLES[title][1].split()) == set(), title

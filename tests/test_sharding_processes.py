@@ -1,0 +1,132 @@
+"""Starting processes, and the same arrays on two of them."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+from rlhf_jax import distributed
+from rlhf_jax.types import UserError
+
+CLUSTERS = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A machine of no cluster; what would have been handed to jax."""
+    calls = []
+    for name in (*CLUSTERS, "JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
+    return calls
+
+
+def test_a_laptop_starts_nothing(started):
+    distributed.initialize("auto")
+    distributed.initialize("off")
+    assert started == [] and distributed.is_main()
+
+
+@pytest.mark.parametrize(
+    "environment, cluster",
+    [
+        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}, "SLURM"),
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_NTASKS": "2"}, None),  # the shell of an sbatch script
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OpenMPI"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod that is no indexed job
+    ],
+)
+def test_auto_joins_a_cluster_of_more_than_one_process(started, monkeypatch, environment, cluster):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.cluster() == cluster
+    distributed.initialize("auto")
+    assert started == ([((), {})] if cluster else [])
+    distributed.initialize("off")
+    assert len(started) == bool(cluster)
+
+
+def test_kubernetes_without_its_package_is_told_what_to_install(started, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install jax\[k8s\]"):
+        distributed.initialize("auto")
+
+
+def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
+    with pytest.raises(UserError, match="needs JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
+        distributed.initialize("host:1234")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    distributed.initialize("host:1234")
+    assert started == [(("host:1234",), {"num_processes": 2, "process_id": 1})]
+
+
+@pytest.mark.parametrize("mode", ["yes", "host", "host:", ":12", "host:port"])
+def test_another_mode_is_refused(started, mode):
+    with pytest.raises(UserError, match="give auto, off, or the HOST:PORT"):
+        distributed.initialize(mode)
+
+
+ON_TWO = """
+    import sys, jax, numpy as np
+    from jax.sharding import PartitionSpec as P
+    from rlhf_jax import distributed, sharding
+    from rlhf_jax.checkpoint import Checkpoints
+    from rlhf_jax.folder import RunFolder
+    from rlhf_jax.metrics import MetricLogger
+
+    distributed.initialize(sys.argv[1])
+    assert jax.process_count() == 2 and jax.device_count() == 4
+    mesh = sharding.make_mesh(-1, 2, 1)
+    host = {"kernel": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": np.ones(4, np.float32)}
+    where = sharding.shardings(host, ((r"kernel$", P("fsdp")), (r"bias$", P())), mesh)
+    params = sharding.place(host, where)
+    batch = sharding.shard_batch({"x": np.eye(8, dtype=np.float32)}, mesh)
+    step = jax.jit(lambda p, b: (b["x"] @ p["kernel"], {"sum": p["kernel"].sum()}))
+    y, found = step(params, batch)
+    assert not y.is_fully_addressable
+    np.testing.assert_array_equal(sharding.fetch(y), host["kernel"])
+    again = sharding.place(params, sharding.replicated(mesh))
+    np.testing.assert_array_equal(sharding.fetch(again)["kernel"], host["kernel"])
+
+    run = RunFolder.open(sys.argv[2], {"seed": 1})
+    with MetricLogger(run.path, "none", 1, 1, ("sum",), stage="ppo") as logger:
+        logger.log(1, found)
+    with Checkpoints(run.checkpoints, 1) as checkpoints:
+        checkpoints.save(1, params, {"a": 1})
+        checkpoints.wait()
+        restored, extra = checkpoints.restore(1, params)
+    assert extra == {"a": 1} and restored["kernel"].sharding == params["kernel"].sharding
+    np.testing.assert_array_equal(sharding.fetch(restored)["kernel"], host["kernel"])
+    print("done", distributed.is_main())
+"""
+
+
+def test_two_processes_share_one_mesh_and_one_writes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_NUM_PROCESSES": "2", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", textwrap.dedent(ON_TWO), address, str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": root}
+    processes = [subprocess.Popen(command, env={**env, "JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
+    try:
+        ends = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], ends
+    first, second = ([line for line in out.splitlines() if "[Gloo]" not in line] for out, _ in ends)
+    assert first[0].startswith("ppo 1/1 | sum 496 | ") and first[1:] == ["done True"]
+    assert second == ["done False"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "sum": 496.0}\n'
