@@ -8,7 +8,7 @@ def get_config(variant: str | None = None) -> Pipeline:
     shared = {
         "dataset_name": "synthetic",  # built-in posts, summaries and preferences
         "tokenizer_name_or_path": "synthetic",  # built-in words
-        "query_length": 64,  # tokens of the post
+        "query_length": 56,  # tokens of the post
         "adam_beta2": 0.98,  # a short run's second moment
         "max_grad_norm": 1.0,  # clip
         "logging_steps": 50,  # updates
@@ -25,7 +25,7 @@ def get_config(variant: str | None = None) -> Pipeline:
             scratch_model="2x128x4",  # layers x width x heads
             completion_only_loss=True,  # learn the summary, not the post
             batch_size=32,  # rows an update
-            max_steps=600,  # updates
+            max_steps=700,  # updates
             learning_rate=2e-3,  # at the peak
             lr_scheduler_type="cosine",  # to 0
             warmup_steps=30,  # updates
@@ -36,7 +36,7 @@ def get_config(variant: str | None = None) -> Pipeline:
             **texts,
             model_name_or_path=SFT_EXPORT,  # the SFT stage's policy, with a fresh head
             batch_size=64,  # pairs an update
-            max_steps=300,  # updates
+            max_steps=200,  # updates
             learning_rate=1e-3,  # at the peak
             lr_scheduler_type="cosine",  # to 0
             warmup_steps=20,  # updates
@@ -47,13 +47,13 @@ def get_config(variant: str | None = None) -> Pipeline:
             **{**shared, "logging_steps": 5},
             sft_model_path=SFT_EXPORT,  # the SFT stage's policy
             reward_model_path=REWARD_EXPORT,  # the reward stage's model; values start here too
-            length_buckets=(64,),  # one padded length
-            total_episodes=2_560,  # responses
+            length_buckets=(56,),  # one padded length
+            total_episodes=3_072,  # responses
             batch_size=128,  # responses an update
             num_mini_batches=2,  # optimizer steps an epoch
-            learning_rate=3e-4,  # falls to 0 in a line
+            learning_rate=4e-4,  # falls to 0 in a line
             kl_coef=0.1,  # reward units a nat
-            response_length=24,  # tokens
+            response_length=20,  # tokens
             temperature=1.0,  # of sampling and of log-probabilities
             missing_eos_penalty=1.0,  # reward units
         ),

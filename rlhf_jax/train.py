@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -174,11 +175,14 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     """Updates start + 1 to the last: (final state, updates done). Metrics are read one update late."""
     config = stage.config
     patience = Patience(stage, config, run_folder)
-    step = start
+    step, began = start, time.perf_counter()
     while step < stage.total_steps and not control.stop:
         state, found, seconds = stage.train_step(state, step)
         step += 1
-        logger.log(step, found, {f"time/{phase}": value for phase, value in seconds.items()})
+        timings = {f"time/{phase}": value for phase, value in seconds.items()}
+        # TRL's eps: episodes a second since the run (here: this process) began, everything included.
+        timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
+        logger.log(step, found, timings)
 
         last = step == stage.total_steps or control.stop
         if last or control.evaluate or every(config.eval_steps, step):
@@ -190,7 +194,7 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             if patience.exhausted(values):
                 say(f"{stage.name}: stopping; {patience.limit} evaluations without a better {stage.watched}")
                 control.stop = last = True
-        if last or sample_now(config, step, stage.total_steps):
+        if sample_now(config, step, stage.total_steps, last):
             rows = stage.samples(state)
             if rows:
                 run_folder.write_completions(step, rows)
@@ -225,10 +229,10 @@ def every(n: int, step: int) -> bool:
     return n > 0 and step % n == 0
 
 
-def sample_now(config: StageConfig, step: int, total: int) -> bool:
-    """Whether sample completions are due: num_sample_generations times in a run, evenly, as TRL does."""
+def sample_now(config: StageConfig, step: int, total: int, last: bool) -> bool:
+    """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
     n = getattr(config, "num_sample_generations", 0)
-    return n > 0 and step % max(1, total // n) == 0
+    return n > 0 and (last or step % max(1, total // n) == 0)
 
 
 def say(line: str) -> None:

@@ -90,7 +90,7 @@ def _quiet():
 
 def _read_json_lines(path: str) -> Rows:
     rows, places = [], []
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -104,7 +104,7 @@ def _read_json_lines(path: str) -> Rows:
 
 def _read_json(path: str) -> Rows:
     """A list of objects, an object that holds one list of them, or JSON lines under the wrong name."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
         try:
             content = json.load(file)
         except json.JSONDecodeError as error:

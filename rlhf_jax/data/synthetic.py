@@ -62,9 +62,9 @@ FILLERS = (
 
 MIN_FACTS, MAX_FACTS = 3, 5
 MAX_FILLERS = 3
-DROP_RATE = 0.35
+DROP_RATE = 0.5
 """Share of a post's facts that demonstrations leave out."""
-INVENT_RATE = 0.25
+INVENT_RATE = 0.35
 """Share of the facts that demonstrations tell which are invented."""
 WRONG_DETAIL_SHARE = 0.2
 """Share of the invented facts that are a deed of the post with another detail; the others are other deeds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -43,7 +44,7 @@ class Stage:
     # --- to be defined by each stage
 
     def train_step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Array], dict[str, float]]:
-        """One update: (state, metrics still on the device, seconds by phase)."""
+        """One update: (state, metrics still on the device, seconds by phase where the phases wait for each other)."""
         raise NotImplementedError
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -83,6 +84,11 @@ class Stage:
         if self.custom_optimizer:
             return jnp.float32(-1.0)
         return common.learning_rate(self.config, step, self.total_steps)
+
+    def clock_metrics(self, state: TrainState, rate: Array) -> dict[str, Array]:
+        """Where the run stands after an update: learning rate, episodes, passes over the data."""
+        epoch = state.episodes.astype(jnp.float32) / self.rows
+        return {("lr" if self.name == "ppo" else "learning_rate"): rate, "episode": state.episodes, "epoch": epoch}
 
     def place_params(self, model, params: Params) -> Params:
         """Params onto the mesh by the family's rules."""
@@ -146,8 +152,13 @@ def scratch_model(config, tokenizer_rows: int, max_positions: int):
     rows = 128 * math.ceil(tokenizer_rows / 128)
     if "x" in config.scratch_model:
         # Rotary positions cost nothing: as much context as Pythia, so that later stages may use longer texts.
-        return models.custom_shape(config.scratch_model, rows, max(2048, max_positions))
-    return models.pythia(config.scratch_model, vocab_size=rows)
+        model = models.custom_shape(config.scratch_model, rows, max(2048, max_positions))
+    else:
+        model = models.pythia(config.scratch_model, vocab_size=rows)
+    # GPT-NeoX's "small init" (Nguyen and Salazar 2019), which Pythia was trained from: transformers' 0.02 needs twice
+    # the updates at width 128.
+    small = math.sqrt(2 / (5 * model.config.hidden_size))
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, initializer_range=small))
 
 
 def check_context(model, needed: int, what: str, path: str) -> None:

@@ -173,7 +173,7 @@ class PPOStage(base.Stage):
             shuffles = ppo.permutations(key, c.num_ppo_epochs, b)
             rate = self.rate(state.step)
             state, metrics = ppo.update(nets, self.optimizer, state, experience, shuffles, rate, c)
-            return ppo.control_kl(state, kl, c, b), {**metrics, "lr": rate, "episode": state.episodes}
+            return ppo.control_kl(state, kl, c, b), {**metrics, **self.clock_metrics(state, rate)}
 
         def kl_of(params, ref, rollout):
             return in_chunks(

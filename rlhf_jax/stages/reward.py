@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ class RewardStage(base.Stage):
     """Trains a scalar head and its backbone on preference pairs."""
 
     name = "reward"
-    progress = ("loss", "accuracy", "eval/accuracy", "margin", "lr")
+    progress = ("loss", "accuracy", "eval/accuracy", "margin", "learning_rate")
 
     def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None):
         super().__init__(config, optimizer=optimizer)
@@ -57,14 +56,13 @@ class RewardStage(base.Stage):
         rate = self.rate(state.step)
         key = self.key(state.seed, state.step)
         state, metrics = reward.update(self.model, self.optimizer, state, batch, key, rate, self.config)
-        return state, {**metrics, "lr": rate, "episode": state.episodes}
+        return state, {**metrics, **self.clock_metrics(state, rate)}
 
     def train_step(self, state, step):
         """One batch of pairs."""
-        start = time.perf_counter()
         batch = self.train_data.batch(self.config.seed, step, self.config.batch_size)
         state, metrics = self._update(state, self.place_batch(batch))
-        return state, metrics, {"update": time.perf_counter() - start}
+        return state, metrics, {}
 
     def _accuracy(self, params, pairs) -> dict[str, float]:
         chosen, rejected = [], []
@@ -82,6 +80,8 @@ class RewardStage(base.Stage):
             "margin": float(np.mean(margin)),
             "loss": float(np.mean(np.logaddexp(0.0, -margin))),
             "mean_reward": float(np.mean(np.concatenate([chosen, rejected]))),
+            "min_reward": float(min(chosen.min(), rejected.min())),
+            "max_reward": float(max(chosen.max(), rejected.max())),
         }
 
     def evaluate(self, state):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ class SFTStage(base.Stage):
     """Fine-tunes a causal model on demonstrations."""
 
     name = "sft"
-    progress = ("loss", "eval/loss", "lr", "grad_norm")
+    progress = ("loss", "eval/loss", "learning_rate", "grad_norm")
     watched = "eval/loss"
 
     def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None):
@@ -54,14 +53,13 @@ class SFTStage(base.Stage):
         rate = self.rate(state.step)
         key = self.key(state.seed, state.step)
         state, metrics = sft.update(self.model, self.optimizer, state, batch, key, rate, self.config)
-        return state, {**metrics, "lr": rate, "episode": state.episodes}
+        return state, {**metrics, **self.clock_metrics(state, rate)}
 
     def train_step(self, state, step):
         """One batch of demonstrations."""
-        start = time.perf_counter()
         batch = self.train_data.batch(self.config.seed, step, self.config.batch_size)
         state, metrics = self._update(state, self.place_batch(batch))
-        return state, metrics, {"update": time.perf_counter() - start}
+        return state, metrics, {}
 
     def evaluate(self, state):
         """Mean loss over the tokens of the evaluation split."""

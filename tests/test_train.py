@@ -1,0 +1,232 @@
+"""A run as a whole: its folder, its resume, its callbacks, its objects; tiny models on the built-in task."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+import rlhf_jax
+from rlhf_jax import metrics, train
+from rlhf_jax.callbacks import Callback
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
+from rlhf_jax.models import hf
+
+SHARED = {
+    "dataset_name": "synthetic",
+    "tokenizer_name_or_path": "synthetic",
+    "query_length": 64,
+    "max_train_samples": 64,
+    "max_eval_samples": 8,
+    "learning_rate": 1e-3,
+    "batch_size": 8,
+    "report_to": (),
+    "save_steps": 1,
+}
+TEXTS = {"max_length": 72, "length_buckets": (72,)}
+
+
+def sft_config(folder, **options):
+    fixed = {**SHARED, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 4, **options}
+    return SFTConfig(run_dir=str(folder), **fixed)
+
+
+def ppo_config(folder, sft, **options):
+    fixed = {
+        **SHARED,
+        "sft_model_path": os.path.join(sft, "policy"),
+        "reward_model_path": None,
+        "value_model": "shared_backbone",
+        "length_buckets": (64,),
+        "total_episodes": 32,
+        "response_length": 6,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "num_sample_generations": 2,
+        "missing_eos_penalty": 1.0,
+        **options,
+    }
+    return PPOConfig(run_dir=str(folder), **fixed)
+
+
+def wordiness(completions, **_):
+    return [float(len(text.split())) for text in completions]
+
+
+class StopAfter(Callback):
+    def __init__(self, step):
+        self.step, self.seen = step, []
+
+    def on_step_end(self, step, metrics, control):
+        self.seen.append(step)
+        control.stop |= step >= self.step
+
+
+class Killed(Exception):
+    """Stands for a kill: raised in the middle of a run."""
+
+
+class KillAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics, control):
+        if step == self.step:
+            raise Killed
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    return rlhf_jax.run(sft_config(folder))
+
+
+def lines(folder, name="metrics.jsonl"):
+    return metrics.read_metrics(os.path.join(folder, name))
+
+
+def tensors(path):
+    return jax.tree.leaves(hf.load(path, kind="causal")[1])
+
+
+def test_a_run_leaves_its_folder(sft):
+    names = set(os.listdir(sft.run_dir))
+    assert {"config.json", "metrics.jsonl", "timings.jsonl", "checkpoints", "policy", "finished.json"} <= names
+    found = lines(sft.run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert {"loss", "grad_norm", "learning_rate", "episode", "epoch"} <= set(found[0]) and "eval/loss" in found[-1]
+    assert found[-1]["episode"] == 32 and found[0]["learning_rate"] == pytest.approx(1e-3)
+    assert os.path.exists(os.path.join(sft.run_dir, "policy", "tokenizer.json"))
+    assert "# " in open(os.path.join(sft.run_dir, "policy", "README.md")).read()
+    with open(os.path.join(sft.run_dir, "config.json")) as file:
+        assert json.load(file)["learning_rate"] == 1e-3
+
+
+def test_a_finished_stage_is_not_run_again(sft, capsys):
+    before = os.path.getmtime(os.path.join(sft.run_dir, "policy", "model.safetensors"))
+    again = train.main(["--config", os.path.join(sft.run_dir, "config.json")])
+    assert again == 0 and "is finished" in capsys.readouterr().out
+    assert os.path.getmtime(os.path.join(sft.run_dir, "policy", "model.safetensors")) == before
+
+
+def test_a_killed_sft_run_continues_to_the_same_bits(sft, tmp_path):
+    with pytest.raises(Killed):
+        rlhf_jax.run(sft_config(tmp_path / "sft"), callbacks=[KillAt(2)])
+    resumed = rlhf_jax.run(sft_config(tmp_path / "sft"))
+    assert lines(resumed.run_dir) == lines(sft.run_dir)
+    for a, b in zip(tensors(resumed.paths["policy"]), tensors(sft.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path):
+    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir), reward_funcs=wordiness)
+    with pytest.raises(Killed):
+        rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir), reward_funcs=wordiness, callbacks=[KillAt(2)])
+    resumed = rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir), reward_funcs=wordiness)
+    assert lines(resumed.run_dir) == lines(whole.run_dir)
+    assert sorted(os.listdir(tmp_path / "cut" / "completions")) == sorted(
+        os.listdir(tmp_path / "whole" / "completions")
+    )
+    for a, b in zip(tensors(resumed.paths["policy"]), tensors(whole.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    first = lines(whole.run_dir)[0]
+    for name in (
+        "objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores "
+        "policy/approxkl_avg policy/clipfrac_avg loss/policy_avg loss/value_avg val/clipfrac_avg policy/entropy_avg "
+        "val/ratio val/ratio_var val/num_eos_tokens lr episode epoch"
+    ).split():
+        assert name in first, name
+    assert first["val/first_ratio_error"] <= 1e-5 and first["policy/first_approxkl"] <= 1e-9
+    assert {"policy", "value"} <= set(os.listdir(whole.run_dir))
+
+
+def test_each_program_of_ppo_compiles_once(sft, tmp_path):
+    from rlhf_jax.stages import PPOStage
+
+    config = ppo_config(tmp_path / "x", sft.run_dir)
+    stage = PPOStage(config, reward_funcs=[wordiness])
+    state = stage.state
+    for step in range(3):
+        state, _, seconds = stage.train_step(state, step)
+    assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+    assert set(seconds) == {"generate", "score", "experience", "update"}
+
+
+def test_a_callback_sees_every_update_and_may_stop(tmp_path):
+    stopper = StopAfter(2)
+    result = rlhf_jax.run(sft_config(tmp_path / "sft", max_steps=20), callbacks=[stopper])
+    # Metrics are read one update late: the stop asked for at 2 takes effect after 3.
+    assert stopper.seen == [1, 2, 3] and len(lines(result.run_dir)) == 3
+    assert os.path.exists(result.paths["policy"])
+
+
+def test_early_stopping_ends_at_a_plateau(tmp_path):
+    config = sft_config(tmp_path / "sft", max_steps=30, eval_steps=1, early_stopping_patience=2, learning_rate=0.0)
+    result = rlhf_jax.run(config)
+    assert len(lines(result.run_dir)) == 3
+
+
+def test_the_function_takes_objects_in_place_of_paths(tmp_path):
+    rows = [{"prompt": f"r/family {word}", "completion": " lost keys"} for word in ["sad", "happy"] * 8]
+    result = rlhf_jax.run(sft_config(tmp_path / "sft", dataset_test_split=None, max_steps=2), train_dataset=rows)
+    assert len(lines(result.run_dir)) == 2
+
+
+def test_an_optimizer_of_ones_own_is_used(tmp_path):
+    import optax
+
+    still = rlhf_jax.run(sft_config(tmp_path / "a", max_steps=2), optimizer=optax.sgd(0.0))
+    found = lines(still.run_dir)
+    model = sft_config(tmp_path / "b", max_steps=1, learning_rate=0.0)
+    fresh = rlhf_jax.run(model)
+    for a, b in zip(tensors(still.paths["policy"]), tensors(fresh.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(found) == 2
+
+
+def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
+    shared = dict(SHARED)
+    small = Pipeline(
+        run_dir=str(tmp_path / "run"),
+        sft=SFTConfig(**shared, **TEXTS, model_name_or_path=None, scratch_model="1x16x2", max_steps=2),
+        reward=dataclasses.replace(
+            RewardConfig(**shared, **TEXTS, max_steps=2, normalize_dataset_name="synthetic", normalize_samples=8),
+            model_name_or_path="{run_dir}/sft/policy",
+        ),
+        ppo=PPOConfig(
+            **shared,
+            sft_model_path="{run_dir}/sft/policy",
+            reward_model_path="{run_dir}/reward/reward_model",
+            length_buckets=(64,),
+            total_episodes=8,
+            response_length=4,
+            num_ppo_epochs=1,
+        ),
+    )
+    result = rlhf_jax.run(small)
+    out = capsys.readouterr().out
+    assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
+    report = json.load(open(tmp_path / "run" / "comparison.json"))
+    assert [row["name"] for row in report["policies"]] == ["demonstrations", "SFT", "PPO"]
+    assert len(report["samples"]) == 3
+    reward = lines(tmp_path / "run" / "reward")
+    assert {
+        "accuracy",
+        "margin",
+        "min_reward",
+        "mean_reward",
+        "max_reward",
+        "num_tokens",
+        "loss",
+        "learning_rate",
+    } <= set(reward[0])
+    assert "eval/accuracy" in reward[-1]
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    code = train.main(["--config", "quickstart.py", "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert code == 0 and not (tmp_path / "run").exists()
+    assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out
