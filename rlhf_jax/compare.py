@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
-from rlhf_jax import evaluate, folder, metrics
+from rlhf_jax import evaluate
 from rlhf_jax.config import Pipeline, stages_of
 from rlhf_jax.data import synthetic
 from rlhf_jax.models import hf
@@ -21,17 +20,18 @@ def after_pipeline(config: Pipeline) -> dict:
       config: the resolved pipeline, its stages finished.
 
     Returns:
-      What comparison.json holds: {"policies": [...], "samples": [...]}.
+      {"rows", "samples", "gain", "gain_se"}: the table, three samples, and PPO's mean gain with its standard error.
     """
     path = os.path.join(config.run_dir, "comparison.json")
-    stage_config = dataclasses.replace(stages_of(config)["ppo"], dataset_train_split=_heldout(config))
+    stage_config = stages_of(config)["ppo"]
     stage = PPOStage(stage_config)
-    prompts = stage.eval_prompts if stage.eval_prompts is not None else stage.prompts
+    held_out = stage.eval_prompts is not None
+    prompts = stage.eval_prompts if held_out else stage.train_data
+    limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
     _, trained = hf.load(os.path.join(config.run_dir, "ppo", "policy"), kind="causal")
     policies = {"SFT": stage.state.params["policy"], "PPO": stage.place_params(stage.nets.policy, trained)}
     found = {
-        name: stage.complete(params, prompts, len(prompts), stage_config.temperature)
-        for name, params in policies.items()
+        name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()
     }
 
     texts = found["SFT"]["prompts"]
@@ -65,16 +65,12 @@ def after_pipeline(config: Pipeline) -> dict:
         }
         for i in range(min(3, len(texts)))
     ]
-    print(f"\n{len(texts)} held-out prompts, temperature {stage_config.temperature}")
-    print(evaluate.comparison_table(rows))
+    what = "held-out prompts" if held_out else "training prompts (there is no evaluation split)"
     print()
-    print(evaluate.side_by_side(samples))
-    report = {"policies": rows, "samples": samples}
-    folder.write_atomically(path, metrics.json_text(report, indent=2) + "\n")
-    print(f"\nwritten: {path}; the policy: {os.path.join(config.run_dir, 'ppo', 'policy')}")
-    return report
-
-
-def _heldout(config: Pipeline) -> str:
-    # The stage's own training prompts are not needed here: the held-out split serves as both.
-    return config.ppo.dataset_test_split or config.ppo.dataset_train_split
+    evaluate.print_comparison(rows, samples, title=f"{limit} {what}, temperature {stage_config.temperature}")
+    gain, error = evaluate.paired_difference(judged["PPO"], judged["SFT"])
+    by = "gold reward" if gold else "reward-model score"
+    print(f"PPO - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
+    evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
+    print(f"written: {path}; the policy: {os.path.join(config.run_dir, 'ppo', 'policy')}")
+    return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}

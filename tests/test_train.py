@@ -209,7 +209,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
     report = json.load(open(tmp_path / "run" / "comparison.json"))
-    assert [row["name"] for row in report["policies"]] == ["demonstrations", "SFT", "PPO"]
+    assert [row["name"] for row in report["rows"]] == ["demonstrations", "SFT", "PPO"]
     assert len(report["samples"]) == 3
     reward = lines(tmp_path / "run" / "reward")
     assert {
