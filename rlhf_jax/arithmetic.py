@@ -186,18 +186,6 @@ def _chain(config: Pipeline) -> Iterator[str]:
             )
 
 
-def check_context(config: StageConfig, max_positions: int) -> None:
-    """Raise UserError when prompt and response do not fit into the model's `max_positions`."""
-    if isinstance(config, PPOConfig):
-        total = config.query_length + config.response_length
-        sum_text = f"query_length {config.query_length} + response_length {config.response_length} = {total}"
-    else:
-        total = config.max_length
-        sum_text = f"max_length {total}"
-    if total > max_positions:
-        raise UserError(f"{sum_text} tokens, but the model's context is {max_positions} (max_position_embeddings).")
-
-
 def check_devices_of(config: Config, n_devices: int) -> None:
     """`check_devices` for every stage of a config."""
     for name, stage in stages_of(config).items():
@@ -257,13 +245,16 @@ class Arithmetic:
 def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmetic:
     """The counts of a stage that trains on `n_rows` prompts, pairs or demonstrations (None: not known yet).
 
-    Updates round up, as TRL's: ceil(total_episodes / batch_size), or ceil(num_train_epochs * n_rows / batch_size).
+    PPO rounds up, as TRL does: ceil(total_episodes / batch_size), with num_train_epochs * n_rows episodes where
+    total_episodes is None. The other stages leave out an epoch's incomplete batch: max_steps updates, or
+    ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
     """
     batch, is_ppo = config.batch_size, isinstance(config, PPOConfig)
     minibatch = batch // config.num_mini_batches if is_ppo else batch
     asked = config.total_episodes if is_ppo else (config.max_steps * batch if config.max_steps > 0 else None)
     if asked is None and n_rows is not None:
-        asked = int(config.num_train_epochs * n_rows)
+        epochs = config.num_train_epochs
+        asked = int(epochs * n_rows) if is_ppo else max(1, math.ceil(epochs * (n_rows // batch))) * batch
     return Arithmetic(
         batch=batch,
         minibatch=minibatch,
@@ -275,16 +266,17 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
     )
 
 
-def check_rows(config: StageConfig, n_rows: int) -> None:
-    """Raise UserError when `n_rows` rows make no update, or the warm-up outlasts the run."""
-    sums = batch_arithmetic(config, n_rows)
-    if not sums.updates:
-        raise UserError(f"num_train_epochs {config.num_train_epochs} x {n_rows} rows = no row to train on.")
-    if config.warmup_steps and config.warmup_steps >= sums.updates:
-        raise UserError(
-            f"warmup_steps {config.warmup_steps} >= {sums.updates} updates ({sums.requested} rows / batch_size "
-            f"{sums.batch}): the learning rate would never reach its peak."
-        )
+def check_rows(config: StageConfig, n_rows: int) -> list[str]:
+    """Raise UserError when `n_rows` rows make no update. Returns warnings: of a warm-up that outlasts the run."""
+    updates = batch_arithmetic(config, n_rows).updates
+    if not updates or not n_rows:
+        raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = nothing to train on.")
+    if config.warmup_steps and config.warmup_steps >= updates:
+        return [
+            f"warning: warmup_steps {config.warmup_steps} >= {updates} updates: the learning rate never reaches "
+            f"{config.learning_rate:g}"
+        ]
+    return []
 
 
 def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
@@ -307,9 +299,13 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
         lines.append(f"run: num_train_epochs {config.num_train_epochs:g} passes over the data (not read yet)")
         return lines
     rounded = " (rounded up)" if sums.rows != sums.requested else ""
+    asked = f"{sums.requested:,} {unit} / {sums.batch:,}"
+    if not is_ppo and config.max_steps < 1:
+        passes = f"{n_rows:,} rows / {sums.batch:,} = {n_rows // sums.batch:,} updates an epoch"
+        asked = f"{passes}, num_train_epochs {config.num_train_epochs:g}"
     lines.append(
-        f"run: {sums.requested:,} {unit} / {sums.batch:,} = {sums.updates:,} updates, "
-        f"{sums.optimizer_steps:,} optimizer steps, {sums.rows:,} {unit}{rounded}"
+        f"run: {asked} = {sums.updates:,} updates, {sums.optimizer_steps:,} optimizer steps, "
+        f"{sums.rows:,} {unit}{rounded}"
     )
     if n_rows:
         lines.append(f"data: {n_rows:,} rows, {sums.rows / n_rows:.3g} passes")

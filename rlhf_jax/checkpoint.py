@@ -12,6 +12,9 @@ import orbax.checkpoint as ocp
 
 from rlhf_jax.types import UserError
 
+# What orbax and tensorstore raise for files that are missing or broken.
+_DAMAGE = (OSError, KeyError, TypeError, ValueError)
+
 
 def _tensors(tree: Any) -> dict[str, list]:
     """{path: [shape, dtype]} of every leaf."""
@@ -99,16 +102,33 @@ class Checkpoints:
           (state, extra)
 
         Raises:
-          UserError: no such step, or a tensor that is missing, extra, or of another shape or dtype, by name.
+          UserError: no such step; a damaged checkpoint; or a tensor that is missing, extra, or of another shape or
+            dtype, by name.
         """
         where = os.path.join(self.folder, str(step))
         if step not in self._manager.all_steps():
             raise UserError(f"no checkpoint {where}; there are {self.steps() or 'none'}")
-        notes = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
-        _check_tensors(notes["tensors"], _tensors(like), where)
+        try:
+            notes = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+            saved, extra = notes["tensors"], notes["extra"]
+        except _DAMAGE as error:
+            raise self._damaged(step, error) from error
+        _check_tensors(saved, _tensors(like), where)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=items)["state"], notes["extra"]
+        try:
+            return self._manager.restore(step, args=items)["state"], extra
+        except _DAMAGE as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> UserError:
+        older = [other for other in self.steps() if other < step]
+        then = f"continue after update {older[-1]}" if older else "start anew (there is no older checkpoint)"
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return UserError(
+            f"checkpoint {os.path.join(self.folder, str(step))} is damaged ({type(error).__name__}: {reason}). "
+            f"Remove that folder to {then}"
+        )
 
     def wait(self) -> None:
         """Returns when everything saved is on disk."""

@@ -106,6 +106,11 @@ class RunFolder:
         """completions/, STEP.jsonl with sample completions."""
         return os.path.join(self.path, "completions")
 
+    @property
+    def mark(self) -> str:
+        """finished.json, there once the run has ended."""
+        return os.path.join(self.path, "finished.json")
+
     @classmethod
     def open(
         cls, run_dir: str, config: dict[str, Any], resume: str = "auto", may_differ: Sequence[str] = MAY_DIFFER
@@ -128,14 +133,27 @@ class RunFolder:
         """Whether checkpoints/ holds a saved step."""
         return os.path.isdir(self.checkpoints) and any(name.isdigit() for name in os.listdir(self.checkpoints))
 
+    def has_progress(self) -> bool:
+        """Whether there is anything to lose: a checkpoint, or the mark of a finished run."""
+        return self.has_checkpoint() or os.path.exists(self.mark)
+
     def finished(self) -> dict[str, Any] | None:
-        """What `finish` wrote, {"step", "metrics", "paths"}, or None. A finished run is not run again."""
-        path = os.path.join(self.path, "finished.json")
-        if not os.path.exists(path):
+        """What `finish` wrote, {"step", "metrics", "paths"}, or None. A finished run is not run again.
+
+        Raises:
+          UserError: finished.json is damaged.
+        """
+        if not os.path.exists(self.mark):
             return None
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        return {**found, "metrics": with_floats(found["metrics"])}
+        try:
+            with open(self.mark, encoding="utf-8") as file:
+                found = json.load(file)
+            return {"step": found["step"], "metrics": with_floats(found["metrics"]), "paths": dict(found["paths"])}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.mark}, which marks a finished run, is damaged ({type(error).__name__}: {error}). Remove it: "
+                "the same command then goes on from the newest checkpoint"
+            ) from error
 
     def finish(self, step: int, metrics: dict[str, Any], paths: dict[str, str]) -> None:
         """Marks the run as finished, once everything else is on disk.
@@ -147,7 +165,7 @@ class RunFolder:
         """
         if is_main():
             text = json_text({"step": step, "metrics": metrics, "paths": paths}, indent=2) + "\n"
-            write_atomically(os.path.join(self.path, "finished.json"), text)
+            write_atomically(self.mark, text)
 
     def cut(self, step: int) -> None:
         """Forgets what an earlier process did after update `step`, from which the run goes on.
@@ -197,7 +215,8 @@ def check(
       run_dir: the folder, there or not.
       config: the resolved config, of values that JSON has.
       resume: 'auto' continues a run that is there and else begins one; 'must' refuses to begin one; 'never' refuses a
-        folder that a run has used.
+        folder with a checkpoint or a finished run. A run that ended before its first checkpoint left nothing to
+        continue from or to lose: its folder may be used again, with any config.
       may_differ: options that may differ from those in the folder's config.json.
 
     Returns:
@@ -207,19 +226,31 @@ def check(
       UserError: the folder holds something else, a run of another config (naming the options), or `resume` forbids.
     """
     folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
-    if os.path.exists(folder.path) and not os.path.isdir(folder.path):
-        raise UserError(f"--run_dir {run_dir} is a file: give a folder")
+    _refuse_files(folder, run_dir)
     used = os.path.exists(folder.config)
-    if used and resume == "never":
+    begun = used and folder.has_progress()
+    if begun and resume == "never":
         raise UserError(f"--run_dir {run_dir} holds a run already and --resume is never: give another folder")
     if used:
-        _refuse_other_config(folder, run_dir, config, may_differ)
+        old = _config_of(folder, run_dir)
+        if begun:
+            _refuse_other_config(old, run_dir, config, may_differ)
     else:
         _refuse_strangers(folder, run_dir)
     finished = folder.finished() if used else None
     if resume == "must" and finished is None and not (used and folder.has_checkpoint()):
         raise UserError(f"--resume is must, but --run_dir {run_dir} holds no checkpoint to continue from")
     return finished
+
+
+def _refuse_files(folder: RunFolder, run_dir: str) -> None:
+    """A file in the place of the folder or of one above it."""
+    nearest = folder.path
+    while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
+        nearest = os.path.dirname(nearest)
+    if os.path.exists(nearest) and not os.path.isdir(nearest):
+        what = "is a file" if nearest == folder.path else f"cannot be made: {nearest} is a file"
+        raise UserError(f"--run_dir {run_dir} {what}. Give a folder")
 
 
 def _refuse_strangers(folder: RunFolder, run_dir: str) -> None:
@@ -232,12 +263,19 @@ def _refuse_strangers(folder: RunFolder, run_dir: str) -> None:
         raise UserError(f"--run_dir {run_dir} is not empty and no run's folder (it holds {some}): give another folder")
 
 
-def _refuse_other_config(folder: RunFolder, run_dir: str, config: dict[str, Any], may_differ: Sequence[str]) -> None:
+def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
+    """The config of the run whose folder this is; a model's folder, say, has a config.json too."""
     try:
         with open(folder.config, encoding="utf-8") as file:
             old = json.load(file)
     except ValueError as error:
         raise UserError(f"{folder.config} is no JSON ({error}): give another --run_dir") from error
+    if not isinstance(old, dict) or "stage" not in old:
+        raise UserError(f"--run_dir {run_dir} is no run's folder (its config.json names no stage): give another folder")
+    return old
+
+
+def _refuse_other_config(old: dict[str, Any], run_dir: str, config: dict[str, Any], may_differ: Sequence[str]) -> None:
     lines = differences(old, config, may_differ)
     if lines:
         raise UserError(

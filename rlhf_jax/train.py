@@ -126,9 +126,10 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
 
     # --- data and models, then the folder: a run that cannot start leaves nothing behind
     stage = STAGES[name](config, **objects, optimizer=optimizer)
+    warnings = arithmetic.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, config.batch_size)  # too few rows are refused here
     run_folder = folder.RunFolder.open(config.run_dir, options, config.resume)
-    for line in (*stage.report, *arithmetic.batch_lines(config, stage.rows)):
+    for line in (*stage.report, *arithmetic.batch_lines(config, stage.rows), *warnings):
         say(f"{name}: {line}")
     checkpoints = Checkpoints(run_folder.checkpoints, config.save_total_limit)
     state, start = stage.state, checkpoints.latest() or 0

@@ -171,7 +171,7 @@ def test_files_that_are_no_data_are_named(tmp_path):
         "c.json": "c.json, line 2: is not JSON",
         "d.parquet": "d.parquet: cannot be read as parquet",
         "e.jsonl": "e.jsonl: has no rows",
-        "f.json": "f.json: holds a int, not a list of objects",
+        "f.json": "f.json: holds an int, not a list of objects",
         "g": "g: no data files there",
         "h.jsonl": "h.jsonl: there is no such file or folder",
     }.items():
@@ -203,7 +203,7 @@ BAD = {
     "[1, 2]": "is a list, not an object",
     '{"completion": " met anna"}': "'prompt' is missing",
     '{"prompt": null, "completion": " met anna"}': "'prompt' is null",
-    '{"prompt": 7, "completion": " met anna"}': "'prompt' is a int, not text",
+    '{"prompt": 7, "completion": " met anna"}': "'prompt' is an int, not text",
     '{"prompt": [{"role": "user"}], "completion": " x"}': "'prompt' is a list, not text",
     '{"prompt": "", "completion": " met anna"}': "'prompt' is empty",
     '{"prompt": "x", "completion": " \\n"}': "'completion' is empty",

@@ -17,16 +17,16 @@ POST = format_post("work", "help", "it was a long day. i met anna. nobody said a
         (" felt sad; met anna", 2.0),  # order is free
         (" met anna", 1.0),
         ("", 0.0),
-        (" met omar", -1.0 - 0.1 * 2),  # another detail: invented
-        (" ate soup", -1.0 - 0.1 * 2),  # a deed that is not in the post
-        (" met anna; ate soup", 0.0 - 0.1 * 2),
-        (" met anna; met anna", 1.0 - 0.1 * 2),  # once is enough
-        (" met anna; met anna; met anna", 1.0 - 0.1 * 4),
-        (" ate soup; ate soup", -1.0 - 0.1 * 4),
-        (" met keys", -0.1 * 2),  # malformed: only words
-        (" met anna lost keys", -0.1 * 4),
-        (" met; anna", -0.1 * 2),
-        (" met anna; lost", 1.0 - 0.1),
+        (" met omar", -1.0 - 0.25 * 2),  # another detail: invented
+        (" ate soup", -1.0 - 0.25 * 2),  # a deed that is not in the post
+        (" met anna; ate soup", 0.0 - 0.25 * 2),
+        (" met anna; met anna", 1.0 - 0.25 * 2),  # once is enough
+        (" met anna; met anna; met anna", 1.0 - 0.25 * 4),
+        (" ate soup; ate soup", -1.0 - 0.25 * 4),
+        (" met keys", -0.25 * 2),  # malformed: only words
+        (" met anna lost keys", -0.25 * 4),
+        (" met; anna", -0.25 * 2),
+        (" met anna; lost", 1.0 - 0.25),
         ("met anna;lost keys", 2.0),
     ],
 )

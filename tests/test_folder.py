@@ -88,6 +88,8 @@ def test_an_empty_folder_and_hidden_files_are_welcome(tmp_path):
 
 def test_never_refuses_a_used_folder(run_dir):
     RunFolder.open(run_dir, CONFIG, resume="never")
+    RunFolder.open(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
+    used(run_dir)
     with pytest.raises(UserError, match="holds a run already and --resume is never"):
         RunFolder.open(run_dir, CONFIG, resume="never")
 

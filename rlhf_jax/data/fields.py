@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_jax.data.loading import Malformed, Rows, require_columns
+from rlhf_jax.data.loading import Malformed, Rows, kind_of, require_columns
 from rlhf_jax.data.tldr import fit_prompt, format_post
 from rlhf_jax.data.tokens import Tokenizer
 from rlhf_jax.types import UserError
@@ -39,9 +39,14 @@ def text_fault(row: Any, columns: Sequence[str]) -> str | None:
         if value is None:
             return f"{column!r} is missing" if column not in row else f"{column!r} is null"
         if not isinstance(value, str):
-            return f"{column!r} is a {type(value).__name__}, not text"
+            return f"{column!r} is {kind_of(value)}, not text"
         if not value.strip() and column not in ("subreddit", "title"):
             return f"{column!r} is empty"
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON may hold half of a pair, which no tokenizer takes
+            code = f"\\u{ord(value[error.start]):04x}"
+            return f"{column!r} holds {code} at character {error.start + 1}, a surrogate without its other half"
     return None
 
 

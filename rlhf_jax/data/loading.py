@@ -57,14 +57,19 @@ class Rows:
         return dataclasses.replace(self, table=table)
 
 
+def kind_of(value: Any) -> str:
+    """The type of a value with its article: 'a list', 'an int'."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def _union(rows: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
 
 
 def _from_list(rows: Sequence[Any], name: str, places: Sequence[str] | None = None) -> Rows:
     rows = [
-        row if isinstance(row, Mapping | Malformed) else Malformed(f"is a {type(row).__name__}, not an object")
-        for row in rows
+        row if isinstance(row, Mapping | Malformed) else Malformed(f"is {kind_of(row)}, not an object") for row in rows
     ]
     place = (lambda i: f"{name}, row {i + 1}") if places is None else places.__getitem__
     return Rows(name, rows, _union(rows), place)
@@ -88,35 +93,71 @@ def _quiet():
             datasets.enable_progress_bars()
 
 
+def _not_utf8(text: str) -> tuple[int, str] | None:
+    """Where text that was read with errors='surrogateescape' is not UTF-8, and what to say of it; None: nowhere."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        return error.start, f"is not UTF-8: byte 0x{byte:02x} at character"
+    return None
+
+
+def _not_json(error: json.JSONDecodeError) -> str:
+    """What is wrong, without the 'at' and the colon that some of Python's messages end with."""
+    return f"is not JSON: {error.msg.rstrip(': ').removesuffix(' at')}"
+
+
 def _read_json_lines(path: str) -> Rows:
     rows, places = [], []
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                rows.append(json.loads(line))
+                if wrong := _not_utf8(line):
+                    rows.append(Malformed(f"{wrong[1]} {wrong[0] + 1}"))
+                else:
+                    rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                rows.append(Malformed(f"is not JSON: {error.msg} at character {error.pos + 1}"))
+                rows.append(Malformed(f"{_not_json(error)} at character {error.pos + 1}"))
             places.append(f"{path}, line {number}")
     return _from_list(rows, path, places)
 
 
 def _read_json(path: str) -> Rows:
     """A list of objects, an object that holds one list of them, or JSON lines under the wrong name."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        try:
-            content = json.load(file)
-        except json.JSONDecodeError as error:
-            if error.msg == "Extra data":
-                return _read_json_lines(path)
-            raise UserError(f"{path}, line {error.lineno}: is not JSON: {error.msg} at column {error.colno}") from error
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        text = file.read()
+    problem = content = None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return _read_json_lines(path)
+        problem = error
+    if wrong := _not_utf8(text):
+        line, column = text.count("\n", 0, wrong[0]) + 1, wrong[0] - text.rfind("\n", 0, wrong[0])
+        raise UserError(f"{path}, line {line}: {wrong[1]} {column}") from problem
+    if problem is not None:
+        raise UserError(f"{path}, line {problem.lineno}: {_not_json(problem)} at column {problem.colno}") from problem
     if isinstance(content, Mapping):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
-        raise UserError(f"{path}: holds a {type(content).__name__}, not a list of objects")
+        raise UserError(f"{path}: holds {kind_of(content)}, not a list of objects")
     return _from_list(content, path)
+
+
+def _check_columns(table: Any, path: str) -> None:
+    """Refuses columns of a .csv that pyarrow left as bytes, because not all of them are UTF-8."""
+    import pyarrow.types
+
+    for name in table.column_names:
+        if pyarrow.types.is_binary(table[name].type):
+            for number, value in enumerate(table[name].to_pylist(), 1):
+                if value is not None and _not_utf8(value.decode("utf-8", "surrogateescape")):
+                    raise UserError(f"{path}, row {number}: {name!r} is not UTF-8")
 
 
 def _read_table(path: str, suffix: str) -> Rows:
@@ -137,7 +178,10 @@ def _read_table(path: str, suffix: str) -> Rows:
             else:
                 options = pyarrow.csv.ParseOptions(newlines_in_values=True)
                 table = pyarrow.csv.read_csv(path, parse_options=options)
+                _check_columns(table, path)
             return _from_dataset(datasets.Dataset(table), path)
+        except UserError:
+            raise
         except (OSError, ValueError) as error:  # pyarrow's errors are both
             raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
 
@@ -220,9 +264,9 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
             if "split" in text.lower() and names:
                 raise UserError(f"{name} has no split {split!r}; it has {names[1]}") from error
             if "Config name is missing" in text or "BuilderConfig" in text:
-                raise UserError(f"{name}: {text[:400]} Set dataset_config.") from error
+                raise UserError(f"{name}: {text[:400].rstrip('.')}. Set dataset_config.") from error
             raise UserError(
-                f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300]} "
+                f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
                 "dataset_name is a hub name, a local file or folder, or 'synthetic'."
             ) from error
 
@@ -332,8 +376,14 @@ def require_columns(rows: Rows, wanted: Mapping[str, str]) -> None:
       wanted: option that renames the column -> name of the column.
 
     Raises:
-      UserError: names the column, the source, the columns there are, and the option.
+      UserError: names the column, the source, the columns there are, and the option; or, where no line of the source
+        could be read, the first of them.
     """
+    if not rows.column_names:
+        malformed = [i for i, row in enumerate(rows.table) if isinstance(row, Malformed)]
+        if malformed:
+            count = f"{len(malformed)} of {len(rows)} rows {'is' if len(malformed) == 1 else 'are'} bad"
+            raise UserError(f"{rows.place(malformed[0])}: {rows.table[malformed[0]]} ({count}). No row is usable.")
     for option, column in wanted.items():
         if column not in rows.column_names:
             near = difflib.get_close_matches(column, rows.column_names, 1)

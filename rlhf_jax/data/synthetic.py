@@ -1,6 +1,6 @@
 """The built-in synthetic TL;DR: posts with facts in them, demonstrations that err as people do, and an exact reward.
 
-A post tells 3 to 5 facts, each a deed and its detail in a sentence of its own, among filler sentences:
+A post tells 2 to 4 facts, each a deed and its detail in a sentence of its own, among filler sentences:
 
     SUBREDDIT: r/advice
 
@@ -60,21 +60,21 @@ FILLERS = (
     "my head hurts",
 )
 
-MIN_FACTS, MAX_FACTS = 3, 5
-MAX_FILLERS = 3
-DROP_RATE = 0.5
+MIN_FACTS, MAX_FACTS = 2, 4
+MAX_FILLERS = 2
+DROP_RATE = 0.45
 """Share of a post's facts that demonstrations leave out."""
-INVENT_RATE = 0.35
+INVENT_RATE = 0.3
 """Share of the facts that demonstrations tell which are invented."""
 WRONG_DETAIL_SHARE = 0.2
 """Share of the invented facts that are a deed of the post with another detail; the others are other deeds."""
-WORD_COST = 0.1
+WORD_COST = 0.25
 """What the gold reward takes off for each word that is not part of a kept fact."""
-LABEL_SHARPNESS = 3.0
+LABEL_SHARPNESS = 6.0
 """Preference labels follow sigmoid(sharpness * difference of gold rewards)."""
 RAMBLING_SHARE = 0.3
 """Share of the summaries in preference pairs that repeat themselves."""
-SIZES = {"train": 16384, "validation": 512, "test": 512}
+SIZES = {"train": 16384, "validation": 2048, "test": 2048}
 """Rows of each split when no size is asked for."""
 
 _SHARES = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}

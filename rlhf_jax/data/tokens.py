@@ -8,10 +8,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import huggingface_hub
+
 from rlhf_jax.types import UserError
 
 PAD_TOKEN = "[PAD]"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# What any form of tokenizer may come in; config.json is AutoTokenizer's.
+_ON_THE_HUB = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 NEOX_DEFAULT_PAD = "<|padding|>"
 """What transformers 5 makes up for every GPT-NeoX tokenizer that names no pad token, in a new row if need be."""
 
@@ -49,21 +53,28 @@ class Tokenizer:
 
 def _from_files(name_or_path: str, revision: str | None) -> Any:
     """tokenizer.json as it is, or what AutoTokenizer makes of other files. AutoTokenizer comes second because it
-    imports torch where torch is installed, wants config.json, and gives every GPT-NeoX tokenizer a made-up pad."""
+    imports torch where torch is installed, wants config.json, and gives every GPT-NeoX tokenizer a made-up pad.
+
+    From the hub the files are fetched at once: transformers asks for each by itself, and where the hub cannot be
+    reached it tries each again for minutes."""
     from transformers import PreTrainedTokenizerFast
 
-    revision = revision or "main"
+    folder = name_or_path
+    if not os.path.isdir(folder):
+        folder = huggingface_hub.snapshot_download(
+            name_or_path, revision=revision, allow_patterns=[*_ON_THE_HUB, "config.json"], ignore_patterns=["*/*"]
+        )
     try:
-        hf = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision)
+        hf = PreTrainedTokenizerFast.from_pretrained(folder)
         if hf.eos_token_id is not None:
             return hf
     except (OSError, ValueError, TypeError, KeyError):
         pass  # AutoTokenizer reads more forms, and its error is the one to show
     from transformers import AutoTokenizer
 
-    hf = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    hf = AutoTokenizer.from_pretrained(folder)
     if hf.pad_token == NEOX_DEFAULT_PAD:
-        hf = AutoTokenizer.from_pretrained(name_or_path, revision=revision, pad_token=None)
+        hf = AutoTokenizer.from_pretrained(folder, pad_token=None)
     return hf
 
 
@@ -81,9 +92,9 @@ def _load(name_or_path: str, revision: str | None) -> Any:
     try:
         return _from_files(name_or_path, revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub errors for a bad name
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
-            f"no tokenizer could be loaded from {name_or_path!r} (revision {revision or 'main'}): {reason} {advice}"
+            f"no tokenizer could be loaded from {name_or_path!r} (revision {revision or 'main'}): {reason}. {advice}"
         ) from error
 
 

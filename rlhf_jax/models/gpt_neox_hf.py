@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from rlhf_jax.models.gpt_neox import GPTNeoXConfig
@@ -30,6 +31,12 @@ def check(config: GPTNeoXConfig, where: str) -> None:
         value = getattr(config, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: {key} is {value!r}; it must be a positive whole number.")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise UserError(f"{where}: {field.name} is {value!r}; it must be true or false.")
+        if isinstance(field.default, float):
+            _number(value, field.name, where)
     if config.hidden_size % config.num_attention_heads:
         raise UserError(
             f"{where}: hidden_size {config.hidden_size} is not divisible by "
@@ -43,6 +50,12 @@ def check(config: GPTNeoXConfig, where: str) -> None:
     for key in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, key) < 1:
             raise UserError(f"{where}: {key} is {getattr(config, key)!r}; it must be at least 0 and less than 1.")
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where}: {key} is {value!r}; it must be a number.")
+    return float(value)
 
 
 def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
@@ -65,17 +78,17 @@ def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
         rope.update(value)
     fields = {key: hf[key] for key in _SAME_NAME if hf.get(key) is not None}
     # transformers 5 keeps both numbers in rope_parameters; 4 wrote its own names, and late ones the general names too.
-    fields["rotary_pct"] = _first(rope, hf, "partial_rotary_factor", "rotary_pct", 0.25)
-    fields["rotary_emb_base"] = _first(rope, hf, "rope_theta", "rotary_emb_base", 10000.0)
+    fields["rotary_pct"] = _first(rope, hf, "partial_rotary_factor", "rotary_pct", 0.25, where)
+    fields["rotary_emb_base"] = _first(rope, hf, "rope_theta", "rotary_emb_base", 10000.0, where)
     config = GPTNeoXConfig(**fields)
     check(config, where)
     return config
 
 
-def _first(rope: dict[str, Any], hf: dict[str, Any], name: str, legacy: str, default: float) -> float:
-    for value in (rope.get(name), hf.get(legacy), hf.get(name)):
-        if value is not None:
-            return float(value)
+def _first(rope: dict[str, Any], hf: dict[str, Any], name: str, legacy: str, default: float, where: str) -> float:
+    for source, key in ((rope, name), (hf, legacy), (hf, name)):
+        if source.get(key) is not None:
+            return _number(source[key], key, where)
     return default
 
 

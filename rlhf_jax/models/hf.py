@@ -141,6 +141,10 @@ def load(
 def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
     """The model of a config.json and the offset taken off its scores (0 but for a ScalarModel)."""
     architectures = hf.get("architectures") or []
+    if isinstance(architectures, str):
+        architectures = [architectures]
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f"{path}: architectures is {architectures!r}; it must be a list of class names.")
     known = {name for family in FAMILIES.values() for name in family.architectures}
     if unknown := [name for name in architectures if name not in known]:
         raise UserError(

@@ -144,5 +144,5 @@ def read(path: str | Path) -> dict[str, BinTensor]:
         raise UserError(f"{path} holds a {type(tensors).__name__}, not a state dict of tensors.")
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, BinTensor):
-            raise UserError(f"{path}: entry {name!r} is a {type(tensor).__name__}, not a tensor.")
+            raise UserError(f"{path}: entry {name!r} is of type {type(tensor).__name__}, not a tensor.")
     return dict(tensors)

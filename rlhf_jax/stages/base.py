@@ -187,10 +187,3 @@ def with_scalar_head(params: Params, width: int, seed: int, std: float | None) -
     std = 1.0 / math.sqrt(width + 1) if std is None else std
     kernel = std * jax.random.normal(jax.random.fold_in(jax.random.key(seed), 7), (width, 1), jnp.float32)
     return {"backbone": params["backbone"], "score": {"kernel": np.asarray(kernel)}}
-
-
-def updates_of(rows: int, batch_size: int, epochs: float, max_steps: int) -> int:
-    """Updates of a run over a data set: max_steps when above 0, else epochs of rows // batch_size updates."""
-    if max_steps > 0:
-        return max_steps
-    return max(1, math.ceil(epochs * (rows // batch_size)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data, rewards, sharding
+from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.generate import Sampling, generate, in_chunks
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
@@ -38,10 +39,10 @@ class PPOStage(base.Stage):
         self.train_data = data.load_prompts(config, self.tokenizer, train_dataset)
         self.eval_prompts = data.load_prompts(config, self.tokenizer, eval_dataset, evaluation=True)
         self.report = [str(self.train_data.report)]
-        episodes = config.total_episodes or int(config.num_train_epochs * len(self.train_data))
-        self.total_steps = -(-episodes // config.batch_size)
+        self.total_steps = batch_arithmetic(config, self.rows).updates
         # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
-        self._eval_seed = jnp.uint32(config.seed ^ 0x5EED)
+        # On the mesh like the state's seed and step: elsewhere they would compile the rollout a second time.
+        self._eval_seed = self.place_batch(np.uint32(config.seed ^ 0x5EED))
         self._load_weights()
         self._compile()
 
@@ -61,6 +62,12 @@ class PPOStage(base.Stage):
         else:
             policy = hf.load_model(c.sft_model_path, revision=c.model_revision)
             self.tokenizer = base.open_tokenizer(c, c.sft_model_path, policy.config.vocab_size)
+        rows = policy.config.vocab_size
+        if c.stop_token_id is not None and c.stop_token_id >= rows:
+            raise UserError(
+                f"--stop_token_id {c.stop_token_id} is beyond the vocabulary of {c.sft_model_path or c.scratch_model}: "
+                f"its ids are 0 to {rows - 1}. No response could end by it"
+            )
         needed = c.query_length + c.response_length
         ref = policy if c.ref_model_path is None else hf.load_model(c.ref_model_path, revision=c.ref_model_revision)
         self.reward_model = None
@@ -232,8 +239,10 @@ class PPOStage(base.Stage):
         for start in range(0, limit, size):
             real = min(size, limit - start)
             prompts = source.in_order(start, size)
-            batch = self.place_batch(PromptBatch(prompts.tokens, prompts.lengths, prompts.rows))
-            rollout = self._rollout(params["policy"], batch, self._eval_seed, jnp.int32(start), temperature)
+            batch, first = self.place_batch(
+                (PromptBatch(prompts.tokens, prompts.lengths, prompts.rows), np.int32(start))
+            )
+            rollout = self._rollout(params["policy"], batch, self._eval_seed, first, temperature)
             scores = self.score(rollout, source, prompts.rows)
             found = (
                 rollout.response,

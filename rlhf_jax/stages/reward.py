@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data, sharding
+from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
 from rlhf_jax.trainers import reward
@@ -34,9 +35,7 @@ class RewardStage(base.Stage):
         self.eval_data = data.load_pairs(config, self.tokenizer, eval_dataset, evaluation=True)
         self.normalizing = data.load_normalizing(config, self.tokenizer)
         self.report = [str(self.train_data.report)]
-        self.total_steps = base.updates_of(
-            len(self.train_data), config.batch_size, config.num_train_epochs, config.max_steps
-        )
+        self.total_steps = batch_arithmetic(config, self.rows).updates
         if config.scratch_model:
             params = self.model.init(jax.random.key(config.seed), heads=("scalar",))
         else:
