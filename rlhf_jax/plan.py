@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ def _model(config: StageConfig, option: str, kind: str):
         return models.pythia(config.scratch_model, vocab_size=rows)
     if path is None:
         return None
+    if path.startswith(os.path.dirname(config.run_dir) + os.sep) and not os.path.exists(path):
+        # An earlier stage of the same pipeline will leave it there.
+        raise FileNotFoundError(path)
     return hf.load_model(path, revision=revision)
 
 

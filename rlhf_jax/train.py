@@ -177,7 +177,7 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     config = stage.config
     patience = Patience(stage, config, run_folder)
     step, began = start, time.perf_counter()
-    while step < stage.total_steps and not control.stop:
+    while step < stage.total_steps:
         state, found, seconds = stage.train_step(state, step)
         step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
@@ -203,6 +203,9 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             control.save = False
             logger.flush()
             checkpoints.save(step, state, {"total_steps": stage.total_steps})
+        # A stop asked for while this update's metrics were read waits for the next, which ends as the last one does.
+        if last:
+            break
     return state, step
 
 

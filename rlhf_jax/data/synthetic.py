@@ -63,7 +63,7 @@ FILLERS = (
 MIN_FACTS, MAX_FACTS = 2, 4
 MAX_FILLERS = 2
 DROP_RATE = 0.45
-"""Share of a post's facts that demonstrations leave out."""
+"""Probability that a demonstration leaves a fact out; where it would leave out all, one stays."""
 INVENT_RATE = 0.3
 """Share of the facts that demonstrations tell which are invented."""
 WRONG_DETAIL_SHARE = 0.2
