@@ -169,7 +169,7 @@ REFUSED: dict[str, str] = {
     "label_smoothing_factor": "Label smoothing is not supported.",
     "eval_strategy": "Give eval_steps: every so many updates; 0: only at the end. dataset_test_split None: never.",
     "save_strategy": "Give save_steps: every so many updates; 0: only at the end.",
-    "load_best_model_at_end": "SFT's early_stopping_patience keeps the best model; other stages keep the last.",
+    "load_best_model_at_end": "Stages keep the last model; SFT's early_stopping_patience ends at a plateau.",
     "metric_for_best_model": "SFT's early_stopping_patience goes by the validation loss; others keep the last.",
     "resume_from_checkpoint": "The same run_dir goes on by itself; resume auto, must (fail without one) or never.",
     "overwrite_output_dir": "resume never refuses a used folder; delete it or take another run_dir.",
