@@ -29,6 +29,7 @@ setup(
         "tensorboardX>=2.6.5,<3",
         "tyro>=1.0,<2",
         "rich>=13",
+        "jinja2>=3.1.6",
     ],
     extras_require={
         "test": [

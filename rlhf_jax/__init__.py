@@ -1,4 +1,4 @@
-"""RLHF in JAX: SFT, reward model and PPO on GPT-NeoX, as pure functions over pytrees.
+"""RLHF in JAX: SFT, reward model, PPO and RLOO on GPT-NeoX, as pure functions over pytrees.
 
 from rlhf_jax import advantages, losses        # equations on arrays of your own
 rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
@@ -7,15 +7,27 @@ rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "PPOConfig", "Pipeline", "RewardConfig", "SFTConfig", "UserError", "run"]
+__all__ = [
+    "Callback",
+    "PPOConfig",
+    "Pipeline",
+    "RLOOConfig",
+    "RewardConfig",
+    "SFTConfig",
+    "UserError",
+    "jax_reward",
+    "run",
+]
 
 _HOMES = {
     "Callback": "callbacks",
     "PPOConfig": "config",
     "Pipeline": "config",
+    "RLOOConfig": "config",
     "RewardConfig": "config",
     "SFTConfig": "config",
     "UserError": "types",
+    "jax_reward": "rewards",
     "run": "train",
 }
 

@@ -194,14 +194,55 @@ def gae(rewards: Array, values: Array, *, gamma: float, lam: float) -> tuple[Arr
     return advantages.T, advantages.T + values
 
 
-def leave_one_out(rewards: Array) -> Array:
+def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
     """r_i minus the mean of the other rewards of its group: A_i = r_i - sum_{j != i} r_j / (G - 1).
 
-    Args: rewards [..., G] float, G >= 2, a group in the last axis. Returns float32 [..., G]; each group sums to 0.
-    Raises ValueError for G < 2. Source: Ahmadian et al. 2024 (arXiv 2402.14740), equation 8; rloo_trainer.py:1584-1606.
+    With `keep`, a reward that is not kept is nobody's baseline and has advantage 0; so has the only kept one of its
+    group. What is not kept is never read, NaN included.
+
+    Args: rewards [..., G] float, G >= 2, a group in the last axis; keep bool, the same shape.
+    Returns float32 [..., G]; each group sums to 0. Raises ValueError for G < 2.
+    Source: Ahmadian et al. 2024 (arXiv 2402.14740), equation 8; rloo_trainer.py:1584-1606.
     """
     rewards = _float(rewards)
     group = rewards.shape[-1]
     if group < 2:
         raise ValueError(f"leave-one-out needs groups of 2 responses or more, not {group}")
-    return rewards - (rewards.sum(-1, keepdims=True) - rewards) / (group - 1)
+    if keep is None:
+        return rewards - (rewards.sum(-1, keepdims=True) - rewards) / (group - 1)
+    rewards = jnp.where(keep, rewards, 0)
+    others = keep.sum(-1, keepdims=True) - 1
+    baseline = (rewards.sum(-1, keepdims=True) - rewards) / jnp.maximum(others, 1)
+    return jnp.where(keep & (others > 0), rewards - baseline, 0)
+
+
+def normalize(x: Array, keep: Array, eps: float) -> tuple[Array, Array]:
+    """(x - mean) / (std + eps) over the kept elements, 0 elsewhere; std over n - 1.
+
+    Args: x, any shape; keep of the same shape, bool; eps. Returns (float32, the shape of x; the divisor, []).
+    Source: rloo_trainer.py:1602-1603 (eps 1e-4); rloo_trainer.py@0.21:407, 440 (eps 1e-8).
+    """
+    x = _float(x)
+    divisor = jnp.sqrt(masked_var(x, keep)) + eps
+    return jnp.where(keep, (jnp.where(keep, x, 0) - masked_mean(x, keep)) / divisor, 0), divisor
+
+
+def combine_rewards(rewards: Array, weights: Array) -> tuple[Array, Array]:
+    """Weighted sum of several rewards of each response; NaN says that a reward is not applicable, and is left out.
+
+    Args: rewards [B, F] float; weights [F] float. Returns (float32 [B], 0 where no reward is applicable; bool [B],
+    where one is). Source: rloo_trainer.py:1549-1561.
+    """
+    rewards = _float(rewards)
+    there = ~jnp.isnan(rewards)
+    return jnp.where(there, rewards * weights[None, :], 0).sum(axis=1), there.any(axis=1)
+
+
+def paid_before(costs: Array) -> Array:
+    """Sum of the costs of the tokens before each: what a token can no longer change.
+
+    Args: costs [..., T] float, 0 outside the response. Returns float32 [..., T]; column 0 is 0.
+    Source: the reward-to-go of Sutton et al. 2000, Policy Gradient Methods.
+    """
+    costs = _float(costs)
+    return jnp.cumsum(costs, axis=-1) - costs

@@ -1,42 +1,16 @@
-"""What can be known of a config before any model is loaded: whether it is possible, and what it adds up to."""
+"""What a config adds up to: whether it is possible, how its rows spread over devices, and how many updates it makes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterator
 
-from rlhf_jax.config import Config, Pipeline, PPOConfig, RewardConfig, SFTConfig, StageConfig, stages_of
+from rlhf_jax.checks import RANGES, chain, combinations, out_of_range, sampling_options
+from rlhf_jax.config import Config, Pipeline, PolicyConfig, RLOOConfig, StageConfig, stages_of
 from rlhf_jax.types import UserError
 
-Rule = tuple[str, Callable[[float], bool]]
-_AT_LEAST_0: Rule = ("at least 0", lambda v: v >= 0)
-_AT_LEAST_1: Rule = ("at least 1", lambda v: v >= 1)
-_POSITIVE: Rule = ("above 0", lambda v: v > 0)
-_SHARE: Rule = ("between 0 and 1", lambda v: 0 <= v <= 1)
-_DECAY: Rule = ("at least 0 and below 1", lambda v: 0 <= v < 1)
-
-RANGES: dict[str, Rule] = {
-    "seed": ("at least 0 and below 2^32", lambda v: 0 <= v < 2**32),
-    **dict.fromkeys(("batch_size", "micro_batch_size", "rollout_batch_size", "num_mini_batches"), _AT_LEAST_1),
-    **dict.fromkeys(("query_length", "response_length", "max_length", "total_episodes", "num_ppo_epochs"), _AT_LEAST_1),
-    **dict.fromkeys(("max_train_samples", "max_eval_samples", "normalize_samples", "save_total_limit"), _AT_LEAST_1),
-    **dict.fromkeys(("logging_steps", "mesh_fsdp", "mesh_tensor"), _AT_LEAST_1),
-    "mesh_data": ("-1 (all that the other axes leave) or at least 1", lambda v: v == -1 or v >= 1),
-    **dict.fromkeys(("save_steps", "eval_steps", "warmup_steps", "early_stopping_patience"), _AT_LEAST_0),
-    **dict.fromkeys(("learning_rate", "weight_decay", "center_rewards_coefficient", "kl_coef"), _AT_LEAST_0),
-    **dict.fromkeys(("vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _AT_LEAST_0),
-    "missing_eos_penalty": ("at least 0, as it is taken off the score", lambda v: v >= 0),
-    **dict.fromkeys(("adam_epsilon", "max_grad_norm", "num_train_epochs", "score_init_std"), _POSITIVE),
-    **dict.fromkeys(("temperature", "repetition_penalty", "cliprange", "cliprange_value"), _POSITIVE),
-    **dict.fromkeys(("kl_target", "kl_horizon"), _POSITIVE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), _DECAY),
-    **dict.fromkeys(("gamma", "lam", "min_p"), _SHARE),
-    "top_p": ("above 0 and at most 1", lambda v: 0 < v <= 1),
-    "max_steps": ("-1 (num_train_epochs decides) or at least 1", lambda v: v == -1 or v >= 1),
-}
+__all__ = ["RANGES", "Arithmetic", "batch_arithmetic", "batch_lines", "check", "check_devices", "check_devices_of"]
+__all__ += ["check_rows", "eval_updates", "sampling_options"]
 
 
 def check(config: Config) -> None:
@@ -46,144 +20,12 @@ def check(config: Config) -> None:
     """
     problems = []
     for name, stage in stages_of(config).items():
-        found = [*_out_of_range(stage)] or [*_combinations(stage)]  # arithmetic on wild numbers would only confuse
+        found = [*out_of_range(stage)] or [*combinations(stage)]  # arithmetic on wild numbers would only confuse
         problems += [f"{name}: {p}" if isinstance(config, Pipeline) else p for p in found]
     if isinstance(config, Pipeline):
-        problems += _chain(config)
+        problems += chain(config)
     if problems:
         raise UserError("\n".join(problems))
-
-
-def _out_of_range(config: StageConfig) -> Iterator[str]:
-    for name, value in vars(config).items():
-        if name in RANGES and value is not None and not RANGES[name][1](value):
-            yield f"{name} is {value}; it must be {RANGES[name][0]}."
-
-
-def _combinations(config: StageConfig) -> Iterator[str]:
-    if config.dataset_streaming:
-        yield (
-            "dataset_streaming is refused: batches are a function of the seed and the step, so that a run can resume "
-            "anywhere, and a stream has no random access. Download the data set (leave the option out)."
-        )
-    unknown = [name for name in config.report_to if name != "tensorboard"]
-    if unknown:
-        yield f"report_to: {', '.join(unknown)} is not supported; 'tensorboard' or 'none' (metrics.jsonl always comes)."
-    if config.eval_steps and config.dataset_test_split is None and config.eval_dataset_name is None:
-        yield f"eval_steps is {config.eval_steps}, but with dataset_test_split None there is nothing to evaluate on."
-    buckets = config.length_buckets
-    if buckets is not None and (not buckets or buckets[0] < 1 or any(a >= b for a, b in itertools.pairwise(buckets))):
-        yield f"length_buckets is {buckets}; lengths must be at least 1 and rise."
-    yield from _scratch(config)
-    yield from _batches(config)
-    if isinstance(config, PPOConfig):
-        yield from _ppo(config)
-    elif isinstance(config, SFTConfig | RewardConfig):
-        yield from _supervised(config)
-
-
-def _scratch(config: StageConfig) -> Iterator[str]:
-    shape = re.fullmatch(r"(\d+)x(\d+)x(\d+)", config.scratch_model or "")
-    if shape:
-        layers, width, heads = map(int, shape.groups())
-        if min(layers, width, heads) < 1 or width % heads:
-            yield (
-                f"scratch_model {config.scratch_model}: {layers} layers of width {width} with {heads} heads; "
-                "all must be at least 1 and the width a multiple of the heads."
-            )
-    start = config.sft_model_path if isinstance(config, PPOConfig) else getattr(config, "model_name_or_path", None)
-    name = "sft_model_path" if isinstance(config, PPOConfig) else "model_name_or_path"
-    if start is None and config.scratch_model is None:
-        yield f"{name} is None, and so is scratch_model: there is no model to start from."
-    if start is None and config.tokenizer_name_or_path is None:
-        yield f"{name} is None, and so is tokenizer_name_or_path: there is no tokenizer."
-
-
-def _batches(config: StageConfig) -> Iterator[str]:
-    batch, minibatches = config.batch_size, getattr(config, "num_mini_batches", 1)
-    if minibatches > batch:
-        yield f"num_mini_batches {minibatches} is over batch_size {batch}: a minibatch would be empty."
-    elif batch % minibatches:
-        yield (
-            f"batch_size {batch} / num_mini_batches {minibatches} = {batch / minibatches:.4g} rows a minibatch; "
-            f"it must come out even (batch_size {_multiples(batch, minibatches)})."
-        )
-    else:
-        rows, micro = batch // minibatches, config.micro_batch_size
-        if micro is not None and rows % micro:
-            source = f"batch_size {batch} / num_mini_batches {minibatches} = " if minibatches > 1 else "batch_size "
-            yield (
-                f"{source}{rows} rows a minibatch / micro_batch_size {micro} = {rows / micro:.4g} passes; "
-                f"it must come out even (micro_batch_size {_divisors(rows, micro)})."
-            )
-    rollout = getattr(config, "rollout_batch_size", None)
-    if rollout is not None and batch % rollout:
-        yield (
-            f"batch_size {batch} / rollout_batch_size {rollout} = {batch / rollout:.4g} rounds; "
-            f"it must come out even (rollout_batch_size {_divisors(batch, rollout)})."
-        )
-
-
-def _multiples(total: int, part: int) -> str:
-    below = total - total % part
-    return f"{below} or {below + part}" if below else f"{part}"
-
-
-def _divisors(total: int, near: int) -> str:
-    """The divisors of `total` on both sides of `near`, in words."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    around = [d for d in divisors if d < near][-1:] + [d for d in divisors if d > near][:1]
-    return " or ".join(map(str, around))
-
-
-def _supervised(config: SFTConfig | RewardConfig) -> Iterator[str]:
-    if config.max_length <= config.query_length:
-        yield (
-            f"max_length {config.max_length} - query_length {config.query_length} = "
-            f"{config.max_length - config.query_length} tokens left for the completion; max_length must be larger."
-        )
-    if isinstance(config, SFTConfig) and config.early_stopping_patience and not config.eval_steps:
-        yield f"early_stopping_patience {config.early_stopping_patience} needs eval_steps above 0: it counts these."
-
-
-def _ppo(config: PPOConfig) -> Iterator[str]:
-    if config.stop_token is not None and config.stop_token_id is not None:
-        yield (
-            f"stop_token {config.stop_token!r} and stop_token_id {config.stop_token_id} exclude each other: "
-            "give one (for an id: --stop_token None --stop_token_id ID)."
-        )
-    if config.eos_penalty_mode == "replace" and config.missing_eos_penalty is None:
-        yield "eos_penalty_mode 'replace' needs missing_eos_penalty: a response without eos then scores -penalty."
-    rows = config.batch_size // config.num_mini_batches
-    if config.whiten_rewards and rows < 8:
-        yield (
-            f"whiten_rewards needs at least 8 rows a minibatch: batch_size {config.batch_size} / "
-            f"num_mini_batches {config.num_mini_batches} = {rows}."
-        )
-    if config.kl_target is not None and config.kl_coef == 0:
-        yield f"kl_target {config.kl_target} with kl_coef 0: the controller multiplies kl_coef, which would stay 0."
-    if config.value_model == "shared_backbone" and config.value_model_path is not None:
-        yield (
-            f"value_model 'shared_backbone' is a head on the policy; value_model_path {config.value_model_path!r} "
-            "would not be used. Leave one of them out."
-        )
-    no_value = config.reward_model_path is None and config.value_model_path is None
-    if config.value_model == "separate" and no_value and config.scratch_model is None:
-        yield (
-            "reward_model_path is None, and the value model starts from it: "
-            "give value_model_path, or value_model 'shared_backbone'."
-        )
-
-
-def _chain(config: Pipeline) -> Iterator[str]:
-    """A pipeline whose PPO does not start from its own stages trains them for nothing."""
-    run_dir, ppo = config.run_dir or "{run_dir}", config.ppo
-    for name, own in (("sft_model_path", "sft/policy"), ("reward_model_path", "reward/reward_model")):
-        if getattr(ppo, name) not in (f"{{run_dir}}/{own}", f"{run_dir}/{own}"):
-            yield (
-                f"ppo: {name} is {getattr(ppo, name)!r}, not this pipeline's own '{{run_dir}}/{own}': write that, "
-                "or run PPO by a config of its own."
-            )
 
 
 def check_devices_of(config: Config, n_devices: int) -> None:
@@ -196,7 +38,8 @@ def check_devices_of(config: Config, n_devices: int) -> None:
 
 
 def check_devices(config: StageConfig, n_devices: int) -> None:
-    """Raise UserError when the mesh does not use `n_devices`, or rows do not spread evenly over its data devices."""
+    """Raise UserError when the mesh does not use `n_devices`, or rows (with shared_prompts: prompts) do not spread
+    evenly over its data devices."""
     fsdp, tensor = config.mesh_fsdp, config.mesh_tensor
     data = max(n_devices // (fsdp * tensor), 1) if config.mesh_data == -1 else config.mesh_data
     if data * fsdp * tensor != n_devices:
@@ -206,13 +49,17 @@ def check_devices(config: StageConfig, n_devices: int) -> None:
         )
     sums = batch_arithmetic(config)
     rows = {"micro_batch_size": sums.micro_batch}
-    if isinstance(config, PPOConfig):
+    if isinstance(config, PolicyConfig):
         rows["rollout_batch_size"] = sums.rollout_batch
+    # With shared prompts the devices divide prompts: a prompt and all its responses lie on one.
+    group = sums.generations if getattr(config, "shared_prompts", False) else 1
     for name, count in rows.items():
-        if count % (data * fsdp):
+        if count % (group * data * fsdp):
+            prompts = f" / num_generations {group}" if group > 1 else ""
             raise UserError(
-                f"{name}: {count} rows / (mesh_data {data} x mesh_fsdp {fsdp}) = {count / (data * fsdp):.4g} rows a "
-                "device; it must come out even."
+                f"{name}: {count} rows{prompts} / (mesh_data {data} x mesh_fsdp {fsdp}) = "
+                f"{count / (group * data * fsdp):.4g} {'prompts' if prompts else 'rows'} a device; it must come out "
+                f"even{', or --shared_prompts false' if prompts and count % (data * fsdp) == 0 else ''}."
             )
 
 
@@ -226,10 +73,16 @@ class Arithmetic:
     batch: int  # rows (episodes) an update
     minibatch: int  # rows an optimizer step
     micro_batch: int  # rows a forward and backward pass
-    rollout_batch: int  # rows generated and scored at a time (PPO)
-    epochs: int  # passes over each batch (PPO: num_ppo_epochs)
+    rollout_batch: int  # rows generated and scored at a time (PPO, RLOO)
+    epochs: int  # passes over each batch (PPO: num_ppo_epochs, RLOO: num_iterations)
     updates: int | None
     requested: int | None  # rows or episodes asked for, before rounding up to whole updates
+    generations: int = 1  # responses to each prompt (RLOO: num_generations)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts (PPO: as many as episodes) an update."""
+        return self.batch // self.generations
 
     @property
     def rows(self) -> int | None:
@@ -245,53 +98,90 @@ class Arithmetic:
 def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmetic:
     """The counts of a stage that trains on `n_rows` prompts, pairs or demonstrations (None: not known yet).
 
-    PPO rounds up, as TRL does: ceil(total_episodes / batch_size), with num_train_epochs * n_rows episodes where
-    total_episodes is None. The other stages leave out an epoch's incomplete batch: max_steps updates, or
-    ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
+    PPO and RLOO round up, as TRL does: ceil(total_episodes / batch_size), with num_train_epochs * n_rows episodes
+    (RLOO: times num_generations) where total_episodes is None. The other stages leave out an epoch's incomplete batch:
+    max_steps updates, or ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
     """
-    batch, is_ppo = config.batch_size, isinstance(config, PPOConfig)
-    minibatch = batch // config.num_mini_batches if is_ppo else batch
-    asked = config.total_episodes if is_ppo else (config.max_steps * batch if config.max_steps > 0 else None)
+    batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)
+    minibatch, generations = batch, getattr(config, "num_generations", 1)
+    if is_policy:
+        minibatch = batch // config.num_mini_batches
+        epochs = config.num_iterations if isinstance(config, RLOOConfig) else config.num_ppo_epochs
+        asked = config.total_episodes
+    else:
+        asked = config.max_steps * batch if config.max_steps > 0 else None
     if asked is None and n_rows is not None:
-        epochs = config.num_train_epochs
-        asked = int(epochs * n_rows) if is_ppo else max(1, math.ceil(epochs * (n_rows // batch))) * batch
+        passes = config.num_train_epochs
+        asked = (
+            int(passes * n_rows * generations) if is_policy else max(1, math.ceil(passes * (n_rows // batch))) * batch
+        )
     return Arithmetic(
         batch=batch,
         minibatch=minibatch,
         micro_batch=config.micro_batch_size or minibatch,
-        rollout_batch=(config.rollout_batch_size or batch) if is_ppo else batch,
-        epochs=config.num_ppo_epochs if is_ppo else 1,
+        rollout_batch=(config.rollout_batch_size or batch) if is_policy else batch,
+        epochs=epochs,
         updates=None if asked is None else math.ceil(asked / batch),
         requested=asked,
+        generations=generations,
     )
 
 
+def eval_updates(config: StageConfig, total_updates: int) -> int:
+    """eval_steps in updates: below 1 it is a share of the run, at least one update (transformers); 0: only at the end.
+
+    Args:
+      config: a stage's.
+      total_updates: of the whole run.
+
+    Returns:
+      Updates between two evaluations; 0: none but the last.
+    """
+    if 0 < config.eval_steps < 1:
+        return max(1, math.ceil(config.eval_steps * total_updates))
+    return int(config.eval_steps)
+
+
 def check_rows(config: StageConfig, n_rows: int) -> list[str]:
-    """Raise UserError when `n_rows` rows make no update. Returns warnings: of a warm-up that outlasts the run."""
-    updates = batch_arithmetic(config, n_rows).updates
-    if not updates or not n_rows:
+    """Raise UserError when `n_rows` rows make no update.
+
+    Returns:
+      Warnings: a warm-up that outlasts the run, off-policy steps without a ratio.
+    """
+    sums = batch_arithmetic(config, n_rows)
+    if not sums.updates or not n_rows:
         raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = nothing to train on.")
-    if config.warmup_steps and config.warmup_steps >= updates:
-        return [
-            f"warning: warmup_steps {config.warmup_steps} >= {updates} updates: the learning rate never reaches "
+    warnings = []
+    per_step = getattr(config, "lr_scheduler_unit", "update") == "optimizer_step"
+    length, unit = (sums.optimizer_steps, "optimizer steps") if per_step else (sums.updates, "updates")
+    if config.warmup_steps and config.warmup_steps >= length:
+        warnings.append(
+            f"warning: warmup_steps {config.warmup_steps} >= {length} {unit}: the learning rate never reaches "
             f"{config.learning_rate:g}"
-        ]
-    return []
+        )
+    steps = sums.epochs * (sums.batch // sums.minibatch)
+    if getattr(config, "policy_loss", "clipped") == "reinforce" and steps > 1:
+        warnings.append(
+            f"warning: policy_loss reinforce with {steps} optimizer steps an update (num_iterations {sums.epochs} x "
+            f"num_mini_batches {sums.batch // sums.minibatch}): without a ratio later steps are off-policy"
+        )
+    return warnings
 
 
 def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
     """The batch arithmetic in words, for --dry_run and the start of a run."""
     sums = batch_arithmetic(config, n_rows)
-    is_ppo = isinstance(config, PPOConfig)
-    unit = "episodes" if is_ppo else "rows"
-    lines = [f"update: {sums.batch:,} {unit}"]
-    if is_ppo:
+    is_policy = isinstance(config, PolicyConfig)
+    unit = "episodes" if is_policy else "rows"
+    groups = f" = {sums.prompts:,} prompts x {sums.generations} responses" if sums.generations > 1 else ""
+    lines = [f"update: {sums.batch:,} {unit}{groups}"]
+    if is_policy:
         rounds = sums.batch // sums.rollout_batch
         lines.append(f"rollout: {rounds:,} x {sums.rollout_batch:,} episodes generated and scored at a time")
-        steps = sums.epochs * (sums.batch // sums.minibatch)
+        passes = "iterations" if isinstance(config, RLOOConfig) else "epochs"
         lines.append(
-            f"optimizer: {sums.epochs} epochs x {sums.batch // sums.minibatch} minibatches of {sums.minibatch:,} "
-            f"= {steps} steps an update"
+            f"optimizer: {sums.epochs} {passes} x {sums.batch // sums.minibatch} minibatches of {sums.minibatch:,} "
+            f"= {sums.epochs * (sums.batch // sums.minibatch)} steps an update"
         )
     passes = sums.minibatch // sums.micro_batch
     lines.append(f"gradient: {passes:,} micro-batches of {sums.micro_batch:,} rows a step")
@@ -300,7 +190,7 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
         return lines
     rounded = " (rounded up)" if sums.rows != sums.requested else ""
     asked = f"{sums.requested:,} {unit} / {sums.batch:,}"
-    if not is_ppo and config.max_steps < 1:
+    if not is_policy and config.max_steps < 1:
         passes = f"{n_rows:,} rows / {sums.batch:,} = {n_rows // sums.batch:,} updates an epoch"
         asked = f"{passes}, num_train_epochs {config.num_train_epochs:g}"
     lines.append(
@@ -308,5 +198,6 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
         f"{sums.rows:,} {unit}{rounded}"
     )
     if n_rows:
-        lines.append(f"data: {n_rows:,} rows, {sums.rows / n_rows:.3g} passes")
+        what = "prompts" if sums.generations > 1 else "rows"
+        lines.append(f"data: {n_rows:,} {what}, {sums.rows / (sums.generations * n_rows):.3g} passes")
     return lines

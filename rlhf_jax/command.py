@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
+import typing
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
@@ -36,10 +39,7 @@ def parse(argv: Sequence[str]) -> Config:
     if wants_help:
         print_help(config, specs[-1][0])
         raise SystemExit(0)
-    for name, words in flags:
-        if name != "config":
-            config = with_flag(config, name, words)
-    return config
+    return with_flags(config, [(name, words) for name, words in flags if name != "config"])
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -56,13 +56,35 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     return flags
 
 
+def with_flags(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Config:
+    """The config with all flags applied, left to right; those that set several options come last, each once."""
+
+    def several(name: str) -> bool:
+        stage, _, option = name.rpartition(".")
+        stage = stage or stage_name(config)
+        found = migrating.answer(option, stage) if stage in STAGES else None
+        return found is not None and found.kind == "translated"
+
+    last = {name: words for name, words in flags if several(name)}
+    stages = [name.rpartition(".")[0] for name in last]
+    if len(set(stages)) < len(stages):
+        given = " and ".join(f"--{name}" for name in last)
+        raise UserError(f"{given} exclude each other: both say how many responses an update has.")
+    for name, words in [*(flag for flag in flags if flag[0] not in last), *last.items()]:
+        config = with_flag(config, name, words)
+    return config
+
+
 def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
     """The config with one flag applied; `name` may be a field, `no_` and a boolean field, TRL's name, or STAGE.name."""
     if not isinstance(config, Pipeline):
         return _with_option(config, name, words, "")
+    present = [key for key in STAGES if getattr(config, key) is not None]
     stage, dot, option = name.partition(".")
-    if dot and stage in STAGES:
+    if dot and stage in present:
         return dataclasses.replace(config, **{stage: _with_option(getattr(config, stage), option, words, f"{stage}.")})
+    if dot and stage in STAGES:
+        raise UserError(f"--{name}: this config has no stage {stage}; it has {', '.join(present)}.")
     own = {key: hint for key, hint in configfile.field_types(Pipeline).items() if key not in STAGES}
     if name == "no_dry_run" and not words:
         name, words = "dry_run", ["false"]
@@ -70,14 +92,15 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
         name = migrating.RENAMED[name].to
     if name in own:
         return dataclasses.replace(config, **{name: configfile.value_from_words(f"--{name}", own[name], words)})
-    answers = {key: found for key in STAGES if (found := migrating.answer(name, key))}
+    answers = {key: found for key in present if (found := migrating.answer(name, key))}
     takers = [f"--{key}.{name}" for key, found in answers.items() if found.kind != "refused"]
     if takers:
-        raise UserError(f"--{name}: this config has three stages, so name the stage: {' or '.join(takers)}.")
+        raise UserError(f"--{name}: this config has {len(present)} stages, so name the stage: {' or '.join(takers)}.")
     if answers:
-        raise UserError(f"--{name} is refused. {next(iter(answers.values())).text}")
-    known = [*own, *(f"{key}.{field}" for key in STAGES for field in configfile.field_types(STAGES[key]))]
-    hint = configfile.nearest(name, known) or configfile.nearest(f"ppo.{name}", known)
+        key, found = list(answers.items())[-1]  # the policy's stage: what most options are about
+        raise UserError(f"--{name} is refused. {found.text}")
+    known = [*own, *(f"{key}.{field}" for key in present for field in configfile.field_types(STAGES[key]))]
+    hint = configfile.nearest(name, known) or configfile.nearest(f"{present[-1]}.{name}", known)
     raise UserError(f"unknown option --{name}.{hint}")
 
 
@@ -89,10 +112,13 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
         name, words = positive, ["false"]
     found = migrating.answer(name, stage_name(config))
     if found is None:
-        hint = configfile.nearest(name, [*hints, *migrating.RENAMED])
+        renamed = [key for key, found in migrating.RENAMED.items() if found.to in hints]
+        hint = configfile.nearest(name, [*hints, *renamed])
         raise UserError(f"unknown option --{prefix}{name}.{hint} (--config ... --help lists all.)")
     if found.kind == "refused":
         raise UserError(f"--{prefix}{name} is refused. {found.text}")
+    if found.kind == "translated":
+        return _with_batches(config, name, words, prefix)
     if found.kind == "renamed":
         note = f" ({found.text})" if found.text else ""
         print(f"note: --{prefix}{name} is --{prefix}{found.renamed.to} here{note}.", file=sys.stderr)
@@ -101,6 +127,39 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
             words = [found.renamed.values.get(word.lower(), word) for word in (words or ["true"])]
     value = configfile.value_from_words(f"--{prefix}{name}", hints[name], words)
     return dataclasses.replace(config, **{name: value})
+
+
+def _with_batches(config: StageConfig, name: str, words: Sequence[str], prefix: str) -> StageConfig:
+    """TRL's steps_per_generation or generation_batch_size: another batch_size, with minibatches of the same rows."""
+    count = configfile.value_from_words(f"--{prefix}{name}", int, words)
+    if count < 1:
+        raise UserError(f"--{prefix}{name} is {count}; it must be at least 1.")
+    if config.num_mini_batches < 1 or config.batch_size % config.num_mini_batches:
+        raise UserError(
+            f"--{prefix}{name} keeps the rows of a minibatch, but batch_size {config.batch_size} / num_mini_batches "
+            f"{config.num_mini_batches} does not come out even."
+        )
+    rows, batch, sum_ = config.batch_size // config.num_mini_batches, count, f"{count}"
+    if name == "steps_per_generation":
+        if config.micro_batch_size is None:
+            raise UserError(
+                f"--{prefix}{name} counts micro-batches, so it needs --{prefix}micro_batch_size (TRL's "
+                "per_device_train_batch_size x devices). Or give batch_size and num_mini_batches."
+            )
+        batch = config.micro_batch_size * count
+        sum_ = f"micro_batch_size {config.micro_batch_size} x {count} = {batch}"
+    if batch % rows:
+        raise UserError(
+            f"--{prefix}{name} {count}: {sum_} responses an update / {rows} rows a minibatch = {batch / rows:.4g} "
+            f"minibatches; it must come out even. Set the rows of a minibatch by --{prefix}batch_size and "
+            f"--{prefix}num_mini_batches: their quotient is kept."
+        )
+    print(
+        f"note: --{prefix}{name} {count} is --{prefix}batch_size {batch} --{prefix}num_mini_batches {batch // rows} "
+        f"here ({sum_} responses an update, {rows} rows an optimizer step as before).",
+        file=sys.stderr,
+    )
+    return dataclasses.replace(config, batch_size=batch, num_mini_batches=batch // rows)
 
 
 # --- help
@@ -117,7 +176,7 @@ def usage() -> str:
             f"usage: {PROG} --config CONFIG [--OPTION VALUE ...]",
             "",
             "CONFIG is a .py file with get_config(variant=None), a shipped config, either with :VARIANT behind it,",
-            "or the config.json of a run. A config is of one stage, or of all three:",
+            "or the config.json of a run. A config is of one stage, or of sft, reward and one of ppo and rloo:",
             "",
             *stages,
             "",
@@ -137,6 +196,29 @@ def usage() -> str:
 
 def print_help(config: Config, spec: str) -> None:
     """Print every option of a config with its type, its default in this config, and its meaning."""
-    prog = f"{PROG} --config {spec}"
+    prog, shown = f"{PROG} --config {spec}", _for_help(config)
     with contextlib.suppress(SystemExit):  # whether to end the program is the caller's to say
-        tyro.cli(type(config), args=["--help"], default=config, prog=prog, use_underscores=True)
+        tyro.cli(
+            type(shown),
+            args=["--help"],
+            default=shown,
+            prog=prog,
+            use_underscores=True,
+            config=(tyro.conf.AvoidSubcommands,),  # a stage that a pipeline lacks is left out
+        )
+
+
+def _for_help(config: Config) -> Any:
+    """The config with JSON text in the place of dicts, which tyro would take for options or subcommands."""
+    fields, values = [], {}
+    for name, hint in configfile.field_types(type(config)).items():
+        value = values[name] = getattr(config, name)
+        if isinstance(value, StageConfig):
+            values[name] = _for_help(value)
+            fields.append((name, type(values[name]), values[name]))
+        elif configfile.is_dict(hint):
+            values[name] = None if value is None else json.dumps(value)
+            fields.append((name, typing.Annotated[str | None, tyro.conf.arg(metavar="{None}|JSON")], None))
+    shown = dataclasses.make_dataclass(type(config).__name__, fields, bases=(type(config),), frozen=True)
+    shown.__doc__ = type(config).__doc__
+    return shown(**values)

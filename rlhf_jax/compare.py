@@ -1,4 +1,4 @@
-"""What a pipeline ends with: SFT against PPO on held-out prompts."""
+"""What a pipeline ends with: SFT against the trained policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_jax import evaluate
 from rlhf_jax.config import Pipeline, stages_of
 from rlhf_jax.data import synthetic
 from rlhf_jax.models import hf
-from rlhf_jax.stages import PPOStage
+from rlhf_jax.stages import STAGES
 
 
 def after_pipeline(config: Pipeline) -> dict:
@@ -20,16 +20,15 @@ def after_pipeline(config: Pipeline) -> dict:
       config: the resolved pipeline, its stages finished.
 
     Returns:
-      {"rows", "samples", "gain", "gain_se"}: the table, three samples, and PPO's mean gain with its standard error.
+      {"rows", "samples", "gain", "gain_se"}: the table, three samples, and the mean gain with its standard error.
     """
     path = os.path.join(config.run_dir, "comparison.json")
-    stage_config = stages_of(config)["ppo"]
-    stage = PPOStage(stage_config)
-    held_out = stage.eval_prompts is not None
-    prompts = stage.eval_prompts if held_out else stage.train_data
+    stage_name, stage_config = list(stages_of(config).items())[-1]
+    stage, label = STAGES[stage_name](stage_config), stage_name.upper()
+    held_out, prompts = bool(stage.eval_sets), stage.held_out
     limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
-    _, trained = hf.load(os.path.join(config.run_dir, "ppo", "policy"), kind="causal")
-    policies = {"SFT": stage.state.params["policy"], "PPO": stage.place_params(stage.nets.policy, trained)}
+    _, trained = hf.load(os.path.join(config.run_dir, stage_name, "policy"), kind="causal")
+    policies = {"SFT": stage.state.params["policy"], label: stage.place_params(stage.policy, trained)}
     found = {
         name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()
     }
@@ -53,7 +52,7 @@ def after_pipeline(config: Pipeline) -> dict:
                 kl=answers["kl"],
                 lengths=answers["lengths"],
                 ended=answers["ended"],
-                against=judged["SFT"] if name == "PPO" else None,
+                against=judged["SFT"] if name == label else None,
             )
         )
     samples = [
@@ -68,9 +67,9 @@ def after_pipeline(config: Pipeline) -> dict:
     what = "held-out prompts" if held_out else "training prompts (there is no evaluation split)"
     print()
     evaluate.print_comparison(rows, samples, title=f"{limit} {what}, temperature {stage_config.temperature}")
-    gain, error = evaluate.paired_difference(judged["PPO"], judged["SFT"])
+    gain, error = evaluate.paired_difference(judged[label], judged["SFT"])
     by = "gold reward" if gold else "reward-model score"
-    print(f"PPO - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
+    print(f"{label} - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
     evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
-    print(f"written: {path}; the policy: {os.path.join(config.run_dir, 'ppo', 'policy')}")
+    print(f"written: {path}; the policy: {os.path.join(config.run_dir, stage_name, 'policy')}")
     return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}

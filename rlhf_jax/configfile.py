@@ -19,6 +19,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlhf_jax import migrating
 from rlhf_jax.config import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.types import UserError
 
@@ -49,20 +50,40 @@ def _alternatives(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+def stage_type(hint: Any) -> type[StageConfig] | None:
+    """The stage's config class of a pipeline's field (`PPOConfig`, `PPOConfig | None`); None for other types."""
+    inner, _ = _alternatives(hint)
+    return inner if isinstance(inner, type) and issubclass(inner, StageConfig) else None
+
+
+def is_dict(hint: Any) -> bool:
+    """Whether a field holds a dict: on the command line it is written as JSON."""
+    return typing.get_origin(_alternatives(hint)[0]) is dict
+
+
 def describe_type(hint: Any) -> str:
     """A type in words, for messages: 'a whole number or None', 'one of linear, cosine, constant'."""
     inner, optional = _alternatives(hint)
     if typing.get_origin(inner) is typing.Literal:
         words = "one of " + ", ".join(str(a) for a in typing.get_args(inner))
     elif typing.get_origin(inner) is tuple:
-        words = {str: "a list of words", int: "a list of whole numbers"}[typing.get_args(inner)[0]]
+        names = {str: "a list of words", int: "a list of whole numbers", float: "a list of numbers"}
+        words = names[typing.get_args(inner)[0]]
+    elif stage_type(hint) is not None:
+        words = f"a {inner.__name__}"
+    elif is_dict(hint):
+        words = "a dict of plain values (on the command line JSON: '{\"top_k\": 50}')"
     else:
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[inner]
     return words + (" or None" if optional else "")
 
 
 def checked_value(name: str, hint: Any, value: Any) -> Any:
-    """`value` as `hint` wants it (ints become floats, lists tuples); UserError names the option and its type."""
+    """`value` as `hint` wants it; UserError names the option and its type.
+
+    Ints become floats and lists tuples. For a list of words or floats, one alone is a list of one, and the word 'none'
+    an empty list.
+    """
     wrong = UserError(f"{name} = {value!r}: it must be {describe_type(hint)}.")
     inner, optional = _alternatives(hint)
     if value is None:
@@ -75,9 +96,19 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
             raise UserError(str(wrong) + nearest(str(value), map(str, allowed), 1))
         return value
     if typing.get_origin(inner) is tuple:
+        of = typing.get_args(inner)[0]
+        single = str if of is str else (int, float) if of is float else ()
+        if isinstance(value, single) and not isinstance(value, bool):
+            value = (value,)
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise wrong
-        return tuple(checked_value(name, typing.get_args(inner)[0], v) for v in value)
+        if of is str and [str(v).lower() for v in value] == ["none"]:
+            return None if optional else ()
+        return tuple(checked_value(name, of, v) for v in value)
+    if is_dict(hint):
+        if not isinstance(value, dict):
+            raise wrong
+        return _plain(name, value)
     if inner is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, inner) or (isinstance(value, bool) and inner is not bool):
@@ -85,6 +116,20 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     if inner is float and not math.isfinite(value):
         raise UserError(f"{name} = {value!r}: it must be a finite number.")
     return value
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` as config.json gives it back (tuples as lists); UserError where it could not."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise UserError(
+        f"{name} = {value!r}: it must be plain, as config.json holds it: text, a finite number, true, false, None, "
+        "or a list or dict (with text keys) of these."
+    )
 
 
 def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
@@ -96,6 +141,8 @@ def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
         if [w.lower() for w in words] == ["none"]:
             return None if optional else ()
         return tuple(value_from_words(name, typing.get_args(inner)[0], [w]) for w in words)
+    if is_dict(hint) and words:
+        words = [" ".join(words)]
     if inner is bool and not words:
         return True
     if len(words) != 1:
@@ -104,6 +151,11 @@ def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
     word = words[0]
     if optional and word.lower() == "none":
         return None
+    if is_dict(hint):
+        try:
+            return checked_value(name, hint, json.loads(word))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} = {word!r} is not JSON ({error}): it must be {describe_type(hint)}.") from None
     if typing.get_origin(inner) is typing.Literal:
         return checked_value(name, hint, {str(a): a for a in typing.get_args(inner)}.get(word, word))
     if inner is bool:
@@ -121,10 +173,11 @@ def checked_types(config: Config, prefix: str = "") -> Config:
     values = {}
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
-        if isinstance(hint, type) and issubclass(hint, StageConfig):
-            if type(value) is not hint:
-                raise UserError(f"{prefix}{name} must be a {hint.__name__}, not {type(value).__name__}.")
-            values[name] = checked_types(value, f"{name}.")
+        stage = stage_type(hint)
+        if stage is not None:
+            if type(value) is not stage and not (value is None and _alternatives(hint)[1]):
+                raise UserError(f"{prefix}{name} must be {describe_type(hint)}, not {type(value).__name__}.")
+            values[name] = None if value is None else checked_types(value, f"{name}.")
         else:
             values[name] = checked_value(prefix + name, hint, value)
     return dataclasses.replace(config, **values)
@@ -160,11 +213,12 @@ def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
     values = {}
     for name, value in data.items():
         if name not in hints:
-            raise UserError(f"unknown field {prefix}{name}.{nearest(name, hints)}")
-        if isinstance(hints[name], type) and issubclass(hints[name], StageConfig):
+            raise UserError(f"unknown field {prefix}{name}.{_what_became_of(name, config_type)}")
+        stage = stage_type(hints[name])
+        if stage is not None and not (value is None and _alternatives(hints[name])[1]):
             if not isinstance(value, dict):
                 raise UserError(f"{name} must be an object with the stage's fields, not {value!r}.")
-            values[name] = _from_dict(hints[name], value, f"{name}.")
+            values[name] = _from_dict(stage, value, f"{name}.")
         else:
             values[name] = checked_value(prefix + name, hints[name], value)
     return config_type(**values)
@@ -268,5 +322,16 @@ def _explain(path: pathlib.Path, error: Exception) -> str:
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         config_name, field = str(error).split(".")[0], str(error).rsplit("'", 2)[1]
         known = {t.__name__: t for t in CONFIG_TYPES.values()}.get(config_name)
-        return text + (nearest(field, field_types(known)) if known else "")
+        return text + (_what_became_of(field, known) if known else "")
     return text
+
+
+def _what_became_of(field: str, config_type: type) -> str:
+    """' It is num_generations here.' for a name of TRL's, else the nearest fields of the config."""
+    stage = next((name for name, known in STAGES.items() if known is config_type), None)
+    found = migrating.answer(field, stage) if stage else None
+    if found is None:
+        return nearest(field, field_types(config_type))
+    if found.renamed:
+        return f" It is {found.renamed.to} here" + (f": {found.text}." if found.text else ".")
+    return f" {found.text}"

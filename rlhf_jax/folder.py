@@ -187,23 +187,25 @@ class RunFolder:
                     write_atomically(path, "".join(kept))
         if os.path.isdir(self.completions):
             for name in os.listdir(self.completions):
-                match = re.fullmatch(r"(\d+)\.jsonl(\.tmp)?", name)
+                match = re.fullmatch(r"(?:training_)?(\d+)\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
                     os.remove(os.path.join(self.completions, name))
         if step == 0:
             shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
-    def write_completions(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+    def write_completions(self, step: int, rows: Iterable[dict[str, Any]], what: str = "samples") -> None:
         """Writes completions/STEP.jsonl, one JSON object a row; nothing for no rows.
 
         Args:
           step: the update that the completions belong to.
           rows: dicts of strings and numbers.
+          what: 'samples', or 'training': completions/training_STEP.jsonl.
         """
         text = "".join(json_text(row) + "\n" for row in rows)
         if text and is_main():
             os.makedirs(self.completions, exist_ok=True)
-            write_atomically(os.path.join(self.completions, f"{step}.jsonl"), text)
+            name = f"{step}.jsonl" if what == "samples" else f"{what}_{step}.jsonl"
+            write_atomically(os.path.join(self.completions, name), text)
 
 
 def check(

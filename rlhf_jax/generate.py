@@ -103,30 +103,33 @@ def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Arr
     return logits
 
 
-def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling, *, rows=None, dtype=jnp.float32):
-    """Samples a response to each prompt. Pure; jit it with model, sampling and dtype static.
+def generate(
+    model, params, prompts: PromptBatch, key: Array, sampling: Sampling, *, group: int = 1, rows=None, dtype=jnp.float32
+):
+    """Samples `group` responses to each prompt. Pure; jit it with model, sampling, group and dtype static.
 
     Args:
       model: a `models.Model` with a causal head.
       params: its params, layers stacked; they are sliced into layers once, here.
-      prompts: tokens [B, C] left-padded, lengths [B].
+      prompts: tokens [P, C] left-padded, lengths [P]; each is computed once for all its responses.
       key: typed PRNG key of this rollout.
       sampling: the options.
+      group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
       rows: [B] int32 index of each row in the whole batch (default 0..B-1): what its key is made from.
       dtype: compute dtype; logits and log-probabilities are float32.
 
     Returns:
-      Rollout with T = sampling.max_new_tokens.
+      Rollout of B rows with T = sampling.max_new_tokens.
     """
-    b, c = prompts.tokens.shape
+    c = prompts.tokens.shape[1]
+    b = prompts.tokens.shape[0] * group
     t_max = sampling.max_new_tokens
     rows = jnp.arange(b) if rows is None else rows
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
     layers = model.unstack(params, dtype)
     prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
-    hidden, cache = model.prefill(layers, prompts.tokens, prompt_mask, c + t_max, dtype)
-    key_mask = jnp.pad(prompt_mask, ((0, 0), (0, t_max)))
-    slots = jnp.arange(c + t_max)[None, :]
+    hidden, prefix = model.prefill(layers, prompts.tokens, prompt_mask, dtype)
+    hidden, lengths_of_prompts = jnp.repeat(hidden, group, axis=0), jnp.repeat(prompts.lengths, group)
 
     def sample(hidden, t, seen):
         logits = process_logits(model.logits(layers, hidden), seen, sampling)
@@ -153,17 +156,16 @@ def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling
     def body(loop):
         t, carry, cache = loop
         token = jax.lax.dynamic_slice(carry[0], (0, t - 1), (b, 1))[:, 0]
-        slot = c + t - 1
-        keys = key_mask | ((slots >= c) & (slots <= slot))
-        hidden, cache = model.decode(layers, cache, token, prompts.lengths + t - 1, keys, slot, dtype)
+        positions = lengths_of_prompts + t - 1
+        hidden, cache = model.decode(layers, prefix, prompt_mask, cache, token, positions, t - 1, dtype)
         return t + 1, record(carry, hidden, t), cache
 
     seen = None
     if sampling.repetition_penalty != 1.0:
         # Index V is out of bounds and dropped: padding is not a token that was seen.
         v = model.config.vocab_size
-        seen = jnp.zeros((b, v), bool)
-        seen = seen.at[jnp.arange(b)[:, None], jnp.where(prompt_mask, prompts.tokens, v)].set(True, mode="drop")
+        tokens = jnp.repeat(jnp.where(prompt_mask, prompts.tokens, v), group, axis=0)
+        seen = jnp.zeros((b, v), bool).at[jnp.arange(b)[:, None], tokens].set(True, mode="drop")
     carry = (
         jnp.full((b, t_max), sampling.fill_id, jnp.int32),
         jnp.zeros((b, t_max), jnp.float32),
@@ -172,13 +174,14 @@ def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling
         seen,
     )
     carry = record(carry, hidden, jnp.int32(0))
+    cache = model.empty_cache(b, t_max, dtype)
     _, carry, _ = jax.lax.while_loop(
         lambda loop: (loop[0] < t_max) & ~jnp.all(loop[1][2]), body, (jnp.int32(1), carry, cache)
     )
     response, logprobs, done, lengths, _ = carry
     return Rollout(
-        prompt_tokens=prompts.tokens,
-        prompt_lengths=prompts.lengths,
+        prompt_tokens=jnp.repeat(prompts.tokens, group, axis=0),
+        prompt_lengths=lengths_of_prompts,
         response=response,
         lengths=lengths,
         ended=done,

@@ -106,6 +106,17 @@ def clipped_policy_loss(
     return _mean(losses, mask)
 
 
+def reinforce_loss_terms(logprobs: Array, advantages: Array) -> Array:
+    """-A log pi of an action: its gradient is REINFORCE's, without ratio or clip.
+
+    Args: logprobs, advantages, one shape, float. Returns float32, the same shape.
+    Source: Williams 1992; Ahmadian et al. 2024 (arXiv 2402.14740), equation 7, where an action is a whole response.
+    """
+    logprobs, advantages = _float(logprobs), _float(advantages)
+    chex.assert_equal_shape([logprobs, advantages])
+    return -advantages * logprobs
+
+
 def value_loss_terms(
     values: Array, old_values: Array, returns: Array, *, cliprange_value: float
 ) -> tuple[Array, Array]:

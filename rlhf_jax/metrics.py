@@ -197,6 +197,11 @@ class MetricLogger:
         self._pending = (step, dict(metrics), {"time/step": now - self._clock, **timings})
         self._clock = now
 
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """A text for TensorBoard's text page; nothing without TensorBoard."""
+        if self._board is not None:
+            self._board.add_text(name, markdown, step)
+
     def flush(self) -> None:
         """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
         if self._pending is None:

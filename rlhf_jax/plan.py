@@ -10,22 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import arithmetic, configfile, data, models, sharding
-from rlhf_jax.config import StageConfig, stage_name
+from rlhf_jax.config import PolicyConfig, PPOConfig, RLOOConfig, SFTConfig, StageConfig
 from rlhf_jax.models import hf
 
 
-def _model(config: StageConfig, option: str, kind: str):
-    """The model of an option, from its config.json alone; None where there is none to read yet."""
-    path = getattr(config, option, None)
-    revision = getattr(config, option.replace("_path", "_revision"), config.model_revision)
-    if config.scratch_model and option in ("model_name_or_path", "sft_model_path"):
-        rows = 50304
-        if config.tokenizer_name_or_path:
-            tokenizer = data.load_tokenizer(config.tokenizer_name_or_path, None, vocab_size=None)
-            rows = 128 * math.ceil(tokenizer.vocab_size / 128)
-        if "x" in config.scratch_model:
-            return models.custom_shape(config.scratch_model, rows)
-        return models.pythia(config.scratch_model, vocab_size=rows)
+def _scratch(config: StageConfig):
+    """The model of random weights."""
+    rows = 50304
+    if config.tokenizer_name_or_path:
+        tokenizer = data.load_tokenizer(config.tokenizer_name_or_path, None, vocab_size=None)
+        rows = 128 * math.ceil(tokenizer.vocab_size / 128)
+    if "x" in config.scratch_model:
+        return models.custom_shape(config.scratch_model, rows)
+    return models.pythia(config.scratch_model, vocab_size=rows)
+
+
+def _model(config: StageConfig, path: str | None, revision: str):
+    """The model at `path`, from its config.json alone; None where there is none to read."""
     if path is None:
         return None
     if path.startswith(os.path.dirname(config.run_dir) + os.sep) and not os.path.exists(path):
@@ -42,19 +43,24 @@ def parameters(model: Any, head: str) -> int:
 
 def roles(config: StageConfig) -> list[tuple[str, Any, str, bool]]:
     """(role, model, head, trained) of every model that the stage holds."""
-    if stage_name(config) == "sft":
-        return [("model", _model(config, "model_name_or_path", "causal"), "causal", True)]
-    if stage_name(config) == "reward":
-        return [("model", _model(config, "model_name_or_path", "backbone"), "scalar", True)]
-    policy = _model(config, "sft_model_path", "causal")
-    reward = _model(config, "reward_model_path", "scalar")
+    if not isinstance(config, PolicyConfig):
+        head = "causal" if isinstance(config, SFTConfig) else "scalar"
+        start = _scratch(config) if config.scratch_model else None
+        return [("model", start or _model(config, config.model_name_or_path, config.model_revision), head, True)]
+    policy = _scratch(config) if config.scratch_model else _model(config, config.sft_model_path, config.model_revision)
+    reward = _model(config, config.reward_model_path, config.reward_model_revision)
     found = [("policy", policy, "causal", True)]
-    if config.value_model == "separate":
-        value = _model(config, "value_model_path", "scalar") or reward or policy
+    if isinstance(config, PPOConfig) and config.value_model == "separate":
+        value = _model(config, config.value_model_path, config.value_model_revision) or reward or policy
         found.append(("value", value, "scalar", True))
-    found.append(("reference", _model(config, "ref_model_path", "causal") or policy, "causal", False))
+    if not isinstance(config, RLOOConfig) or config.beta:
+        found.append(
+            ("reference", _model(config, config.ref_model_path, config.ref_model_revision) or policy, "causal", False)
+        )
     if reward is not None:
         found.append(("reward", reward, "scalar", False))
+    for number, path in enumerate(config.more_reward_models, 2):
+        found.append((f"reward {number}", _model(config, path, "main"), "scalar", False))
     return found
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import arithmetic, command, compare, configfile, distributed, folder, metrics, model_card, plan
+from rlhf_jax import arithmetic, command, compare, configfile, distributed, folder, metrics, model_card, plan, tables
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
-from rlhf_jax.config import Config, Pipeline, StageConfig, resolve, stage_name, stages_of
+from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve, stage_name, stages_of
 from rlhf_jax.stages import STAGES
 from rlhf_jax.types import UserError
 
@@ -64,13 +64,14 @@ def run(
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Runs a stage, or a pipeline's three, with objects in place of paths where they are given.
+    """Runs a stage, or those of a pipeline, with objects in place of paths where they are given.
 
     Args:
       config: a stage's config or a Pipeline.
-      train_dataset, eval_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only).
-      reward_funcs: Python functions of (prompts, completions, completion_ids, **columns) -> B floats, added to the
-        reward model's scores; PPO only.
+      train_dataset, eval_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only);
+        eval_dataset may be a dict of several by name.
+      reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
+        or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO and RLOO.
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
       callbacks: see `Callback`.
 
@@ -92,14 +93,14 @@ def run(
             raise UserError(f"{', '.join(given)}: a pipeline has three stages; run one stage with objects")
         return run_pipeline(config, optimizer=optimizer, callbacks=callbacks)
     if reward_funcs is not None:
-        if stage_name(config) != "ppo":
-            raise UserError(f"reward_funcs are for PPO, not for {stage_name(config)}")
+        if not isinstance(config, PolicyConfig):
+            raise UserError(f"reward_funcs are for PPO and RLOO, not for {stage_name(config)}")
         objects["reward_funcs"] = reward_funcs
     return run_stage(resolve(config), objects, optimizer, tuple(callbacks))
 
 
 def run_pipeline(config: Pipeline, *, optimizer: Any = None, callbacks: Iterable[Callback] = ()) -> Result:
-    """SFT, reward model, PPO, each in its folder; a finished one is not run again. Ends with their comparison."""
+    """Its stages, each in its folder; a finished one is not run again. Ends with a comparison of the policies."""
     config = resolve(config)
     results = {}
     for name, stage in stages_of(config).items():
@@ -108,7 +109,7 @@ def run_pipeline(config: Pipeline, *, optimizer: Any = None, callbacks: Iterable
         results[name] = run_stage(stage, {}, optimizer, tuple(callbacks))
     if not config.dry_run and distributed.is_main():
         compare.after_pipeline(config)
-    last = results["ppo"]
+    last = list(results.values())[-1]
     return Result(config.run_dir, last.metrics, last.paths, results)
 
 
@@ -149,20 +150,20 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
         callback=lambda step, values: [callback.on_step_end(step, values, control) for callback in callbacks],
     )
 
-    # --- the loop
+    # --- the loop, and what remains
     for callback in callbacks:
         callback.on_train_begin(stage, control)
     try:
         state, end = train(stage, state, start, control, run_folder, checkpoints, logger, callbacks)
+        say(f"{name}: writing the models to {config.run_dir}")
+        paths = stage.export(state, config.run_dir)
+        found = stage.final_metrics(state)
     finally:
         logger.close()
         checkpoints.close()
-
-    # --- what remains
-    say(f"{name}: writing the models to {config.run_dir}")
-    paths = stage.export(state, config.run_dir)
+        stage.close()
     lines = metrics.read_metrics(run_folder.metrics)
-    final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **stage.final_metrics(state)}
+    final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **found}
     if distributed.is_main():
         for path in paths.values():
             model_card.write_model_card(path, name, options, final, base_model=stage.base_model)
@@ -177,6 +178,17 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     config = stage.config
     patience = Patience(stage, config, run_folder)
     step, began = start, time.perf_counter()
+    eval_updates = arithmetic.eval_updates(config, stage.total_steps)
+
+    def evaluate():
+        values = stage.evaluate(state)
+        logger.log(step, values)
+        for callback in callbacks:
+            callback.on_evaluate(step, values, control)
+        return values
+
+    if config.eval_on_start and step == 0:
+        evaluate()
     while step < stage.total_steps:
         state, found, seconds = stage.train_step(state, step)
         step += 1
@@ -184,21 +196,16 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
         # TRL's eps: episodes a second since the run (here: this process) began, everything included.
         timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
         logger.log(step, found, timings)
+        show(stage, run_folder, logger, step, stage.training_completions(), "training")
 
         last = step == stage.total_steps or control.stop
-        if last or control.evaluate or every(config.eval_steps, step):
+        if last or control.evaluate or every(eval_updates, step):
             control.evaluate = False
-            values = stage.evaluate(state)
-            logger.log(step, values)
-            for callback in callbacks:
-                callback.on_evaluate(step, values, control)
-            if patience.exhausted(values):
+            if patience.exhausted(evaluate()):
                 say(f"{stage.name}: stopping; {patience.limit} evaluations without a better {stage.watched}")
                 control.stop = last = True
         if sample_now(config, step, stage.total_steps, last):
-            rows = stage.samples(state)
-            if rows:
-                run_folder.write_completions(step, rows)
+            show(stage, run_folder, logger, step, stage.samples(state), "samples")
         if last or control.save or every(config.save_steps, step):
             control.save = False
             logger.flush()
@@ -207,6 +214,20 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
         if last:
             break
     return state, step
+
+
+def show(stage, run_folder, logger, step: int, rows: list[dict[str, Any]], what: str) -> None:
+    """A table of completions: all rows in the run's folder, the first in the terminal and in TensorBoard."""
+    if not rows:
+        return
+    config = stage.config
+    if config.log_unique_prompts:
+        rows = tables.unique_prompts(rows)
+    run_folder.write_completions(step, rows, what)
+    if distributed.is_main():
+        limit = config.num_completions_to_print
+        tables.show(rows, f"{stage.name}: {what} after update {step}", limit)
+        logger.text(step, f"completions/{what}", tables.markdown(rows[:limit]))
 
 
 class Patience:

@@ -55,6 +55,22 @@ class Experience:
 
 
 @flax.struct.dataclass
+class GroupExperience:
+    """What one RLOO update learns from: G responses beside the prompt that they answer.
+
+    With G = 1 each response has a copy of its prompt to itself: the same numbers, more work.
+    """
+
+    prompt_tokens: Array  # [P, C] int32, left-padded
+    prompt_lengths: Array  # [P] int32
+    response: Array  # [P, G, T] int32
+    mask: Array  # [P, G, T] bool: response columns that may be attended
+    lengths: Array  # [P, G] int32, 0..T: tokens that are learned from
+    logprobs: Array  # [P, G, T] float32, behaviour policy
+    advantages: Array  # [P, G] float32 of whole responses, or [P, G, T] of tokens
+
+
+@flax.struct.dataclass
 class TrainState:
     """All that a run needs to go on."""
 
@@ -64,3 +80,5 @@ class TrainState:
     episodes: Array  # [] int32, responses learned from
     seed: Array  # [] uint32; every key is fold_in(key(seed), step)
     kl_coef: Array  # [] float32, the KL controller's present value
+    tokens: Array  # [] uint32, tokens of prompts and responses seen so far
+    ref_params: Params | None = None  # the reference, where training moves it

@@ -31,6 +31,7 @@ def make_state(width=8):
         episodes=jnp.int32(2**31 - 1),
         seed=jnp.uint32(2**32 - 1),
         kl_coef=jnp.float32(0.05),
+        tokens=jnp.uint32(2**32 - 1),
     )
     return sharding.place(state, sharding.replicated(sharding.make_mesh(devices=jax.devices()[:1])))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_jax import arithmetic
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
+from rlhf_jax import arithmetic, configfile
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.types import UserError
 
 IMPOSSIBLE = [
@@ -56,7 +56,89 @@ IMPOSSIBLE = [
     (RewardConfig(center_rewards_coefficient=-0.1), "center_rewards_coefficient is -0.1"),
     (RewardConfig(score_init_std=0.0), "score_init_std is 0.0; it must be above 0"),
     (Pipeline(reward=RewardConfig(seed=-1)), "reward: seed is -1"),
+    (SFTConfig(eval_steps=1.5), "eval_steps is 1.5; it must be 0 .*, between 0 and 1 .* or a whole number of updates"),
+    (SFTConfig(eval_steps=-0.5), "eval_steps is -0.5; it must be 0"),
+    # groups
+    (RLOOConfig(num_generations=1), "num_generations is 1; .*leave-one-out needs at least 2"),
+    (RLOOConfig(num_generations_eval=0), "num_generations_eval is 0; it must be at least 1"),
+    (RLOOConfig(num_generations=3), "64 / num_generations 3 = 21.33 prompts.*counts responses.*batch_size 63 or 66"),
+    (RLOOConfig(batch_size=2, num_generations=4), r"= 0.5 prompts.* \(batch_size 4\)"),
+    (
+        RLOOConfig(num_generations=4, num_mini_batches=32),
+        r"= 2 rows a minibatch / num_generations 4 = 0.5 prompts: .* never split .*\(num_mini_batches 16\)",
+    ),
+    (RLOOConfig(num_mini_batches=3), "batch_size 64 / num_mini_batches 3 = 21.33 rows a minibatch"),
+    (
+        RLOOConfig(batch_size=96, num_generations=4, micro_batch_size=6),
+        r"micro_batch_size 6 / num_generations 4 = 1.5 prompts: .*micro_batch_size 4 or 8, or --shared_prompts false",
+    ),
+    (
+        RLOOConfig(batch_size=96, num_generations=4, rollout_batch_size=6),
+        r"rollout_batch_size 6 / num_generations 4 = 1.5 prompts: .*rollout_batch_size 4 or 8, or --shared_prompts f",
+    ),
+    # RLOO's numbers
+    (RLOOConfig(num_iterations=0), "num_iterations is 0; it must be at least 1"),
+    (RLOOConfig(epsilon=0.0), "epsilon is 0.0; it must be above 0"),
+    (RLOOConfig(epsilon_high=0.0), "epsilon_high is 0.0; it must be above 0"),
+    (RLOOConfig(beta=-0.1), "beta is -0.1; it must be at least 0"),
+    (RLOOConfig(advantage_epsilon=-1e-4), "advantage_epsilon is -0.0001; it must be at least 0"),
+    (RLOOConfig(ref_model_mixup_alpha=1.5), "ref_model_mixup_alpha is 1.5; it must be between 0 and 1"),
+    (RLOOConfig(ref_model_sync_steps=0), "ref_model_sync_steps is 0; it must be at least 1"),
+    (RLOOConfig(sync_ref_model=True, beta=0.0), "sync_ref_model with beta 0: .* no reference model"),
+    (RLOOConfig(baseline_excludes_truncated=True), "baseline_excludes_truncated needs mask_truncated_completions"),
+    (RLOOConfig(reward_clip_range=(1.0, 1.0)), "reward_clip_range is 1 1; it must be LOW HIGH with LOW below HIGH"),
+    (RLOOConfig(reward_clip_range=(-3.0,)), "reward_clip_range is -3; .* or one number above 0"),
+    (RLOOConfig(reward_clip_range=(1.0, 2.0, 3.0)), "reward_clip_range is 1 2 3"),
+    (RLOOConfig(reward_clip_range=()), "reward_clip_range is empty"),
+    (RLOOConfig(stop_token_id=0), "stop_token 'eos' and stop_token_id 0 exclude each other"),
+    (RLOOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
+    (RLOOConfig(num_completions_to_print=0), "num_completions_to_print is 0; it must be at least 1"),
+    # rewards
+    (RLOOConfig(reward_timeout=0.0), "reward_timeout is 0.0; it must be above 0"),
+    (RLOOConfig(reward_server_timeout=0.0), "reward_server_timeout is 0.0; it must be above 0"),
+    (RLOOConfig(reward_server_total_timeout=-1.0), "reward_server_total_timeout is -1.0; it must be above 0"),
+    (RLOOConfig(reward_server_retries=-1), "reward_server_retries is -1; it must be at least 0"),
+    (RLOOConfig(reward_server_batch_size=0), "reward_server_batch_size is 0; it must be at least 1"),
+    (RLOOConfig(reward_server_concurrency=0), "reward_server_concurrency is 0; it must be at least 1"),
+    (RLOOConfig(reward_server="localhost:8000"), "reward_server is 'localhost:8000'; it must start with http://"),
+    (PPOConfig(reward_ensemble="min"), "reward_ensemble 'min' needs more_reward_models"),
+    (RLOOConfig(more_reward_models=("a",), reward_model_path=None), "more_reward_models needs reward_model_path"),
+    (RLOOConfig(reward_ensemble_std_coef=-1.0), "reward_ensemble_std_coef is -1.0; it must be at least 0"),
+    (RLOOConfig(reward_funcs=("length",)), "reward_funcs: 'length' must be 'module:function' or 'file.py:function'"),
+    (
+        RLOOConfig(reward_weights=(1.0,), more_reward_models=("a",), reward_funcs=("m:f",)),
+        "reward_weights has 1 weights, but the config names 3 rewards",
+    ),
+    # generation_kwargs
+    (RLOOConfig(generation_kwargs={"top_p": 1.5}), r"generation_kwargs\['top_p'\] is 1.5; it must be above 0 and at"),
+    (RLOOConfig(generation_kwargs={"top_k": 0.5}), r"generation_kwargs\['top_k'\] = 0.5: it must be a whole number"),
+    (RLOOConfig(generation_kwargs={"temperature": None}), r"generation_kwargs\['temperature'\] = None: it must be a"),
+    (RLOOConfig(generation_kwargs={"do_sample": False}), "do_sample.* is False: .*greedy responses have none"),
+    (RLOOConfig(generation_kwargs={"max_new_tokens": 64}), "is 64, but response_length is 512: give response_length"),
+    (RLOOConfig(generation_kwargs={"eos_token_id": 0}), r"'eos_token_id'\] is refused: give stop_token_id"),
+    (PPOConfig(generation_kwargs={"stop_strings": "a"}), "responses stop at one token: stop_token or stop_token_id"),
+    (RLOOConfig(generation_kwargs={"num_beams": 4}), r"'num_beams'\] is refused: it may hold temperature, top_k"),
+    (RLOOConfig(generation_kwargs={"temprature": 1.0}), r"'temprature'\] is refused: Did you mean temperature"),
 ]
+
+POSSIBLE = [
+    RLOOConfig(token_level_kl=True, beta=0.0),
+    RLOOConfig(old_logprobs="sampler", top_k=50, min_p=0.1, repetition_penalty=1.1, generation_kwargs={"top_p": 0.9}),
+    RLOOConfig(policy_loss="reinforce", num_iterations=2),
+    RLOOConfig(reward_model_path=None),  # a reward function may come as an object
+    RLOOConfig(reward_clip_range=(10.0,)),
+    RLOOConfig(reward_clip_range=(-1.0, 3.0), reward_weights=(1.0, 2.0)),
+    RLOOConfig(reward_ensemble="min", more_reward_models=("a", "b"), reward_weights=(1.0,)),
+    RLOOConfig(mask_truncated_completions=True, baseline_excludes_truncated=True, eval_steps=0.1),
+    RLOOConfig(batch_size=96, num_generations=4, micro_batch_size=6, rollout_batch_size=6, shared_prompts=False),
+    RLOOConfig(generation_kwargs={"max_new_tokens": 512, "do_sample": True, "min_p": None, "temperature": 1}),
+    RLOOConfig(reward_model_path=None, reward_funcs=("my/rewards.py:length",), reward_server="https://x/score"),
+]
+
+
+@pytest.mark.parametrize("config", POSSIBLE)
+def test_unusual_configs_are_possible(config):
+    arithmetic.check(configfile.checked_types(config))
 
 
 @pytest.mark.parametrize(("config", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
@@ -65,7 +147,7 @@ def test_impossible_configs_are_refused_with_the_arithmetic(config, message):
         arithmetic.check(config)
 
 
-@pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), Pipeline()])
+@pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), RLOOConfig(), Pipeline()])
 def test_the_defaults_are_possible(config):
     arithmetic.check(config)
 
@@ -90,6 +172,62 @@ def test_the_mesh_must_use_all_devices_and_divide_the_rows():
         arithmetic.check_devices(PPOConfig(rollout_batch_size=4), 8)
     with pytest.raises(UserError, match="sft: micro_batch_size: 64 rows"):
         arithmetic.check_devices_of(Pipeline(), 3)
+
+
+def test_with_shared_prompts_the_mesh_divides_prompts_and_without_it_rows():
+    arithmetic.check_devices(RLOOConfig(batch_size=32, num_generations=4), 8)
+    with pytest.raises(
+        UserError, match=r"16 rows / num_generations 4 / \(mesh_data 8 .*= 0.5 prompts .*shared_prompts f"
+    ):
+        arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4), 8)
+    arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 8)
+    with pytest.raises(UserError, match=r"micro_batch_size: 16 rows / \(mesh_data 3 x mesh_fsdp 1\) = 5.333 rows"):
+        arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 3)
+    with pytest.raises(UserError, match="rollout_batch_size: 8 rows / num_generations 4"):
+        arithmetic.check_devices(RLOOConfig(num_generations=4, rollout_batch_size=8), 4)
+
+
+def test_generation_kwargs_come_over_the_sampling_options():
+    assert arithmetic.sampling_options(PPOConfig()) == {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+    }
+    config = RLOOConfig(top_k=5, min_p=0.1, generation_kwargs={"top_k": 50, "min_p": None, "do_sample": True})
+    sampling = arithmetic.sampling_options(config)
+    assert sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+    assert type(arithmetic.sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "total", "updates"),
+    [(0, 100, 0), (5, 100, 5), (0.1, 100, 10), (0.25, 10, 3), (0.01, 10, 1), (1, 10, 1)],
+)
+def test_eval_steps_below_1_are_a_share_of_the_run(eval_steps, total, updates):
+    found = arithmetic.eval_updates(SFTConfig(eval_steps=eval_steps), total)
+    assert found == updates and type(found) is int
+
+
+def test_rows_of_rloo_are_prompts_and_batches_are_responses():
+    sums = arithmetic.batch_arithmetic(RLOOConfig(batch_size=8, num_generations=4, num_train_epochs=1.0), n_rows=11)
+    assert (sums.prompts, sums.requested, sums.updates, sums.rows) == (2, 44, 6, 48)  # ceil(1 * 11 * 4 / 8)
+    config = RLOOConfig(batch_size=64, num_iterations=3, num_mini_batches=4, total_episodes=100)
+    sums = arithmetic.batch_arithmetic(config)
+    assert (sums.epochs, sums.minibatch, sums.micro_batch, sums.updates, sums.optimizer_steps) == (3, 16, 16, 2, 24)
+
+
+def test_the_arithmetic_of_rloo_is_told_in_words():
+    config = RLOOConfig(num_iterations=2, num_mini_batches=4, micro_batch_size=8, total_episodes=640)
+    assert arithmetic.batch_lines(config, 100) == [
+        "update: 64 episodes = 32 prompts x 2 responses",
+        "rollout: 1 x 64 episodes generated and scored at a time",
+        "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps an update",
+        "gradient: 2 micro-batches of 8 rows a step",
+        "run: 640 episodes / 64 = 10 updates, 80 optimizer steps, 640 episodes",
+        "data: 100 prompts, 3.2 passes",
+    ]
 
 
 def test_updates_of_ppo_round_up_as_in_trl_and_those_of_an_epoch_down():
@@ -124,3 +262,20 @@ def test_no_row_is_refused_and_too_long_a_warm_up_is_remarked_on():
     assert arithmetic.check_rows(SFTConfig(warmup_steps=2), 200) == []
     (warning,) = arithmetic.check_rows(SFTConfig(warmup_steps=3), 200)
     assert warning.startswith("warning: warmup_steps 3 >= 3 updates: the learning rate never reaches ")
+
+
+def test_a_warm_up_of_rloo_counts_what_its_schedule_counts():
+    config = RLOOConfig(warmup_steps=8, num_mini_batches=4, total_episodes=128)
+    (warning,) = arithmetic.check_rows(config, 10)
+    assert warning.startswith("warning: warmup_steps 8 >= 8 optimizer steps")
+    config = RLOOConfig(warmup_steps=2, num_mini_batches=4, total_episodes=128, lr_scheduler_unit="update")
+    (warning,) = arithmetic.check_rows(config, 10)
+    assert warning.startswith("warning: warmup_steps 2 >= 2 updates")
+
+
+def test_reinforce_with_several_steps_an_update_is_remarked_on():
+    for config in (RLOOConfig(num_iterations=2), RLOOConfig(policy_loss="reinforce")):
+        assert arithmetic.check_rows(config, 1000) == []
+    for more in ({"num_iterations": 2}, {"num_mini_batches": 2}):
+        (warning,) = arithmetic.check_rows(RLOOConfig(policy_loss="reinforce", **more), 1000)
+        assert "2 optimizer steps" in warning and "without a ratio later steps are off-policy" in warning

@@ -102,6 +102,18 @@ def test_a_row_stops_at_the_stop_token_which_belongs_to_it(model, params):
         assert (row[n:] == 9).all() and (row[:n] == whole[:n]).all()
 
 
+def test_responses_to_a_shared_prompt_are_those_to_copies_of_it(model, params):
+    sampling = gen.Sampling(12, 1.0, repetition_penalty=1.3, stop_id=5, fill_id=9)
+    batch = prompts(4)
+    copies = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), 3, axis=0), batch)
+    shared = gen.generate(model, params, batch, jax.random.key(3), sampling, group=3)
+    apart = gen.generate(model, params, copies, jax.random.key(3), sampling)
+    for name in ("response", "lengths", "ended", "prompt_tokens", "prompt_lengths"):
+        assert (np.asarray(getattr(shared, name)) == np.asarray(getattr(apart, name))).all(), name
+    assert np.abs(np.asarray(shared.logprobs - apart.logprobs)).max() < 1e-5
+    assert len({tuple(row) for row in np.asarray(shared.response)[:3]}) > 1, "a group of one and the same response"
+
+
 def test_the_loop_ends_when_every_row_has_ended(model, params):
     # With a bias that makes token 5 certain, one decode would already be too many.
     certain = {**params, "embed_out": {"kernel": params["embed_out"]["kernel"] * 0}}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import typing
 
 import pytest
 
@@ -18,8 +19,12 @@ SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
 def sample_word(field: str, hint) -> str:
     """A command-line word that the field takes."""
     inner = configfile._alternatives(hint)[0]
-    if field == "length_buckets" or inner in SAMPLES:
-        return SAMPLES.get(inner, "64")
+    if configfile.is_dict(hint):
+        return '{"top_k": 3}'
+    if typing.get_origin(inner) is tuple:
+        inner = inner.__args__[0]
+    if inner in SAMPLES and field != "report_to":
+        return SAMPLES[inner]
     return "tensorboard" if field == "report_to" else str(inner.__args__[0])
 
 
@@ -48,6 +53,11 @@ def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
             command.with_flag(config, typed, ["1"])
         assert str(error.value) == f"--{typed} is refused. {answer.text}"
         assert len(answer.text) > 20
+    elif answer.kind == "translated":
+        changed = command.with_flag(dataclasses.replace(config, micro_batch_size=32), typed, [str(config.batch_size)])
+        rows = config.batch_size * (32 if typed == "steps_per_generation" else 1)
+        assert changed.batch_size == rows == changed.num_mini_batches * (config.batch_size // config.num_mini_batches)
+        assert f"note: --{typed} " in capsys.readouterr().err
     elif answer.kind == "renamed":
         target = answer.renamed.to
         word, value = ("true", "bfloat16") if answer.renamed.values else (sample_word(target, hints[target]), None)
@@ -73,7 +83,8 @@ def test_the_reasons_name_what_to_do():
         "gradient_accumulation_steps": "= per_device_train_batch_size x gradient_accumulation_steps x devices",
         "max_steps": "total_episodes = max_steps x batch_size",
         "num_total_batches": "ceil\\(total_episodes / batch_size\\)",
-        "rloo_k": "RLOO trainer, which is not in this version",
+        "rloo_k": "PPO takes one response to a prompt",
+        "mask_truncated_completions": "missing_eos_penalty",
         "use_peft": "not supported yet",
         "vllm_mode": "in-process",
         "deepspeed": "mesh_fsdp",
@@ -83,17 +94,74 @@ def test_the_reasons_name_what_to_do():
             command.with_flag(STAGES["ppo"](), name, ["2"])
 
 
+def test_rloo_has_reasons_of_its_own():
+    for name, words in {
+        "max_steps": "batch_size / \\(num_iterations x num_mini_batches\\)",
+        "whiten_rewards": "never read it; normalize_reward",
+        "per_device_train_batch_size": "Until 0.21 TRL's batch is x num_mini_batches",
+        "value_model_path": "no value model",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            command.with_flag(STAGES["rloo"](), name, ["2"])
+
+
+RENAMES = [
+    ("rloo", "rloo_k", "num_generations", 4),
+    ("rloo", "num_ppo_epochs", "num_iterations", 4),
+    ("rloo", "cliprange", "epsilon", 4.0),
+    ("rloo", "kl_coef", "beta", 4.0),
+    ("rloo", "normalize_advantage", "normalize_advantages", None),
+    ("rloo", "max_completion_length", "response_length", 4),
+    ("rloo", "model_name_or_path", "sft_model_path", "4"),
+    ("rloo", "reward_model_name_or_path", "reward_model_path", "4"),
+    ("ppo", "beta", "kl_coef", 4.0),
+    ("ppo", "epsilon", "cliprange", 4.0),
+    ("ppo", "num_iterations", "num_ppo_epochs", 4),
+]
+
+
+@pytest.mark.parametrize(("stage", "name", "target", "value"), RENAMES, ids=["-".join(row[:2]) for row in RENAMES])
+def test_each_algorithm_takes_the_others_names(stage, name, target, value, capsys):
+    changed = command.with_flag(STAGES[stage](), name, [] if value is None else ["4"])
+    assert getattr(changed, target) == (True if value is None else value)
+    assert f"note: --{name} is --{target} here" in capsys.readouterr().err
+
+
+def test_a_name_that_is_an_option_is_never_renamed(capsys):
+    assert command.with_flag(STAGES["rloo"](), "beta", ["4"]).beta == 4.0
+    assert command.with_flag(STAGES["ppo"](), "kl_coef", ["4"]).kl_coef == 4.0
+    assert capsys.readouterr().err == ""
+
+
 def test_an_option_of_another_stage_says_whose_it_is():
-    with pytest.raises(UserError, match="It is kl_coef here, an option of ppo, not of sft"):
+    with pytest.raises(UserError, match="It is an option of rloo, not of sft"):
         command.with_flag(STAGES["sft"](), "beta", ["0.1"])
+    with pytest.raises(UserError, match="It is num_generations here, an option of rloo, not of reward"):
+        command.with_flag(STAGES["reward"](), "rloo_k", ["2"])
+    with pytest.raises(UserError, match="It is an option of ppo and rloo, not of sft"):
+        command.with_flag(STAGES["sft"](), "steps_per_generation", ["2"])
+    with pytest.raises(UserError, match="It is an option of ppo, not of rloo"):
+        command.with_flag(STAGES["rloo"](), "vf_coef", ["2"])
+
+
+def test_the_page_corrects_the_three_wrong_rows_of_trls_guide():
+    page = migrating.page()
+    for words in ("it normalised the scores", "`gradient_accumulation_steps` x `num_mini_batches`", "count `num_iter"):
+        assert words in page.split("migration guide are wrong")[1].split("\n## ")[0]
 
 
 def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
     fields = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
     assert set(migrating.NOTES) <= fields
+    for stage, notes in migrating.NOTES_IN.items():
+        assert set(notes) <= set(STAGES[stage].__dataclass_fields__)
     assert {renamed.to for renamed in migrating.RENAMED.values()} <= fields
-    assert not set(migrating.RENAMED) & set(migrating.REFUSED)
+    assert not (set(migrating.RENAMED) | set(migrating.TRANSLATED)) & set(migrating.REFUSED)
     assert all(any(name not in stage.__dataclass_fields__ for stage in STAGES.values()) for name in migrating.REFUSED)
+    for stage, reasons in migrating.REFUSED_IN.items():
+        for name in reasons:
+            found = migrating.answer(name, stage)
+            assert found.kind == "refused" and found.text == reasons[name], (stage, name)
 
 
 def test_no_option_of_trl_itself_is_missing():

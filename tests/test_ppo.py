@@ -34,7 +34,13 @@ def make_params(seed=0):
 def make_state(params, config=CONFIG, optimizer=None):
     optimizer = optimizer or common.make_optimizer(config)
     return optimizer, TrainState(
-        params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.uint32(0), jnp.float32(config.kl_coef)
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.int32(0),
+        episodes=jnp.int32(0),
+        seed=jnp.uint32(0),
+        kl_coef=jnp.float32(config.kl_coef),
+        tokens=jnp.uint32(0),
     )
 
 

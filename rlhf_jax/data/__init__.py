@@ -6,14 +6,16 @@ from rlhf_jax.data.demonstrations import (
     DemoBatch,
     DemoData,
     load_demonstrations,
+    load_eval_demonstrations,
     load_normalizing,
     make_demonstrations,
 )
-from rlhf_jax.data.loading import Rows, load_rows
-from rlhf_jax.data.pairs import PairBatch, PairData, load_pairs, make_pairs
-from rlhf_jax.data.prompts import PromptData, load_prompts, make_prompts
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows
+from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs
+from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts
+from rlhf_jax.data.scoring import reward_tokens
 from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.data.tokens import Tokenizer, check_same_tokenizer, load_tokenizer, save_tokenizer
+from rlhf_jax.data.tokens import Tokenizer, check_same_tokenizer, load_tokenizer, same_tokenizer, save_tokenizer
 
 __all__ = [
     "DataReport",
@@ -27,9 +29,13 @@ __all__ = [
     "bucket",
     "check_same_tokenizer",
     "default_buckets",
+    "eval_sets",
     "fingerprint",
     "format_post",
     "load_demonstrations",
+    "load_eval_demonstrations",
+    "load_eval_pairs",
+    "load_eval_prompts",
     "load_normalizing",
     "load_pairs",
     "load_prompts",
@@ -39,5 +45,7 @@ __all__ = [
     "make_pairs",
     "make_prompts",
     "parse_post",
+    "reward_tokens",
+    "same_tokenizer",
     "save_tokenizer",
 ]

@@ -1,4 +1,4 @@
-"""What the three kinds of data share: ragged token stores, length buckets, the order of rows, and the report."""
+"""What the three kinds of data share: ragged token stores, length buckets, the order of rows, batches, the report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rlhf_jax.types import UserError
+
+Batch = TypeVar("Batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,8 @@ class DataReport:
     tokens: int = 0
     """Tokens kept in all."""
     first_bad: str | None = None
+    note: str | None = None
+    """What else there is to say of these rows."""
 
     def __str__(self) -> str:
         """One line for the terminal."""
@@ -35,6 +40,8 @@ class DataReport:
         parts.append(f"{self.tokens} tokens, mean {self.tokens / max(self.kept, 1):.0f}, longest {self.longest}")
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
+        if self.note:
+            parts.append(self.note)
         if self.first_bad:
             parts.append(f"first bad row: {self.first_bad}")
         return f"{self.name}: " + "; ".join(parts)
@@ -65,9 +72,12 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
-def rows_of_step(rows: int, batch_size: int, seed: int, step: int, name: str = "the data set") -> np.ndarray:
-    """Rows of update `step` (0-based): a pure function of its arguments. An epoch is a fresh permutation and has
-    rows // batch_size updates; the rest of it is left out, as TRL's drop_last does.
+def rows_of_step(
+    rows: int, batch_size: int, seed: int, step: int, name: str = "the data set", shuffle: bool = True
+) -> np.ndarray:
+    """Rows of update `step` (0-based): a pure function of its arguments. An epoch is a fresh permutation, or with
+    `shuffle` off the rows as they come; it has rows // batch_size updates, and the rest of it is left out, as TRL's
+    drop_last does.
 
     Returns:
       [batch_size] int64.
@@ -81,7 +91,8 @@ def rows_of_step(rows: int, batch_size: int, seed: int, step: int, name: str = "
             f"{name} has {rows} usable rows, fewer than batch_size = {batch_size}: lower batch_size or give more rows"
         )
     start = step % steps * batch_size
-    return _permutation(rows, seed, step // steps)[start : start + batch_size]
+    order = _permutation(rows, seed, step // steps) if shuffle else np.arange(rows)
+    return order[start : start + batch_size]
 
 
 def pad_right(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndarray:
@@ -114,3 +125,33 @@ def fingerprint(*stores: Sequence[np.ndarray]) -> str:
         for tokens in store:
             digest.update(np.asarray(tokens, np.int32).tobytes())
     return digest.hexdigest()
+
+
+class Batched(Generic[Batch]):
+    """Batches of a data set that holds `pad_id`, `buckets` and `report`, and says how rows become a batch (`_take`) and
+    what its tokens are (`_stores`)."""
+
+    report: DataReport
+    shuffle = True
+
+    def _take(self, rows: np.ndarray) -> Batch:
+        raise NotImplementedError
+
+    def _stores(self) -> tuple[list[np.ndarray], ...]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._stores()[0])
+
+    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """Rows of update `step` (0-based), numpy arrays; see `rows_of_step` for which rows."""
+        return self._take(rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle))
+
+    def in_order(self, start: int, count: int) -> Batch:
+        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay."""
+        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1))
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the tokens."""
+        return fingerprint(*self._stores())

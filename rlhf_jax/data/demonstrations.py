@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_jax.data import batches, fields
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, load_rows, load_split, require_columns
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
 from rlhf_jax.data.tokens import Tokenizer
 from rlhf_jax.types import Array
 
@@ -25,7 +25,7 @@ class DemoBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class DemoData:
+class DemoData(batches.Batched[DemoBatch]):
     """Demonstrations as tokens."""
 
     tokens: list[np.ndarray]
@@ -36,8 +36,8 @@ class DemoData:
     buckets: tuple[int, ...]
     report: DataReport
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def _stores(self) -> tuple[list[np.ndarray], ...]:
+        return (self.tokens,)
 
     def _take(self, rows: np.ndarray) -> DemoBatch:
         chosen = [self.tokens[i] for i in rows]
@@ -45,20 +45,11 @@ class DemoData:
         width = batches.bucket(int(lengths.max()), self.buckets)
         return DemoBatch(batches.pad_right(chosen, width, self.pad_id), self.prompt_lengths[rows], lengths)
 
-    def batch(self, seed: int, step: int, batch_size: int) -> DemoBatch:
-        """Demonstrations of update `step` (0-based), numpy arrays; see `batches.rows_of_step` for which rows."""
-        return self._take(batches.rows_of_step(len(self), batch_size, seed, step, self.report.name))
-
     def in_order(self, start: int, count: int) -> DemoBatch:
         """Rows start .. start + count - 1; past the end rows of length 0, so that shapes stay."""
-        wanted = np.arange(start, start + count)
-        taken = self._take(np.minimum(wanted, len(self) - 1))
-        return taken.replace(lengths=np.where(wanted < len(self), taken.lengths, 0).astype(np.int32))
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the tokens."""
-        return batches.fingerprint(self.tokens)
+        taken = super().in_order(start, count)
+        real = np.arange(start, start + count) < len(self)
+        return taken.replace(lengths=np.where(real, taken.lengths, 0).astype(np.int32))
 
 
 def join(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
@@ -111,21 +102,8 @@ def make_demonstrations(
         tokens.append(np.asarray(whole[:max_length], np.int32))
         prompt_lengths.append(len(prompt))
     fields.refuse_nothing_left(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
-    longest = max(map(len, tokens))
-    buckets = length_buckets or batches.default_buckets(longest)
-    batches.bucket(longest, buckets)
-    report = DataReport(
-        name=rows.name,
-        read=len(rows),
-        kept=len(tokens),
-        bad=found.bad,
-        truncated=truncated,
-        dropped=len(found.good) - len(tokens),
-        longest=longest,
-        tokens=sum(map(len, tokens)),
-        first_bad=found.first_bad,
-    )
-    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, tuple(buckets), report)
+    buckets, report = fields.measure(rows, found, tokens, length_buckets=length_buckets, truncated=truncated)
+    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
 
 
 def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
@@ -149,6 +127,12 @@ def load_demonstrations(
     evaluation data."""
     rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
     return None if rows is None else _make(rows, config, tokenizer)
+
+
+def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, DemoData]:
+    """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
+    sets = eval_sets(config, "demonstrations", given)
+    return {name: _make(rows, config, tokenizer) for name, rows in sets.items()}
 
 
 def load_normalizing(config: Any, tokenizer: Tokenizer) -> DemoData | None:

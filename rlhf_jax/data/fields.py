@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_jax.data.loading import Malformed, Rows, kind_of, require_columns
+import numpy as np
+
+from rlhf_jax.data import batches
+from rlhf_jax.data.files import Malformed, Rows, kind_of
+from rlhf_jax.data.loading import require_columns
 from rlhf_jax.data.tldr import fit_prompt, format_post
 from rlhf_jax.data.tokens import Tokenizer
 from rlhf_jax.types import UserError
@@ -30,23 +34,31 @@ def prompt_text(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return row[columns[0]] if len(columns) == 1 else format_post(*(row[column] for column in columns))
 
 
+def string_fault(values: Mapping[str, Any], name: str) -> str | None:
+    """What is wrong with a value that should be text; None for a good one, which may be empty."""
+    value = values.get(name)
+    if value is None:
+        return f"{name!r} is missing" if name not in values else f"{name!r} is null"
+    if not isinstance(value, str):
+        return f"{name!r} is {kind_of(value)}, not text"
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON may hold half of a pair, which no tokenizer takes
+        code = f"\\u{ord(value[error.start]):04x}"
+        return f"{name!r} holds {code} at character {error.start + 1}, a surrogate without its other half"
+    return None
+
+
 def text_fault(row: Any, columns: Sequence[str]) -> str | None:
     """What is wrong with a row whose `columns` should hold text; None for a good one."""
     if isinstance(row, Malformed):
         return str(row)
     for column in columns:
-        value = row.get(column)
-        if value is None:
-            return f"{column!r} is missing" if column not in row else f"{column!r} is null"
-        if not isinstance(value, str):
-            return f"{column!r} is {kind_of(value)}, not text"
-        if not value.strip() and column not in ("subreddit", "title"):
-            return f"{column!r} is empty"
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON may hold half of a pair, which no tokenizer takes
-            code = f"\\u{ord(value[error.start]):04x}"
-            return f"{column!r} holds {code} at character {error.start + 1}, a surrogate without its other half"
+        fault = string_fault(row, column)
+        if fault is None and not row[column].strip() and column not in ("subreddit", "title"):
+            fault = f"{column!r} is empty"
+        if fault is not None:
+            return fault
     return None
 
 
@@ -107,3 +119,34 @@ def refuse_nothing_left(rows: Rows, kept: int, limit: str) -> None:
     """Raises where every row was too long."""
     if not kept:
         raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or give shorter texts")
+
+
+def measure(
+    rows: Rows,
+    found: Sorted,
+    *stores: list[np.ndarray],
+    length_buckets: Sequence[int] | None,
+    truncated: int,
+    note: str | None = None,
+) -> tuple[tuple[int, ...], batches.DataReport]:
+    """The padded lengths for token stores of one data set (an entry a row kept, in each), and the report on its rows.
+
+    Raises:
+      UserError: no bucket holds the longest.
+    """
+    sizes = [len(tokens) for store in stores for tokens in store]
+    buckets = tuple(length_buckets or batches.default_buckets(max(sizes)))
+    batches.bucket(max(sizes), buckets)
+    kept = len(stores[0])
+    return buckets, batches.DataReport(
+        name=rows.name,
+        read=len(rows),
+        kept=kept,
+        bad=found.bad,
+        truncated=truncated,
+        dropped=len(found.good) - kept,
+        longest=max(sizes),
+        tokens=sum(sizes),
+        first_bad=found.first_bad,
+        note=note,
+    )

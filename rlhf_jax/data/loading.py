@@ -2,260 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.data.files import SUFFIXES, Malformed, Rows, from_dataset, from_list, pick, quiet, read_file, read_folder
 from rlhf_jax.types import UserError
 
-SUFFIXES = {
-    ".jsonl": "json lines",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".arrow": "arrow",
-}
-_ALIASES = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing",)}
-
-
-class Malformed(str):
-    """Stands for a row that could not be read: what is wrong with it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A data set's rows as they came, good or bad, and where each came from."""
-
-    name: str
-    table: Sequence[Any]
-    """Mappings, or `Malformed`; a datasets.Dataset serves too."""
-    column_names: tuple[str, ...]
-    place: Callable[[int], str]
-    """The name of a row for messages: its file and number."""
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not hasattr(self.table, "iter"):
-            yield from self.table
-            return
-        for columns in self.table.iter(1024):  # a data set gives rows one by one only slowly
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(columns, values, strict=True))
-
-    def first(self, count: int | None) -> Rows:
-        """At most the first `count` rows."""
-        if count is None or count >= len(self):
-            return self
-        table = self.table.select(range(count)) if hasattr(self.table, "select") else self.table[:count]
-        return dataclasses.replace(self, table=table)
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value with its article: 'a list', 'an int'."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _union(rows: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
-
-
-def _from_list(rows: Sequence[Any], name: str, places: Sequence[str] | None = None) -> Rows:
-    rows = [
-        row if isinstance(row, Mapping | Malformed) else Malformed(f"is {kind_of(row)}, not an object") for row in rows
-    ]
-    place = (lambda i: f"{name}, row {i + 1}") if places is None else places.__getitem__
-    return Rows(name, rows, _union(rows), place)
-
-
-def _from_dataset(table: Any, name: str) -> Rows:
-    return Rows(name, table, tuple(table.column_names), lambda i: f"{name}, row {i + 1}")
-
-
-@contextlib.contextmanager
-def _quiet():
-    """The library without its progress bars."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def _not_utf8(text: str) -> tuple[int, str] | None:
-    """Where text that was read with errors='surrogateescape' is not UTF-8, and what to say of it; None: nowhere."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        byte = ord(text[error.start]) - 0xDC00
-        return error.start, f"is not UTF-8: byte 0x{byte:02x} at character"
-    return None
-
-
-def _not_json(error: json.JSONDecodeError) -> str:
-    """What is wrong, without the 'at' and the colon that some of Python's messages end with."""
-    return f"is not JSON: {error.msg.rstrip(': ').removesuffix(' at')}"
-
-
-def _read_json_lines(path: str) -> Rows:
-    rows, places = [], []
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                if wrong := _not_utf8(line):
-                    rows.append(Malformed(f"{wrong[1]} {wrong[0] + 1}"))
-                else:
-                    rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                rows.append(Malformed(f"{_not_json(error)} at character {error.pos + 1}"))
-            places.append(f"{path}, line {number}")
-    return _from_list(rows, path, places)
-
-
-def _read_json(path: str) -> Rows:
-    """A list of objects, an object that holds one list of them, or JSON lines under the wrong name."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        text = file.read()
-    problem = content = None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            return _read_json_lines(path)
-        problem = error
-    if wrong := _not_utf8(text):
-        line, column = text.count("\n", 0, wrong[0]) + 1, wrong[0] - text.rfind("\n", 0, wrong[0])
-        raise UserError(f"{path}, line {line}: {wrong[1]} {column}") from problem
-    if problem is not None:
-        raise UserError(f"{path}, line {problem.lineno}: {_not_json(problem)} at column {problem.colno}") from problem
-    if isinstance(content, Mapping):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        content = lists[0] if len(lists) == 1 else [content]
-    if not isinstance(content, list):
-        raise UserError(f"{path}: holds {kind_of(content)}, not a list of objects")
-    return _from_list(content, path)
-
-
-def _check_columns(table: Any, path: str) -> None:
-    """Refuses columns of a .csv that pyarrow left as bytes, because not all of them are UTF-8."""
-    import pyarrow.types
-
-    for name in table.column_names:
-        if pyarrow.types.is_binary(table[name].type):
-            for number, value in enumerate(table[name].to_pylist(), 1):
-                if value is not None and _not_utf8(value.decode("utf-8", "surrogateescape")):
-                    raise UserError(f"{path}, row {number}: {name!r} is not UTF-8")
-
-
-def _read_table(path: str, suffix: str) -> Rows:
-    with _quiet() as datasets:
-        try:
-            import pyarrow.csv
-            import pyarrow.feather
-            import pyarrow.parquet
-
-            if suffix == ".arrow":  # the library writes streams, Arrow itself files
-                with open(path, "rb") as file:
-                    is_file = file.read(6) == b"ARROW1"
-                if not is_file:
-                    return _from_dataset(datasets.Dataset.from_file(path), path)
-                table = pyarrow.feather.read_table(path)
-            elif suffix == ".parquet":
-                table = pyarrow.parquet.read_table(path)
-            else:
-                options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-                table = pyarrow.csv.read_csv(path, parse_options=options)
-                _check_columns(table, path)
-            return _from_dataset(datasets.Dataset(table), path)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
-            raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
-
-
-def _read_file(path: str) -> Rows:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}")
-    if os.path.getsize(path) == 0:
-        raise UserError(f"{path}: is empty")
-    if suffix in (".jsonl", ".json"):
-        rows = (_read_json_lines if suffix == ".jsonl" else _read_json)(path)
-    else:
-        rows = _read_table(path, suffix)
-    if not len(rows):
-        raise UserError(f"{path}: has no rows")
-    return rows
-
-
-def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
-    """(split, what the file is called beside it) from a path such as prompts_train.jsonl or train/000.parquet."""
-    relative = os.path.splitext(os.path.relpath(path, root))[0]
-    for split, others in _ALIASES.items():
-        pattern = rf"(?<![a-z])({'|'.join((split, *others))})(?![a-z])"
-        found = re.search(pattern, relative.lower())
-        if found:
-            return split, re.sub(r"[\d\W_]+|of", "", relative[: found.start()])
-    return None, re.sub(r"[\d\W_]+|of", "", relative)
-
-
-def _read_folder(folder: str, split: str) -> Rows:
-    if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
-        with _quiet() as datasets:
-            return _pick(datasets.load_from_disk(folder), folder, split)
-    paths = sorted(
-        os.path.join(here, file)
-        for here, _, files in os.walk(folder)
-        for file in files
-        if os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(("dataset_info", "."))
-    )
-    if not paths:
-        raise UserError(f"{folder}: no data files there (they end in {', '.join(SUFFIXES)})")
-    found = {path: _split_of_file(path, folder) for path in paths}
-    splits = sorted({name for name, _ in found.values() if name})
-    if not splits and split == "train":
-        chosen = paths  # no file names a split: all are for training
-    else:
-        wanted = next((name for name, others in _ALIASES.items() if split in (name, *others)), split)
-        chosen = [path for path in paths if found[path][0] == wanted]
-    if not chosen:
-        raise UserError(f"{folder} has no split {split!r}; its files name {', '.join(splits) or 'none'}")
-    if len({found[path][1] for path in chosen}) > 1:
-        names = ", ".join(os.path.relpath(path, folder) for path in chosen)
-        raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
-    parts = [_read_file(path) for path in chosen]
-    if len(parts) == 1:
-        return parts[0]
-    rows = [row for part in parts for row in part]
-    return _from_list(rows, folder, [part.place(i) for part in parts for i in range(len(part))])
-
-
-def _pick(loaded: Any, name: str, split: str) -> Rows:
-    """One split of whatever the datasets library gave."""
-    if isinstance(loaded, Mapping):
-        if split not in loaded:
-            raise UserError(f"{name} has no split {split!r}; it has {', '.join(loaded)}")
-        loaded = loaded[split]
-    return _from_dataset(loaded, name)
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""What an evaluation set may be called: a part of metrics' names."""
+_NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
+_HALF_NAMED = re.compile(r"[A-Za-z0-9_.-]*=")
 
 
 def _read_hub(name: str, split: str, config: str | None, revision: str | None) -> Rows:
-    with _quiet() as datasets:
+    with quiet() as datasets:
         try:
-            return _from_dataset(
+            return from_dataset(
                 datasets.load_dataset(name, config, split=split, revision=revision), f"{name} ({split})"
             )
         except Exception as error:  # the library raises a dozen kinds, some of them its own
@@ -281,6 +46,7 @@ def load_rows(
     streaming: bool = False,
     max_samples: int | None = None,
     seed: int = 0,
+    label: str | None = None,
 ) -> Rows:
     """The rows of one split.
 
@@ -293,6 +59,7 @@ def load_rows(
       streaming: refused.
       max_samples: only the first so many rows.
       seed: of the synthetic data set.
+      label: what messages call a list or data set given as an object; default: 'train data', after the split.
 
     Raises:
       UserError: nothing to read there, no such split, a stream.
@@ -303,29 +70,30 @@ def load_rows(
             "continue from anywhere, and a stream cannot be gone back in. Leave it off; max_train_samples takes a part "
             "of the data."
         )
+    label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
         source = os.fspath(source)
         if source == "synthetic":
             from rlhf_jax.data.synthetic import load_synthetic
 
-            rows = _from_dataset(load_synthetic(kind, split, max_samples, seed), f"synthetic {kind} ({split})")
+            rows = from_dataset(load_synthetic(kind, split, max_samples, seed), f"synthetic {kind} ({split})")
         elif os.path.isfile(source):
-            rows = _read_file(source)
+            rows = read_file(source)
         elif os.path.isdir(source):
-            rows = _read_folder(source, split)
+            rows = read_folder(source, split)
         elif os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
             raise UserError(f"{source}: there is no such file or folder")
         else:
             rows = _read_hub(source, split, dataset_config, dataset_revision)
     elif isinstance(source, list | tuple):
-        rows = _from_list(source, f"the list given as {split} data")
+        rows = from_list(source, f"the list given as {label}")
     elif isinstance(source, Mapping):
-        rows = _pick(source, "the DatasetDict given", split)
+        rows = pick(source, "the DatasetDict given", split)
     elif hasattr(source, "column_names") and hasattr(source, "select"):
-        rows = _from_dataset(source, f"the data set given as {split} data")
+        rows = from_dataset(source, f"the data set given as {label}")
     else:
         raise UserError(
-            f"{split} data of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
+            f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
         )
     if not len(rows):
         raise UserError(f"{rows.name}: has no rows")
@@ -339,33 +107,99 @@ def is_one_split(source: Any) -> bool:
     return not isinstance(source, Mapping)
 
 
+def _named_sources(text: str) -> dict[str, str] | None:
+    """NAME=SOURCE,NAME=SOURCE as a dict; None for one source, which may have '=' and ',' in it: a path that exists, or
+    text that does not begin as such a list does."""
+    if os.path.exists(text) or not _HALF_NAMED.match(text.strip()):
+        return None
+    sources: dict[str, str] = {}
+    for part in map(str.strip, text.split(",")):
+        found = _NAMED.fullmatch(part)
+        if found is None:
+            raise UserError(
+                f"eval_dataset_name {text!r}: {part!r} is not NAME=SOURCE, with letters, digits, '_', '.' and '-' in "
+                "the name, and a comma between two sets; and no file or folder has the whole name"
+            )
+        if found[1] in sources:
+            raise UserError(f"eval_dataset_name {text!r} names two sets {found[1]!r}; give each a name of its own")
+        sources[found[1]] = found[2]
+    return sources
+
+
+def _given_sources(given: Any) -> Mapping[str, Any] | None:
+    """A dict of name -> source; None for one source, which a DatasetDict is too."""
+    if not isinstance(given, Mapping) or any(kind.__name__.endswith("DatasetDict") for kind in type(given).__mro__):
+        return None
+    for name in given:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(
+                f"eval_dataset (in place of eval_dataset_name) has a set called {name!r}: a name is letters, digits, "
+                "'_', '.' and '-', because metrics are named after it"
+            )
+    return given
+
+
+def eval_sets(config: Any, kind: str, given: Any = None) -> dict[str, Rows]:
+    """The evaluation rows that a stage's config asks for, by name.
+
+    Args:
+      config: a stage's config (its data fields). eval_dataset_name is one source, or several as
+        'NAME=SOURCE,NAME=SOURCE'.
+      kind: 'prompts', 'demonstrations' or 'pairs', of the synthetic data set.
+      given: in place of eval_dataset_name: an object (see `load_rows`), or a dict of name -> source.
+
+    Returns:
+      name -> rows, at most max_eval_samples each; a single source without a name is called ''. Empty where the config
+      has no evaluation data: no split named, or a plain file for training and no eval_dataset_name; or an empty dict.
+
+    Raises:
+      UserError: a name is missing, empty, of other characters or given twice; a source is missing; see `load_rows`.
+    """
+    limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
+    split = config.dataset_test_split or "validation"
+    source = config.eval_dataset_name if given is None else given
+    if source is None:
+        if config.dataset_test_split is None or is_one_split(config.dataset_name):
+            return {}
+        hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}
+        return {"": load_rows(config.dataset_name, split=split, **limits, **hub)}
+    sources = _named_sources(source) if isinstance(source, str) else _given_sources(source)
+    if sources is None:
+        return {"": load_rows(source, split=split, **limits)}
+    return {
+        name: load_rows(one, split=split, label=f"evaluation set {name!r}", **limits) for name, one in sources.items()
+    }
+
+
 def load_split(config: Any, which: str, kind: str, given: Any = None) -> Rows | None:
     """The training or evaluation rows that a stage's config asks for.
 
     Args:
       config: a stage's config (its data fields).
       which: 'train' or 'eval'.
-      kind: 'prompts', 'demonstrations' or 'pairs'.
+      kind: 'prompts', 'demonstrations' or 'pairs', of the synthetic data set.
       given: an object in place of the configured name.
 
     Returns:
-      The rows; None for evaluation where the config has none: no split named, or a plain file for training and no
-      eval_dataset_name.
+      The rows; None for evaluation where `eval_sets` has none.
+
+    Raises:
+      UserError: several evaluation sets, or see `load_rows`.
     """
-    common = {"kind": kind, "streaming": config.dataset_streaming}
-    hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}
     if which == "train":
-        source = config.dataset_name if given is None else given
-        split = config.dataset_train_split
-        return load_rows(source, split=split, max_samples=config.max_train_samples, **common, **hub)
-    limit = {"max_samples": config.max_eval_samples}
-    other = config.eval_dataset_name if given is None else given
-    if other is not None:
-        split = config.dataset_test_split or "validation"
-        return load_rows(other, split=split, **limit, **common)
-    if config.dataset_test_split is None or is_one_split(config.dataset_name):
-        return None
-    return load_rows(config.dataset_name, split=config.dataset_test_split, **limit, **common, **hub)
+        return load_rows(
+            config.dataset_name if given is None else given,
+            split=config.dataset_train_split,
+            kind=kind,
+            dataset_config=config.dataset_config,
+            dataset_revision=config.dataset_revision,
+            streaming=config.dataset_streaming,
+            max_samples=config.max_train_samples,
+        )
+    sets = eval_sets(config, kind, given)
+    if len(sets) > 1:
+        raise UserError(f"eval_dataset_name names {len(sets)} sets ({', '.join(sets)}) where only one is read")
+    return next(iter(sets.values()), None)
 
 
 def require_columns(rows: Rows, wanted: Mapping[str, str]) -> None:

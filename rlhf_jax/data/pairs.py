@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_jax.data import batches, fields
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import join
-from rlhf_jax.data.loading import Rows, load_split, require_columns
+from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
 from rlhf_jax.data.tokens import Tokenizer
 from rlhf_jax.types import Array
 
@@ -29,7 +29,7 @@ class PairBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class PairData:
+class PairData(batches.Batched[PairBatch]):
     """Pairs as tokens."""
 
     chosen: list[np.ndarray]
@@ -40,8 +40,8 @@ class PairData:
     buckets: tuple[int, ...]
     report: DataReport
 
-    def __len__(self) -> int:
-        return len(self.chosen)
+    def _stores(self) -> tuple[list[np.ndarray], ...]:
+        return self.chosen, self.rejected
 
     def _take(self, rows: np.ndarray) -> PairBatch:
         better, worse = [self.chosen[i] for i in rows], [self.rejected[i] for i in rows]
@@ -54,19 +54,6 @@ class PairData:
             rejected_lengths=lengths[1],
             margin=self.margin[rows],
         )
-
-    def batch(self, seed: int, step: int, batch_size: int) -> PairBatch:
-        """Pairs of update `step` (0-based), numpy arrays; see `batches.rows_of_step` for which rows."""
-        return self._take(batches.rows_of_step(len(self), batch_size, seed, step, self.report.name))
-
-    def in_order(self, start: int, count: int) -> PairBatch:
-        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay."""
-        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1))
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the tokens."""
-        return batches.fingerprint(self.chosen, self.rejected)
 
 
 def _pair_fault(row: Any, columns: tuple[str, ...], chosen: str, rejected: str, margin: str | None) -> str | None:
@@ -121,29 +108,11 @@ def make_pairs(
         worse.append(sequences[1])
         margins.append(0.0 if margin_column is None else row[margin_column])
     fields.refuse_nothing_left(rows, len(better), f"max_length = {max_length} or query_length = {query_length} tokens")
-    longest = max(map(len, better + worse))
-    buckets = length_buckets or batches.default_buckets(longest)
-    batches.bucket(longest, buckets)
-    report = DataReport(
-        name=rows.name,
-        read=len(rows),
-        kept=len(better),
-        bad=found.bad,
-        truncated=truncated,
-        dropped=len(found.good) - len(better),
-        longest=longest,
-        tokens=sum(map(len, better + worse)),
-        first_bad=found.first_bad,
-    )
-    return PairData(better, worse, np.asarray(margins, np.float32), tokenizer.pad_id, tuple(buckets), report)
+    buckets, report = fields.measure(rows, found, better, worse, length_buckets=length_buckets, truncated=truncated)
+    return PairData(better, worse, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
 
 
-def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PairData | None:
-    """The pairs that a reward config asks for; `dataset` is an object in place of the configured name. None: no
-    evaluation data."""
-    rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
-    if rows is None:
-        return None
+def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
     return make_pairs(
         rows,
         tokenizer,
@@ -157,3 +126,15 @@ def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluatio
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
     )
+
+
+def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PairData | None:
+    """The pairs that a reward config asks for; `dataset` is an object in place of the configured name. None: no
+    evaluation data."""
+    rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
+    return None if rows is None else _make(rows, config, tokenizer)
+
+
+def load_eval_pairs(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, PairData]:
+    """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
+    return {name: _make(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", given).items()}

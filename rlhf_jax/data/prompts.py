@@ -1,65 +1,92 @@
-"""Prompts for a policy: left-padded batches that are pure functions of seed and step."""
+"""Prompts for a policy, texts or conversations: left-padded batches that are pure functions of seed and step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data import batches, fields
+from rlhf_jax.data import batches, chat, fields
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, load_split
+from rlhf_jax.data.loading import Rows, eval_sets, load_split
 from rlhf_jax.data.tokens import Tokenizer
 from rlhf_jax.types import PromptBatch
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptData:
+class PromptData(batches.Batched[PromptBatch]):
     """Prompts as tokens, with their texts and the other columns of their rows."""
 
     tokens: list[np.ndarray]
     """int32 each."""
     prompts: list[str]
-    """What the tokens say: a truncated prompt is truncated here too."""
+    """What the tokens say: a truncated prompt is truncated here too, a conversation is in its chat template."""
     raw: list[dict[str, Any]]
     """The other columns."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
+    conversations: list[chat.Conversation] | None = None
+    """The messages of each prompt; None where prompts are texts."""
+    shuffle: bool = True
+    """A new order each pass; false: as they come."""
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def _stores(self) -> tuple[list[np.ndarray], ...]:
+        return (self.tokens,)
 
     def _take(self, rows: np.ndarray) -> PromptBatch:
+        """tokens [B, C] int32 with C a bucket, lengths [B] int32, rows [B] int32."""
         chosen = [self.tokens[i] for i in rows]
         lengths = batches.lengths_of(chosen)
         width = batches.bucket(int(lengths.max()), self.buckets)
         return PromptBatch(batches.pad_left(chosen, width, self.pad_id), lengths, rows.astype(np.int32))
 
-    def batch(self, seed: int, step: int, batch_size: int) -> PromptBatch:
-        """Prompts of update `step` (0-based), numpy arrays: tokens [B, C] int32 with C a bucket, lengths [B], rows [B].
-        See `batches.rows_of_step` for which rows."""
-        return self._take(batches.rows_of_step(len(self), batch_size, seed, step, self.report.name))
+    @property
+    def conversational(self) -> bool:
+        """Whether prompts are conversations."""
+        return self.conversations is not None
 
-    def in_order(self, start: int, count: int) -> PromptBatch:
-        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay (see `rows`)."""
-        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1))
+    def texts(self, rows: Sequence[int]) -> list[str] | list[chat.Conversation]:
+        """Prompts of these rows as reward functions get them: texts, or lists of messages (copies)."""
+        if self.conversations is None:
+            return self.shown(rows)
+        return [[dict(message) for message in self.conversations[i]] for i in rows]
 
-    def texts(self, rows: Sequence[int]) -> list[str]:
-        """Prompt texts of these rows."""
+    def shown(self, rows: Sequence[int]) -> list[str]:
+        """Prompts of these rows as text for people: what the policy reads."""
         return [self.prompts[i] for i in rows]
+
+    def as_completions(self, texts: Sequence[str]) -> list[str] | list[chat.Conversation]:
+        """Responses as reward functions get them: texts, or for conversations one assistant's message each, as TRL
+        gives them."""
+        if self.conversations is None:
+            return list(texts)
+        return [[{"role": "assistant", "content": text}] for text in texts]
 
     def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The data set's other columns at these rows, for reward functions."""
         names = dict.fromkeys(name for row in self.raw for name in row)
         return {name: [self.raw[i].get(name) for i in rows] for name in names}
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the tokens."""
-        return batches.fingerprint(self.tokens)
+
+def _write_conversations(
+    rows: Rows, column: str, template: chat.ChatTemplate, on_bad_row: str
+) -> tuple[fields.Sorted, list[str]]:
+    """(good and bad rows, the text of each good one up to where the assistant's answer begins)."""
+    texts: list[str] = []
+
+    def fault(row: Any) -> str | None:
+        wrong = chat.conversation_fault(row, column)
+        if wrong is None:
+            try:
+                texts.append(template.write(row[column], generation_prompt=True))
+            except chat.Unwritable as error:
+                return f"{column!r}: {error}"
+        return wrong
+
+    return fields.sort_rows(rows, fault, on_bad_row), texts
 
 
 def make_prompts(
@@ -71,51 +98,53 @@ def make_prompts(
     query_overflow: str = "truncate",
     on_bad_row: str = "raise",
     length_buckets: tuple[int, ...] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    shuffle: bool = True,
 ) -> PromptData:
     """Tokenises prompts; the options are those of the config.
 
+    A prompt that is a list of messages {"role", "content"} goes through the tokenizer's chat template, up to where the
+    assistant's answer begins. All prompts of a data set are texts or all are conversations: a row of the other kind is
+    bad. A conversation that is too long is dropped whatever `query_overflow` says: there is no rule for cutting one.
+
     Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, or no bucket holds the longest.
+      UserError: a column is missing, a row is bad, all rows are too long, no bucket holds the longest, or there are
+        conversations and no chat template.
     """
     columns = fields.prompt_columns(rows, prompt_column)
-    found = fields.sort_rows(rows, lambda row: fields.text_fault(row, columns), on_bad_row)
-    texts = [fields.prompt_text(row, columns) for row in found.good]
-    ids, truncated = fields.fit_prompts(texts, tokenizer, query_length, query_overflow)
-    fields.refuse_nothing_left(rows, sum(tokens is not None for tokens in ids), f"query_length = {query_length} tokens")
-    data = [
-        (np.asarray(tokens, np.int32), text, {name: row[name] for name in row if name not in columns})
-        for tokens, text, row in zip(ids, texts, found.good, strict=True)
-        if tokens is not None
-    ]
-    tokens, texts, raw = (list(part) for part in zip(*data, strict=True))
+    conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
+    if conversational:
+        template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
+        found, texts = _write_conversations(rows, columns[0], template, on_bad_row)
+    else:
+        found = fields.sort_rows(rows, lambda row: fields.text_fault(row, columns), on_bad_row)
+        texts = [fields.prompt_text(row, columns) for row in found.good]
+    ids, truncated = fields.fit_prompts(texts, tokenizer, query_length, "drop" if conversational else query_overflow)
+    kept = [i for i, tokens in enumerate(ids) if tokens is not None]
+    fields.refuse_nothing_left(rows, len(kept), f"query_length = {query_length} tokens")
+    tokens = [np.asarray(ids[i], np.int32) for i in kept]
+    texts = [texts[i] for i in kept]
+    good = [found.good[i] for i in kept]
+    raw = [{name: row[name] for name in row if name not in columns} for row in good]
     if truncated:
         texts = [
-            tokenizer.decode(kept) if len(kept) < len(whole) else text
-            for kept, whole, text in zip(tokens, tokenizer.encode_batch(texts), texts, strict=True)
+            tokenizer.decode(part) if len(part) < len(whole) else text
+            for part, whole, text in zip(tokens, tokenizer.encode_batch(texts), texts, strict=True)
         ]
-    longest = max(map(len, tokens))
-    buckets = length_buckets or batches.default_buckets(longest)
-    batches.bucket(longest, buckets)
-    report = DataReport(
-        name=rows.name,
-        read=len(rows),
-        kept=len(tokens),
-        bad=found.bad,
+    cut_was_asked = conversational and len(kept) < len(ids) and query_overflow == "truncate"
+    buckets, report = fields.measure(
+        rows,
+        found,
+        tokens,
+        length_buckets=length_buckets,
         truncated=truncated,
-        dropped=len(ids) - len(tokens),
-        longest=longest,
-        tokens=sum(map(len, tokens)),
-        first_bad=found.first_bad,
+        note="conversations are dropped, not truncated" if cut_was_asked else None,
     )
-    return PromptData(tokens, texts, raw, tokenizer.pad_id, tuple(buckets), report)
+    conversations = [[dict(message) for message in row[columns[0]]] for row in good] if conversational else None
+    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle)
 
 
-def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PromptData | None:
-    """The prompts that a config asks for; `dataset` is an object in place of the configured name. None: no evaluation
-    data. The synthetic prompts come with their demonstrations, as column 'completion'."""
-    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    if rows is None:
-        return None
+def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> PromptData:
     return make_prompts(
         rows,
         tokenizer,
@@ -124,4 +153,18 @@ def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluat
         query_overflow=config.query_overflow,
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
+        chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
+        shuffle=getattr(config, "shuffle_dataset", True),
     )
+
+
+def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PromptData | None:
+    """The prompts that a config asks for; `dataset` is an object in place of the configured name. None: no evaluation
+    data. The synthetic prompts come with their demonstrations, as column 'completion'."""
+    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
+    return None if rows is None else _make(rows, config, tokenizer)
+
+
+def load_eval_prompts(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, PromptData]:
+    """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
+    return {name: _make(rows, config, tokenizer) for name, rows in eval_sets(config, "demonstrations", given).items()}

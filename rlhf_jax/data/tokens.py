@@ -15,7 +15,15 @@ from rlhf_jax.types import UserError
 PAD_TOKEN = "[PAD]"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # What any form of tokenizer may come in; config.json is AutoTokenizer's.
-_ON_THE_HUB = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_ON_THE_HUB = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 NEOX_DEFAULT_PAD = "<|padding|>"
 """What transformers 5 makes up for every GPT-NeoX tokenizer that names no pad token, in a new row if need be."""
 
@@ -148,22 +156,39 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
     tokenizer.hf.save_pretrained(folder)
 
 
-def check_same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
-    """Checks that a model which reads the policy's ids was made for the same tokenizer. A model that comes without a
-    tokenizer is trusted; [PAD] may differ.
-
-    Raises:
-      UserError: names the first id that means something else there.
-    """
+def _first_difference(
+    tokenizer: Tokenizer, name_or_path: str, revision: str | None
+) -> tuple[int, str | None, str | None] | None:
+    """(id, token here, token there) of the first id that means something else there; [PAD] may differ. None: no such
+    id, or no tokenizer there to compare with."""
     try:
         other = _from_files(name_or_path, revision)
     except Exception:  # no tokenizer there: nothing to compare
-        return
+        return None
     ours, theirs = ({i: token for token, i in hf.get_vocab().items()} for hf in (tokenizer.hf, other))
     for i in sorted(ours.keys() | theirs.keys()):
         pair = ours.get(i), theirs.get(i)
         if pair[0] != pair[1] and not (PAD_TOKEN in pair and None in pair):
-            raise UserError(
-                f"the tokenizer of {name_or_path} is not the policy's ({tokenizer.name}): id {i} is {pair[1]!r} there "
-                f"and {pair[0]!r} here, so its scores would be of other text; use models made for one tokenizer"
-            )
+            return i, *pair
+    return None
+
+
+def same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> bool:
+    """Whether ids mean the same to a model as to `tokenizer`. A model that comes without a tokenizer is trusted; [PAD]
+    may differ."""
+    return _first_difference(tokenizer, name_or_path, revision) is None
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
+    """Checks that a model which reads the policy's ids was made for the same tokenizer; see `same_tokenizer`.
+
+    Raises:
+      UserError: names the first id that means something else there.
+    """
+    found = _first_difference(tokenizer, name_or_path, revision)
+    if found is not None:
+        i, ours, theirs = found
+        raise UserError(
+            f"the tokenizer of {name_or_path} is not the policy's ({tokenizer.name}): id {i} is {theirs!r} there "
+            f"and {ours!r} here, so its scores would be of other text; use models made for one tokenizer"
+        )

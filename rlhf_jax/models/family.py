@@ -23,8 +23,12 @@ class Family:
     name: str  # model_type in config.json
     init_backbone: Callable  # config, key -> params
     hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key= -> [B, S, D]
-    prefill: Callable  # config, backbone with a list of layers, tokens, mask, cache_length, dtype -> [B, D], cache
-    decode: Callable  # config, backbone, cache, tokens, positions, key_mask, index, dtype -> [B, D], cache
+    hidden_after_prompts: (
+        Callable  # config, backbone, prompts, mask, responses, mask, dtype=, remat= -> [P, D], [B, T, D]
+    )
+    prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype -> [P, D], prefix
+    empty_cache: Callable  # config, rows, slots, dtype -> cache
+    decode: Callable  # config, backbone, prefix, its mask, cache, tokens, positions, index, dtype -> [B, D], cache
     config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
     config_to_hf: Callable  # config, kind -> dict
     tensors: Callable  # config -> the checkpoint's backbone tensors and where each goes
@@ -39,7 +43,9 @@ FAMILIES: dict[str, Family] = {
         name="gpt_neox",
         init_backbone=gpt_neox.init_backbone,
         hidden=gpt_neox.hidden,
+        hidden_after_prompts=gpt_neox.hidden_after_prompts,
         prefill=gpt_neox.prefill,
+        empty_cache=gpt_neox.empty_cache,
         decode=gpt_neox.decode,
         config_from_hf=gpt_neox_hf.config_from_hf,
         config_to_hf=gpt_neox_hf.config_to_hf,
@@ -129,6 +135,23 @@ class Model:
             self.config, params["backbone"], tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key
         )
 
+    def hidden_after_prompts(
+        self,
+        params: Params,
+        prompts: Array,
+        prompt_mask: Array,
+        responses: Array,
+        mask: Array,
+        *,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+    ) -> tuple[Array, Array]:
+        """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
+        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
+        return self.family.hidden_after_prompts(
+            self.config, params["backbone"], prompts, prompt_mask, responses, mask, dtype=dtype, remat=remat
+        )
+
     def logits(self, params: Params, hidden: Array) -> Array:
         """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
         if "embed_out" in params:
@@ -161,23 +184,32 @@ class Model:
         return {**params, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(
-        self, unstacked: Params, tokens: Array, mask: Array, cache_length: int, dtype: Any = jnp.float32
+        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
     ) -> tuple[Array, list[Params]]:
-        """Run prompts [B, C]: last column's hidden states [B, D], per layer {"k", "v"} [B, H, cache_length, K]."""
-        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, cache_length, dtype)
+        """Run prompts [P, C]: last column's hidden states [P, D], and per layer {"k", "v"} [P, H, C, K]."""
+        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, dtype)
+
+    def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
+        """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K]."""
+        return self.family.empty_cache(self.config, rows, slots, dtype)
 
     def decode(
         self,
         unstacked: Params,
+        prefix: list[Params],
+        prefix_mask: Array,
         cache: list[Params],
         tokens: Array,
         positions: Array,
-        key_mask: Array,
         index: Array,
         dtype: Any = jnp.float32,
     ) -> tuple[Array, list[Params]]:
-        """A token a row into cache slot `index`: tokens, positions [B], key_mask [B, cache_length] -> [B, D], cache."""
-        return self.family.decode(self.config, unstacked["backbone"], cache, tokens, positions, key_mask, index, dtype)
+        """A token a row into cache slot `index`: tokens, positions [B], prefix_mask [P, C] -> [B, D], cache.
+
+        B is a multiple of P: row i answers prompt i // (B / P)."""
+        return self.family.decode(
+            self.config, unstacked["backbone"], prefix, prefix_mask, cache, tokens, positions, index, dtype
+        )
 
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:

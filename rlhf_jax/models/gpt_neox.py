@@ -4,7 +4,8 @@ Params are plain nested dicts. A layer's params are stacked over layers, [L, ...
 `lax.scan` over them; decoding slices them into a list once a rollout and unrolls the layers, which keeps the
 cache a list of per-layer buffers that XLA updates in place.
 
-Shape letters: B batch, S sequence, C context, L layers, D width, H heads, K head size, F hidden units, V vocabulary.
+Shape letters: B batch, P prompts, S sequence, C context, T response, L layers, D width, H heads, K head size, F hidden
+units, V vocabulary.
 
 Reference: transformers' `GPTNeoXModel`; Black et al. 2022, arXiv:2204.06745; rotary embedding: Su et al. 2021,
 arXiv:2104.09864.
@@ -21,7 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax.models.layers import cached_attention, causal_attention, gelu, rotary_angles, rotate, row_dropout
+from rlhf_jax.models.layers import (
+    attend_after_prefix,
+    causal_attention,
+    gelu,
+    rotary_angles,
+    rotate,
+    row_dropout,
+)
 from rlhf_jax.types import Array, Params
 
 # Where a block's dropout is applied; part of the key, so that no two masks are the same.
@@ -243,55 +251,111 @@ def hidden(
     return _final_norm(config, backbone, x, dtype)
 
 
+def hidden_after_prompts(
+    config: GPTNeoXConfig,
+    backbone: Params,
+    prompts: Array,
+    prompt_mask: Array,
+    responses: Array,
+    mask: Array,
+    *,
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+) -> tuple[Array, Array]:
+    """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
+
+    prompts [P, C] and responses [B, T] int32, B = P * G, row i answering prompt i // G; prompt_mask [P, C] and mask
+    [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]) in `dtype`. Prompts are left-padded.
+    """
+    prompts, positions = prepare(prompts, prompt_mask)
+    responses, own_positions = prepare(responses, mask)
+    lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
+    ropes = _rope(config, positions), _rope(config, own_positions + lengths[:, None])
+    columns = jnp.arange(responses.shape[1])
+    keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
+    block = Block(config, dtype)
+
+    def body(streams: tuple[Array, Array], params: Params) -> tuple[tuple[Array, Array], None]:
+        def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+            return causal_attention(query, key, value, prompt_mask), (key.swapaxes(1, 2), value.swapaxes(1, 2))
+
+        prompt, (prefix_key, prefix_value) = block.apply({"params": params}, streams[0], ropes[0], attend_prompt)
+
+        def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+            query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
+            out = attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prompt_mask)
+            return out.swapaxes(1, 2), None
+
+        response, _ = block.apply({"params": params}, streams[1], ropes[1], attend_response)
+        return (prompt, response), None
+
+    if remat:
+        body = jax.checkpoint(body, prevent_cse=False)
+    streams = _embed(backbone, prompts, dtype), _embed(backbone, responses, dtype)
+    (prompt, response), _ = jax.lax.scan(body, streams, backbone["layers"])
+    return _final_norm(config, backbone, prompt[:, -1], dtype), _final_norm(config, backbone, response, dtype)
+
+
 def prefill(
-    config: GPTNeoXConfig, backbone: Params, tokens: Array, mask: Array, cache_length: int, dtype: Any = jnp.float32
+    config: GPTNeoXConfig, backbone: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
 ) -> tuple[Array, list[Params]]:
     """Run the prompts and keep their keys and values.
 
-    tokens [B, C] int32, mask [B, C] bool, `backbone["layers"]` a list -> hidden states of the last column [B, D], and
-    per layer {"k", "v"} [B, H, cache_length, K], zero from C on. The first C slots are the prompt's columns.
+    tokens [P, C] int32, mask [P, C] bool, `backbone["layers"]` a list -> hidden states of the last column [P, D], and
+    per layer {"k", "v"} [P, H, C, K].
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)
-    padding = ((0, 0), (0, 0), (0, cache_length - tokens.shape[1]), (0, 0))
-    x, cache, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+    x, prefix, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
-        kept = {name: jnp.pad(a.swapaxes(1, 2), padding) for name, a in (("k", key), ("v", value))}
-        return causal_attention(query, key, value, mask), kept
+        return causal_attention(query, key, value, mask), {"k": key.swapaxes(1, 2), "v": value.swapaxes(1, 2)}
 
     for layer in backbone["layers"]:
         x, kept = block.apply({"params": layer}, x, rope, attend_fn)
-        cache.append(kept)
-    return _final_norm(config, backbone, x[:, -1], dtype), cache
+        prefix.append(kept)
+    return _final_norm(config, backbone, x[:, -1], dtype), prefix
+
+
+def empty_cache(config: GPTNeoXConfig, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
+    """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K], zero."""
+    shape = (rows, config.num_attention_heads, slots, config.head_size)
+    return [{"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)} for _ in range(config.num_hidden_layers)]
 
 
 def decode(
     config: GPTNeoXConfig,
     backbone: Params,
+    prefix: list[Params],
+    prefix_mask: Array,
     cache: list[Params],
     tokens: Array,
     positions: Array,
-    key_mask: Array,
     index: Array,
     dtype: Any = jnp.float32,
 ) -> tuple[Array, list[Params]]:
     """One token a row: tokens [B] and rotary positions [B] int32, written to cache slot `index` (a scalar).
 
-    key_mask [B, cache_length] bool says which slots may be attended, this token's own included. Returns the hidden
-    states [B, D] and the cache with the slot filled.
+    `prefix` and `prefix_mask` [P, C] are the prompts', as `prefill` left them; row i answers prompt i // (B / P). Slots
+    up to `index` are attended. Returns the hidden states [B, D] and the cache with the slot filled.
     """
     rope = _rope(config, positions)
     x, new_cache, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+    keep = (jnp.arange(cache[0]["k"].shape[2]) <= index)[None, None, None, :]
 
     def write(buffer: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
 
-    for layer, old in zip(backbone["layers"], cache, strict=True):
+    for layer, before, old in zip(backbone["layers"], prefix, cache, strict=True):
 
-        def attend_fn(query: Array, key: Array, value: Array, old: Params = old) -> tuple[Array, Params]:
+        def attend_fn(
+            query: Array, key: Array, value: Array, before: Params = before, old: Params = old
+        ) -> tuple[Array, Params]:
             kept = {"k": write(old["k"], key), "v": write(old["v"], value)}
-            return cached_attention(query, kept["k"], kept["v"], key_mask), kept
+            out = attend_after_prefix(
+                query[:, :, None], kept["k"], kept["v"], keep, before["k"], before["v"], prefix_mask
+            )
+            return out[:, :, 0], kept
 
         x, kept = block.apply({"params": layer}, x, rope, attend_fn)
         new_cache.append(kept)

@@ -1,6 +1,6 @@
 """What decoders are made of, as functions of arrays: rotary embedding, GELU, attention, dropout keyed per row.
 
-Shape letters: B batch, S keys, Q queries, H heads, K head size, R rotated dimensions of a head.
+Shape letters: B batch, P prefixes, S keys, C keys of a prefix, Q queries, H heads, K head size, R rotated dimensions.
 """
 
 from __future__ import annotations
@@ -93,12 +93,40 @@ def causal_attention(
     return (out[0] if len(out) == 1 else jnp.concatenate(out, axis=2)).swapaxes(1, 2)
 
 
-def cached_attention(query: Array, key: Array, value: Array, key_mask: Array) -> Array:
-    """Attention of one new position to a cache.
+def attend_after_prefix(
+    query: Array, key: Array, value: Array, keep: Array, prefix_key: Array, prefix_value: Array, prefix_keep: Array
+) -> Array:
+    """Attention of continuations to themselves and to the prefix that G of them share, in one softmax.
 
-    query [B, H, K], key and value [B, H, S, K], key_mask [B, S] bool -> [B, H, K].
+    Row i continues prefix i // G, G = B / P. query [B, H, Q, K], key and value [B, H, S, K], keep bool [B or 1, 1, Q or
+    1, S], prefix_key and prefix_value [P, H, C, K], prefix_keep [P, C] bool -> [B, H, Q, K]. The prefix is never copied
+    for its continuations: their queries are laid side by side instead.
     """
-    return attend(query[:, :, None], key, value, key_mask[:, None, None, :])[:, :, 0]
+    (rows, heads, queries, size), prefixes = query.shape, prefix_key.shape[0]
+    group = rows // prefixes
+    query = query * jnp.asarray(size**-0.5, query.dtype)
+
+    def side_by_side(x: Array) -> Array:
+        x = x.reshape(prefixes, group, heads, queries, x.shape[-1]).swapaxes(1, 2)
+        return x.reshape(prefixes, heads, group * queries, x.shape[-1])
+
+    def apart(x: Array) -> Array:
+        x = x.reshape(prefixes, heads, group, queries, x.shape[-1]).swapaxes(1, 2)
+        return x.reshape(rows, heads, queries, x.shape[-1])
+
+    lowest = jnp.finfo(jnp.float32).min
+    before = jnp.einsum("phqk,phck->phqc", side_by_side(query), prefix_key, preferred_element_type=jnp.float32)
+    before = jnp.where(prefix_keep[:, None, None, :], before, lowest)
+    own = jnp.einsum("bhqk,bhsk->bhqs", query, key, preferred_element_type=jnp.float32)
+    own = jnp.where(keep, own, lowest)
+    peak = jnp.maximum(apart(before.max(axis=-1, keepdims=True)), own.max(axis=-1, keepdims=True))
+    peak = jax.lax.stop_gradient(peak)
+    before, own = jnp.exp(before - side_by_side(peak)), jnp.exp(own - peak)
+    total = apart(before.sum(axis=-1, keepdims=True)) + own.sum(axis=-1, keepdims=True)
+    before, own = before.astype(value.dtype), own.astype(value.dtype)
+    out = jnp.einsum("phqc,phck->phqk", before, prefix_value, preferred_element_type=jnp.float32)
+    out = apart(out) + jnp.einsum("bhqs,bhsk->bhqk", own, value, preferred_element_type=jnp.float32)
+    return (out / total).astype(value.dtype)
 
 
 def row_dropout(x: Array, rate: float, keys: Array, *data: int | Array) -> Array:

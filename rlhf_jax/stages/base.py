@@ -30,6 +30,8 @@ class Stage:
     progress: tuple[str, ...] = ()
     # Lower is better for a validation loss; the quantity early stopping watches.
     watched: str | None = None
+    rate_names: tuple[str, ...] = ("learning_rate",)
+    """Names of the learning rate among the metrics."""
 
     def __init__(self, config, *, optimizer=None):
         self.config = config
@@ -69,6 +71,13 @@ class Stage:
         """Sample completions for completions/STEP.jsonl; empty when the stage has none."""
         return []
 
+    def training_completions(self) -> list[dict[str, Any]]:
+        """The responses of the last update, where the config asks to show them; else empty."""
+        return []
+
+    def close(self) -> None:
+        """Ends what the stage started: threads, connections."""
+
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final models under `folder`: {what: path}."""
         raise NotImplementedError
@@ -87,8 +96,13 @@ class Stage:
 
     def clock_metrics(self, state: TrainState, rate: Array) -> dict[str, Array]:
         """Where the run stands after an update: learning rate, episodes, passes over the data."""
-        epoch = state.episodes.astype(jnp.float32) / self.rows
-        return {("lr" if self.name == "ppo" else "learning_rate"): rate, "episode": state.episodes, "epoch": epoch}
+        epoch = state.episodes.astype(jnp.float32) / self.episodes_per_pass
+        return {**dict.fromkeys(self.rate_names, rate), "episode": state.episodes, "epoch": epoch}
+
+    @property
+    def episodes_per_pass(self) -> int:
+        """What a pass over the data adds to `episodes`."""
+        return self.rows
 
     def place_params(self, model, params: Params) -> Params:
         """Params onto the mesh by the family's rules."""
@@ -111,6 +125,7 @@ class Stage:
             "episodes": jnp.int32(0),
             "seed": jnp.uint32(seed),
             "kl_coef": jnp.float32(kl_coef),
+            "tokens": jnp.uint32(0),
         }
         scalars = jax.device_put(scalars, sharding.replicated(self.mesh))
         return TrainState(params=params, opt_state=opt_state, **scalars)

@@ -123,6 +123,21 @@ def apply_gradients(optimizer, params: Params, opt_state, grads: Params, rate: A
     return params, opt_state, norm
 
 
+def ratio_variance(ratios: Array, metrics: str) -> Array:
+    """Variance of the mean ratios over optimizer steps, n - 1 in the denominator as torch's.
+
+    Args:
+      ratios: [N] float32.
+      metrics: 'trl' gives nan for N = 1, as torch does; 'correct' gives 0.
+
+    Returns:
+      [] float32.
+    """
+    if ratios.shape[0] == 1:
+        return jnp.float32(jnp.nan if metrics == "trl" else 0.0)
+    return jnp.var(ratios, ddof=1)
+
+
 def row_keys(key: Array, rows: int) -> Array:
     """A key a row: dropout does not depend on how a batch is cut into micro-batches.
 
@@ -137,6 +152,32 @@ def split_micro(batch: Any, micro: int | None) -> Any:
     rows = jax.tree.leaves(batch)[0].shape[0]
     micro = rows if micro is None else min(micro, rows)
     return jax.tree.map(lambda x: x.reshape((rows // micro, micro) + x.shape[1:]), batch)
+
+
+def groups_at_once(rows: int | None, group: int, groups: int) -> int | None:
+    """How many groups make up at most `rows` rows and divide `groups`; None for no limit."""
+    return None if rows is None else math.gcd(groups, max(rows // group, 1))
+
+
+def total(function: Callable, micro_batches: Any) -> Any:
+    """Sums a function's pytree over micro-batches by `lax.scan`, as `accumulate` does, without gradients.
+
+    Args:
+      function: (micro_batch, index) -> pytree.
+      micro_batches: pytree [N, m, ...].
+
+    Returns:
+      The pytree, summed over N.
+    """
+    n = jax.tree.leaves(micro_batches)[0].shape[0]
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(carry, item):
+        index, micro = item
+        return jax.tree.map(jnp.add, carry, function(micro, index)), None
+
+    return jax.lax.scan(body, zeros, (jnp.arange(n), micro_batches))[0]
 
 
 def accumulate(loss_fn: Callable, params: Params, micro_batches: Any) -> tuple[Params, Any]:

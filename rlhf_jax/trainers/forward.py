@@ -1,4 +1,4 @@
-"""Forward passes of the models of PPO at the positions that predict a response."""
+"""Forward passes of the models of PPO and RLOO at the positions that predict a response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.types import Array, Params, Rollout
+from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,34 @@ def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: A
             params["value"], response_hidden(nets.value, params["value"], tokens, mask, t, config)
         )
     return logprobs, entropy, values
+
+
+def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout_keys: Array | None = None):
+    """Log-probabilities and entropies of responses, each prompt computed once for its G responses.
+
+    Args:
+      model, params: a causal head.
+      rows: p groups; with G = 1 prompt and response go through the model side by side.
+      config: temperature, dtype, gradient_checkpointing.
+      dropout_keys: [p] typed keys, for G = 1; None: no dropout.
+
+    Returns:
+      (log-probabilities, entropies), each [p, G, T] float32.
+    """
+    p, g, t = rows.response.shape
+    c = rows.prompt_tokens.shape[1]
+    prompt_mask = jnp.arange(c)[None, :] >= (c - rows.prompt_lengths)[:, None]
+    response, mask = rows.response.reshape(p * g, t), rows.mask.reshape(p * g, t)
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.gradient_checkpointing}
+    if g == 1:
+        tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
+        both = jnp.concatenate([prompt_mask, mask], axis=1)
+        hidden = model.hidden(params, tokens, both, dropout_key=dropout_keys, **options)[:, -t - 1 : -1]
+    else:
+        last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
+        hidden = jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
+    logprobs, entropy = response_logprobs(model, params, hidden, response, config.temperature)
+    return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 
 def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:

@@ -15,22 +15,8 @@ from rlhf_jax.generate import in_chunks
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.trainers import common
 from rlhf_jax.trainers.forward import Networks, evaluate_actor_critic, full_sequence, response_hidden, response_logprobs
+from rlhf_jax.trainers.rollouts import penalize_missing_eos
 from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, TrainState
-
-
-def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:
-    """The score of a response without the tokenizer's eos: less the penalty (TRL), or minus the penalty (N+).
-
-    Returns:
-      [B] float32.
-    """
-    if config.missing_eos_penalty is None:
-        return scores
-    inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
-    has_eos = jnp.any((rollout.response == eos_id) & inside, axis=1)
-    if config.eos_penalty_mode == "replace":
-        return jnp.where(has_eos, scores, -config.missing_eos_penalty)
-    return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
 
 
 def make_experience(
@@ -43,6 +29,7 @@ def make_experience(
     config,
     eos_id: int,
     token_rewards: Array | None = None,
+    scorable: Array | None = None,
 ) -> tuple[Experience, Metrics]:
     """Log-probabilities, values, rewards and advantages of a rollout (TRL ppo_trainer.py:693-798).
 
@@ -56,12 +43,19 @@ def make_experience(
       config: a PPOConfig.
       eos_id: the tokenizer's eos, for the missing-eos penalty.
       token_rewards: [B, T] float32 dense rewards, added position by position; None: only the score.
+      scorable: [B] bool; a row without a score gets length -1, so that it is in no mask: neither statistics nor
+        gradient know of it. None: all have one.
 
     Returns:
       (Experience, metrics `objective/...`, `val/num_eos_tokens` and lengths; each [] float32)
     """
     tokens, mask = full_sequence(rollout)
     t = rollout.response.shape[1]
+    lengths = rollout.lengths
+    if scorable is not None:
+        rollout = rollout.replace(lengths=jnp.where(scorable, rollout.lengths, -1))
+        scores = jnp.where(scorable, scores, 0.0)
+    present = rollout.lengths >= 0
     inside = adv.response_mask(rollout.lengths, t)
     valued = adv.value_mask(rollout.lengths, t)
 
@@ -104,22 +98,20 @@ def make_experience(
         advantages=advantages,
         returns=returns,
     )
-    mean_kl = jnp.mean(jnp.sum(kl, axis=1))
-    mean_non_score = jnp.mean(jnp.sum(non_score_reward, axis=1))
-    if config.metrics == "trl":
-        eos = jnp.sum(rollout.response == eos_id).astype(jnp.float32)
-    else:
-        eos = jnp.sum(rollout.ended).astype(jnp.float32)
+    mean_non_score = adv.masked_mean(jnp.sum(non_score_reward, axis=1), present)
+    mean_score = adv.masked_mean(scores, present)
+    eos = rollout.response == eos_id if config.metrics == "trl" else rollout.ended & (lengths >= 0)
+    surprise = jnp.sum(jnp.where(inside, -logprobs, 0.0), axis=1)
     metrics = {
-        "objective/kl": mean_kl,
-        "objective/entropy": jnp.mean(jnp.sum(jnp.where(inside, -logprobs, 0.0), axis=1)),
+        "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
+        "objective/entropy": adv.masked_mean(surprise, present),
         "objective/non_score_reward": mean_non_score,
-        "objective/rlhf_reward": mean_non_score + jnp.mean(scores),
-        "objective/scores": jnp.mean(scores),
-        "objective/scores_std": jnp.std(scores),
+        "objective/rlhf_reward": mean_non_score + mean_score,
+        "objective/scores": mean_score,
+        "objective/scores_std": jnp.sqrt(adv.masked_var(scores, present, ddof=0)),
         "objective/kl_coef": kl_coef,
-        "val/num_eos_tokens": eos,
-        "val/response_length": jnp.mean(rollout.lengths.astype(jnp.float32)),
+        "val/num_eos_tokens": jnp.sum(eos).astype(jnp.float32),
+        "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }
     return experience, metrics
@@ -239,6 +231,27 @@ def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
     }
 
 
+def look(nets: Networks, params: Params, experience: Experience, config) -> Metrics:
+    """The metrics of the loss where nothing is learned: an evaluation's.
+
+    Args:
+      nets, params: the trained models.
+      experience: from `make_experience`.
+      config: a PPOConfig.
+
+    Returns:
+      As `update`'s, without what needs a step; each [] float32.
+    """
+    micros = common.split_micro(experience, config.micro_batch_size)
+    weights = loss_weights(micros.lengths, experience.logprobs.shape[1], config)
+
+    def of(micro, index):
+        part, scale = micro
+        return loss_and_metrics(nets, params, part, scale, config)[1][0]
+
+    return common.total(of, (micros, weights))
+
+
 def update(
     nets: Networks,
     optimizer,
@@ -291,27 +304,12 @@ def update(
     carry = (state.params, state.opt_state)
     (params, opt_state), (stats, errors, ratios) = jax.lax.scan(minibatch_step, carry, rows)
     metrics = {name: jnp.mean(values) for name, values in stats.items()}
-    metrics["val/ratio_var"] = ratio_variance(ratios.reshape(-1), config.metrics)
+    metrics["val/ratio_var"] = common.ratio_variance(ratios.reshape(-1), config.metrics)
     # Before anything was learned the ratio is 1 but for rounding: what the first optimizer step saw.
     metrics["val/first_ratio_error"] = errors[0]
     metrics["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]
     state = state.replace(params=params, opt_state=opt_state, step=state.step + 1, episodes=state.episodes + b)
     return state, metrics
-
-
-def ratio_variance(ratios: Array, metrics: str) -> Array:
-    """Variance of the mean ratios over optimizer steps, n - 1 in the denominator as torch's.
-
-    Args:
-      ratios: [N] float32.
-      metrics: 'trl' gives nan for N = 1, as torch does; 'correct' gives 0.
-
-    Returns:
-      [] float32.
-    """
-    if ratios.shape[0] == 1:
-        return jnp.float32(jnp.nan if metrics == "trl" else 0.0)
-    return jnp.var(ratios, ddof=1)
 
 
 def control_kl(state: TrainState, kl: Array, config, episodes: int) -> TrainState:

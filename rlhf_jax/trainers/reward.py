@@ -45,13 +45,14 @@ def score_texts(model, params: Params, tokens: Array, lengths: Array, **options)
     return last_token_scores(model, params, tokens, mask, jnp.maximum(lengths - 1, 0), **options)
 
 
-def score_rollout(model, params: Params, rollout, *, dtype) -> Array:
+def score_rollout(model, params: Params, rollout, *, dtype, group: int = 1) -> Array:
     """Scores prompt + response at the response's last token (TRL's get_reward); length 0 scores the prompt's last.
 
     Args:
       model, params: a scalar head.
       rollout: a Rollout.
       dtype: compute dtype.
+      group: rows that share a prompt, adjacent; the prompt is computed once for them.
 
     Returns:
       [B] float32.
@@ -60,6 +61,13 @@ def score_rollout(model, params: Params, rollout, *, dtype) -> Array:
     t = rollout.response.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
     inside = jnp.arange(t)[None, :] < rollout.lengths[:, None]
+    if group > 1:
+        prompts, of_prompts = rollout.prompt_tokens[::group], prompt_mask[::group]
+        before, hidden = model.hidden_after_prompts(params, prompts, of_prompts, rollout.response, inside, dtype=dtype)
+        last = jnp.maximum(rollout.lengths - 1, 0)[:, None, None]
+        rows = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        rows = jnp.where((rollout.lengths > 0)[:, None], rows, jnp.repeat(before, group, axis=0))
+        return model.scalars(params, rows)
     tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
     mask = jnp.concatenate([prompt_mask, inside], axis=1)
     return last_token_scores(model, params, tokens, mask, c + rollout.lengths - 1, dtype=dtype)
@@ -96,7 +104,8 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
       config: a RewardConfig.
 
     Returns:
-      (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "num_tokens", "grad_norm"})
+      (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32
+      and "num_tokens" [] uint32, of the run so far)
     """
     b = batch.chosen_lengths.shape[0]
     keys = common.row_keys(key, b)
@@ -123,6 +132,8 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
     grads, found = common.accumulate(loss_fn, state.params, micros)
     params, opt_state, norm = common.apply_gradients(optimizer, state.params, state.opt_state, grads, rate)
     chosen, rejected = found["scores"][:, 0], found["scores"][:, 1]
+    # Of the whole run so far, as TRL counts.
+    tokens = state.tokens + jnp.sum(batch.chosen_lengths + batch.rejected_lengths).astype(jnp.uint32)
     metrics = {
         "loss": found["loss"],
         "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
@@ -130,11 +141,11 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         "mean_reward": jnp.mean(found["scores"]),
         "min_reward": jnp.min(found["scores"]),
         "max_reward": jnp.max(found["scores"]),
-        "num_tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths).astype(jnp.float32),
+        "num_tokens": tokens,
         "grad_norm": norm,
     }
-    state = state.replace(params=params, opt_state=opt_state, step=state.step + 1, episodes=state.episodes + b)
-    return state, metrics
+    clock = {"step": state.step + 1, "episodes": state.episodes + b, "tokens": tokens}
+    return state.replace(params=params, opt_state=opt_state, **clock), metrics
 
 
 def subtract_offset(params: Params, offset: Array) -> Params:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.config import PPOConfig
+from rlhf_jax.config import PPOConfig, RLOOConfig
 
 # Ours under the same name and with the same meaning.
 SAME = (
@@ -155,11 +155,7 @@ def ppo_config(options: dict[str, Any], updates: int, where: str) -> PPOConfig:
     Raises:
       Refused: it names the option.
     """
-    if "rloo_k" in options or "num_generations" in options:
-        raise Refused(f"{where}: an RLOO run; its replay comes with the RLOO trainer")
-    unknown = sorted(set(options) - set(SAME) - set(READ) - set(IRRELEVANT))
-    if unknown:
-        raise Refused(f"{where}: option {unknown[0]}={options[unknown[0]]!r} is not known to this replay")
+    refuse_unknown(options, (*SAME, *READ, *IRRELEVANT), where)
     if options.get("kl_estimator", "k1") not in ("k1", "k3"):
         raise Refused(f"{where}: option kl_estimator={options['kl_estimator']!r}; TRL has k1 and k3")
     if options.get("stop_token") not in (None, "eos"):
@@ -182,6 +178,151 @@ def ppo_config(options: dict[str, Any], updates: int, where: str) -> PPOConfig:
     )
 
 
+def refuse_unknown(options: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Refused for an option that no one reads."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise Refused(f"{where}: option {unknown[0]}={options[unknown[0]]!r} is not known to this replay")
+
+
+# --- RLOO
+
+RLOO_SAME = (
+    "num_generations",
+    "num_iterations",
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "learning_rate",
+    "temperature",
+    "normalize_advantages",
+    "mask_truncated_completions",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+)
+RLOO_READ = (
+    "max_completion_length",
+    "reward_clip_range",
+    "reward_weights",
+    "steps_per_generation",
+    "generation_batch_size",
+    "max_grad_norm",
+    "disable_dropout",
+    *(name for name in READ if name != "num_mini_batches"),
+)
+LEGACY_RENAMED = {
+    "rloo_k": "num_generations",
+    "num_ppo_epochs": "num_iterations",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "normalize_advantage": "normalize_advantages",
+}
+LEGACY_SAME = (
+    "num_mini_batches",
+    "response_length",
+    "temperature",
+    "learning_rate",
+    "missing_eos_penalty",
+    "normalize_reward",
+)
+
+
+def micro_and_accum(options: dict[str, Any], where: str) -> tuple[int, int]:
+    """(rows a micro-batch, micro-batches an optimizer step)."""
+    micro = options.get("micro", options.get("per_device_train_batch_size"))
+    if micro is None:
+        raise Refused(f"{where}: option micro (per_device_train_batch_size) is missing")
+    return micro, options.get("accum", options.get("gradient_accumulation_steps", 1))
+
+
+def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> RLOOConfig:
+    """The RLOOConfig that does what TRL 1.12.0's RLOOTrainer did with `options`.
+
+    Args:
+      options: `options` of case.json.
+      steps: optimizer steps of the run, which the schedule needs.
+      rows: responses of a generation batch.
+      where: what messages call the case.
+
+    Raises:
+      Refused: it names the option.
+    """
+    refuse_unknown(options, (*RLOO_SAME, *RLOO_READ, *IRRELEVANT), where)
+    micro, accum = micro_and_accum(options, where)
+    if rows % (micro * accum):
+        raise Refused(
+            f"{where}: option steps_per_generation: {rows} rows a generation are no multiple of micro {micro} x accum "
+            f"{accum}, so optimizer steps straddle generations"
+        )
+    values = {name: options[name] for name in RLOO_SAME if name in options}
+    clip = options.get("reward_clip_range")
+    adam = {**_adam(options), "max_grad_norm": options.get("adam", {}).get("max_grad_norm", 1.0)}
+    return RLOOConfig(
+        **values,
+        **adam,
+        **_schedule(options, steps, where),
+        response_length=options.get("max_completion_length", 512),
+        reward_clip_range=None if clip is None else tuple(clip),
+        batch_size=rows,
+        num_mini_batches=rows // (micro * accum),
+        micro_batch_size=micro,
+        disable_dropout=True,
+        shared_prompts=False,  # TRL runs prompt and response through the model side by side
+        metrics="trl",
+    )
+
+
+def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLOOConfig:
+    """The RLOOConfig that does what TRL 0.17.0's RLOOTrainer did with `options`; token_level_kl changed nothing there.
+
+    Args:
+      options: `options` of case.json.
+      updates: updates of the run.
+      where: what messages call the case.
+
+    Raises:
+      Refused: it names the option.
+    """
+    known = (*LEGACY_RENAMED, *LEGACY_SAME, *READ, *IRRELEVANT, "stop_token", "stop_token_id")
+    refuse_unknown(options, (*known, "token_level_kl", "reward_clip_range", "whiten_rewards"), where)
+    micro, accum = micro_and_accum(options, where)
+    minibatches = options.get("num_mini_batches", 1)
+    batch = micro * accum * minibatches
+    if options.get("batch", batch) != batch:
+        raise Refused(
+            f"{where}: option batch is {options['batch']}, but micro {micro} x accum {accum} x num_mini_batches "
+            f"{minibatches} is {batch}"
+        )
+    values = {"num_generations": 2, "num_iterations": 4, "beta": 0.05, "learning_rate": 5e-5, "temperature": 0.7}
+    values |= {"response_length": 53}
+    values |= {
+        LEGACY_RENAMED.get(name, name): options[name] for name in (*LEGACY_RENAMED, *LEGACY_SAME) if name in options
+    }
+    clip = options.get("reward_clip_range", 10.0)
+    return RLOOConfig(
+        **values,
+        **_adam(options),
+        **_schedule(options, updates, where),
+        reward_clip_range=(clip,) if values.get("normalize_reward") else None,
+        advantage_epsilon=1e-8,
+        batch_size=batch,
+        micro_batch_size=micro,
+        lr_scheduler_unit="update",
+        reshuffle="per_epoch",
+        disable_dropout=True,
+        shared_prompts=False,  # TRL runs prompt and response through the model side by side
+        metrics="trl",
+    )
+
+
+def check_parts(folder: Path, parts: tuple[str, ...]) -> None:
+    """Refused if a part of a record is missing."""
+    for part in parts:
+        if not (folder / part).exists():
+            raise Refused(f"{folder}: {part} is missing")
+
+
 def check_folder(folder: Path) -> None:
     """Refused if the record has no form that this replay reads, naming what is missing or in the way."""
     if not (folder / "case.json").is_file():
@@ -192,6 +333,4 @@ def check_folder(folder: Path) -> None:
 
 def check_ppo_folder(folder: Path) -> None:
     """Refused if a part of a PPO record is missing."""
-    for part in ("trace.npz", "policy", "ref", "value", "reward", "tokenizer", "final_policy", "final_value"):
-        if not (folder / part).exists():
-            raise Refused(f"{folder}: {part} is missing")
+    check_parts(folder, ("trace.npz", "policy", "ref", "value", "reward", "tokenizer", "final_policy", "final_value"))

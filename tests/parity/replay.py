@@ -33,11 +33,12 @@ from rlhf_jax.models import hf
 from rlhf_jax.trainers import common, ppo, reward
 from rlhf_jax.types import Rollout, TrainState, UserError
 from tests.parity import options as opt
+from tests.parity import rloo
 from tests.parity.options import Refused
 from tests.parity.report import Report, distance, metric_distance
+from tests.parity.weights import compare_weights
 
-ARRAYS, METRICS, WEIGHTS = 1e-5, 1e-4, 1e-4
-NOISY_EPSILON = 1e-6  # below it Adam amplifies the rounding of gradients that are 0 in exact arithmetic
+ARRAYS, METRICS = 1e-5, 1e-4
 # What TRL averages over a statistics array with a slot a micro-batch.
 STATISTICS = (
     "policy/approxkl_avg",
@@ -81,6 +82,7 @@ class Replay:
             episodes=jnp.int32(0),
             seed=jnp.uint32(0),
             kl_coef=jnp.float32(self.config.kl_coef),
+            tokens=jnp.uint32(0),
         )
         self.report = Report()
         self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
@@ -179,8 +181,10 @@ class Replay:
             )
             self.compare_experience(update, rollout, scores, experience)
             self.learn(update, log, experience, found)
-        self.compare_weights("policy", "causal")
-        self.compare_weights("value", "scalar")
+        heads = self.nets.policy.config.num_attention_heads
+        for role, kind in (("policy", "causal"), ("value", "scalar")):
+            params, epsilon = self.state.params[role], self.config.adam_epsilon
+            compare_weights(self.report, self.folder, role, kind, params, heads, epsilon)
         return self.report
 
     def compare_experience(self, update: int, rollout: Rollout, scores, experience) -> None:
@@ -268,32 +272,12 @@ class Replay:
         """True if every statistic of the update is within tolerance."""
         return all(metric_distance(metrics[name], log[name]) <= METRICS for name in STATISTICS if name in log)
 
-    # ---------------------------------------------------------------------------------------------------- final weights
 
-    def compare_weights(self, role: str, kind: str) -> None:
-        """Every tensor of the final model, layer by layer."""
-        _, theirs = hf.load(self.folder / f"final_{role}", kind=kind)
-        noisy = self.config.adam_epsilon < NOISY_EPSILON
-        flat = jax.tree_util.tree_leaves_with_path(self.state.params[role])
-        for (path, ours), other in zip(flat, jax.tree.leaves(theirs), strict=True):
-            name = "/".join(entry.key for entry in path)
-            stacked = "/layers/" in name
-            pairs = zip(ours, other, strict=True) if stacked else [(ours, other)]
-            for layer, (a, b) in enumerate(pairs):
-                where = f"layer {layer} {name.split('/layers/')[-1]}" if stacked else name
-                a, b = np.asarray(a), np.asarray(b)
-                if noisy and name.endswith("query_key_value/bias"):
-                    # A bias added to every key shifts all scores of a query alike: its gradient is rounding.
-                    heads = self.nets.policy.config.num_attention_heads
-                    (a, keys), (b, their_keys) = (split_keys(x, heads) for x in (a, b))
-                    self.report.add(f"final {role}, key biases", distance(keys, their_keys), 1e-2, where)
-                self.report.add(f"final {role}, tensors", distance(a, b), WEIGHTS, where)
-
-
-def split_keys(bias: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """(query and value parts, key part) of a QKV bias [3D], interleaved by head."""
-    parts = bias.reshape(heads, 3, -1)
-    return parts[:, ::2], parts[:, 1]
+def open_case(folder: Path):
+    """The replay of a folder, by the trainer whose options it has."""
+    opt.check_folder(folder)
+    of_rloo = rloo.replay_of(folder, json.loads((folder / "case.json").read_text())["options"])
+    return of_rloo() if of_rloo is not None else Replay(folder)
 
 
 def main(folders: list[str]) -> int:
@@ -304,7 +288,7 @@ def main(folders: list[str]) -> int:
     refused = out = False
     for folder in folders:
         try:
-            report = Replay(Path(folder)).run()
+            report = open_case(Path(folder)).run()
         except (Refused, UserError) as error:
             print(f"refused: {error}", file=sys.stderr)
             refused = True

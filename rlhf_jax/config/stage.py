@@ -1,0 +1,161 @@
+"""What every stage has, and the two supervised stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """What every stage has: models, data, batches, optimizer, run folder."""
+
+    # --- the run
+    run_dir: str | None = None
+    """Folder of the run; default runs/<stage>."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto: go on from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
+    dry_run: bool = False
+    """Print the resolved config, the batch arithmetic and the mesh, then stop."""
+    seed: int = 42
+    """Every random key is a function of the seed, the step and the row."""
+    report_to: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl: 'tensorboard' or nothing."""
+    logging_steps: int = 1
+    """Print a progress line every so many updates (metrics.jsonl gets every update)."""
+    save_steps: int = 500
+    """Checkpoint every so many updates; 0: only at the end."""
+    save_total_limit: int | None = 2
+    """Checkpoints kept; None keeps all."""
+    eval_steps: float = 0
+    """Evaluate every so many updates; below 1, every such share of the run; 0: only at the end."""
+    eval_on_start: bool = False
+    """Evaluate before the first update too."""
+
+    # --- model and tokenizer
+    model_revision: str = "main"
+    """Hub revision of the starting model."""
+    scratch_model: str | None = None
+    """Start from random weights of this shape: a Pythia size ('14m') or 'LAYERSxWIDTHxHEADS' ('4x128x4')."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer, when not that of the model; 'synthetic' is the built-in one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision; master weights and reductions stay float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    # --- data
+    dataset_name: str = "trl-lib/tldr"
+    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or 'synthetic'."""
+    dataset_config: str | None = None
+    """Configuration of the data set on the hub."""
+    dataset_revision: str | None = None
+    """Hub revision of the data set."""
+    dataset_train_split: str = "train"
+    """Split to train on."""
+    dataset_test_split: str | None = "validation"
+    """Split to evaluate on; None: no evaluation."""
+    eval_dataset_name: str | None = None
+    """Another data set (or file) to evaluate on; several as NAME=SOURCE,NAME=SOURCE."""
+    dataset_streaming: bool = False
+    """Refused: batches are a function of seed and step, a stream is not."""
+    max_train_samples: int | None = None
+    """Use only the first so many rows of the training split."""
+    max_eval_samples: int | None = 256
+    """Use only the first so many rows of the evaluation split."""
+    prompt_column: str = "prompt"
+    """Column with the prompt."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """A row with a missing, mistyped or empty field: stop and name it, or skip and count it."""
+    query_length: int = 512
+    """Most prompt tokens."""
+    query_overflow: Literal["truncate", "drop"] = "truncate"
+    """Longer prompts: cut the post paragraph-wise as OpenAI did, or drop the row as TRL does."""
+    length_buckets: tuple[int, ...] | None = None
+    """Padded lengths that batches are rounded up to; default: quarters of the longest."""
+
+    # --- batches and optimizer
+    batch_size: int = 64
+    """Rows (PPO: episodes) an update, over all devices."""
+    micro_batch_size: int | None = None
+    """Rows a forward and backward pass, over all devices; default: the whole minibatch. Never changes the result."""
+    learning_rate: float = 3e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Schedule after the warm-up: to 0 in a line, to 0 in a half cosine, or none."""
+    warmup_steps: int = 0
+    """Updates of linear warm-up."""
+    adam_beta1: float = 0.9
+    """AdamW's first decay."""
+    adam_beta2: float = 0.999
+    """AdamW's second decay."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon (N+ uses 1e-5)."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    """What decays: everything but biases and norms (Hugging Face, TRL), or all (torch's own AdamW, N+)."""
+    max_grad_norm: float | None = None
+    """Clip the gradient to this global norm; None: never."""
+
+    # --- devices
+    mesh_data: int = -1
+    """Devices on the data axis; -1: all that the other axes leave."""
+    mesh_fsdp: int = 1
+    """Devices that share params and optimizer state."""
+    mesh_tensor: int = 1
+    """Devices that split heads and hidden units."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig(StageConfig):
+    """Supervised fine-tuning on demonstrations."""
+
+    model_name_or_path: str | None = "EleutherAI/pythia-1b-deduped"
+    """Model to start from, hub name or folder."""
+    completion_column: str = "completion"
+    """Column with the demonstration."""
+    completion_only_loss: bool = False
+    """Learn from the completion's tokens only; default: prompt and completion, as N+."""
+    max_length: int = 562
+    """Most tokens of prompt and completion together."""
+    num_train_epochs: float = 1.0
+    """Passes over the data."""
+    max_steps: int = -1
+    """Updates, when above 0, in place of epochs."""
+    early_stopping_patience: int = 0
+    """Stop after so many evaluations without a better validation loss; 0: never."""
+    disable_dropout: bool = False
+    """Turn off the model's dropout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(StageConfig):
+    """A reward model from preference pairs: Bradley-Terry, -log sigmoid(chosen - rejected)."""
+
+    model_name_or_path: str | None = "EleutherAI/pythia-1b-deduped"
+    """Model to start from (usually the SFT model), hub name or folder; it gets a fresh scalar head."""
+    dataset_name: str = "trl-lib/tldr-preference"
+    """Preference pairs: hub name, local file or folder, or 'synthetic'."""
+    chosen_column: str = "chosen"
+    """Column with the preferred completion."""
+    rejected_column: str = "rejected"
+    """Column with the other completion."""
+    margin_column: str | None = None
+    """Column with a margin that the preferred completion must win by."""
+    max_length: int = 638
+    """Most tokens of prompt and completion together; longer pairs are dropped and counted."""
+    num_train_epochs: float = 1.0
+    """Passes over the pairs."""
+    max_steps: int = -1
+    """Updates, when above 0, in place of epochs."""
+    center_rewards_coefficient: float | None = None
+    """Weight of mean((chosen + rejected)^2), which centres the rewards on 0."""
+    normalize_dataset_name: str | None = None
+    """Demonstrations (prompt, completion) whose mean score is made 0 after training; None: no offset."""
+    normalize_samples: int = 512
+    """Demonstrations used for that mean."""
+    score_init_std: float | None = None
+    """Standard deviation of the fresh head; default: 1/sqrt(D + 1), as N+."""
+    disable_dropout: bool = True
+    """Turn off the model's dropout."""

@@ -1,0 +1,181 @@
+"""Looking at a policy: evaluation, sample completions, tables. Nothing here learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import sharding
+from rlhf_jax.rewards import completion_ids
+from rlhf_jax.rewards.scorer import Scored
+from rlhf_jax.stages import base
+from rlhf_jax.types import Rollout
+
+NEARLY_GREEDY = 0.01  # temperature of TRL's generate_completions
+_LEAST, _MOST, _SUMS = "min", "max", ("val/num_eos_tokens", "rewards/dropped", "rollout/tokens")
+
+
+@dataclasses.dataclass
+class Batch:
+    """A rollout with its scores; `rows` are the prompts' rows in `source`, one a response."""
+
+    rollout: Rollout
+    scored: Scored
+    source: Any
+    rows: np.ndarray
+
+
+class LookingStage(base.Stage):
+    """The eyes of a stage that samples; what it looks at comes from a subclass (see `PolicyStage`)."""
+
+    @property
+    def held_out(self):
+        """The first evaluation set; the training prompts where there is none."""
+        return next(iter(self.eval_sets.values()), self.train_data)
+
+    def _batches(self, source, limit: int, group: int):
+        """The first `limit` prompts of `source` in batches of one size: (prompts, first prompt, real prompts)."""
+        c = self.config
+        # Rows that divide into chunks, micro-batches and over the devices as those of training do.
+        unit = math.lcm(c.rollout_batch_size or 1, c.micro_batch_size or 1, sharding.row_shards(self.mesh) * group)
+        most = max(c.batch_size // unit, 1) * unit
+        size = min(most, -(-limit * group // unit) * unit) // group
+        for start in range(0, limit, size):
+            yield source.in_order(start, size), start, min(size, limit - start)
+
+    def _sample(self, policy, source, limit, temperature, group, step):
+        """Scored responses to the first `limit` prompts, batch by batch: (Batch, real rows); the others are absent."""
+        for prompts, start, real in self._batches(source, limit, group):
+            first = self.place_batch(np.int32(start))
+            rollout = self.roll(policy, prompts, self._eval_seed, first, temperature, group)
+            rows, real = np.repeat(prompts.rows, group), real * group
+            if real < len(rows):
+                lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
+                rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
+            scored = self.scorer.score(rollout, source, rows, group, self.trainer_state(step), limit=real)
+            yield Batch(rollout, scored, source, rows), real
+
+    def complete(self, params, source, limit: int, temperature: float | None) -> dict:
+        """A response of a policy to each of the first `limit` prompts of `source`, in order.
+
+        Returns:
+          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl": numpy [N]; "kl" is None
+          without a reference; a score is NaN where no reward applies}
+        """
+        parts = []
+        for batch, real in self._sample(params, source, limit, temperature, 1, 0):
+            rollout = batch.rollout
+            kl = None
+            if self.ref_params is not None:
+                kl = self._kl({"policy": params}, self.ref_params, rollout)
+            scores = jnp.where(batch.scored.scorable, self.whole_scores(batch), jnp.nan)
+            host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, kl))
+            parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
+        response, lengths, ended, scores, kl, rows = (
+            None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
+        )
+        return {
+            "prompts": source.shown(rows),
+            "completions": self.texts(response, lengths),
+            "columns": source.columns(rows),
+            "lengths": lengths,
+            "ended": ended,
+            "scores": scores,
+            "kl": kl,
+        }
+
+    def whole_scores(self, batch: Batch):
+        """Scores [B] with dense rewards summed into them."""
+        scored = batch.scored
+        return scored.scores if scored.token_rewards is None else scored.scores + scored.token_rewards.sum(axis=1)
+
+    def texts(self, response, lengths) -> list[str]:
+        """Responses as text, special tokens left out."""
+        ids = completion_ids(response, np.maximum(lengths, 0))
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+
+    def evaluate(self, state):
+        """Every metric of an update that needs no learning, on each evaluation set, at the training temperature.
+
+        Names are those of training behind `eval_` (`eval_NAME_` with several sets); of the first set also the few that
+        all algorithms have: `eval/scores` with its standard error, `eval/kl`, `eval/response_length`, `eval/eos_rate`.
+        """
+        found, step = {}, int(sharding.fetch(state.step))
+        for name, source in self.eval_sets.items():
+            means, scores = self._evaluate(state, source, step)
+            found.update({f"eval_{name}_{key}" if name else f"eval_{key}": value for key, value in means.items()})
+            if "eval/scores" not in found:
+                spread = np.std(scores, ddof=1) / np.sqrt(len(scores)) if len(scores) > 1 else np.nan
+                found["eval/scores"] = float(np.mean(scores)) if len(scores) else math.nan
+                found["eval/scores_se"] = float(spread)
+                if "objective/kl" in means:
+                    found["eval/kl"] = means["objective/kl"]
+                found["eval/response_length"] = means["val/response_length"]
+                found["eval/eos_rate"] = 1.0 - means["completions/clipped_ratio"]
+        return found
+
+    def _evaluate(self, state, source, step):
+        """Metrics of one set, batches weighted by their responses, and the scores of the responses that have one."""
+        found, weights, scores = [], [], []
+        policy = state.params["policy"]
+        for batch, real in self._sample(policy, source, len(source), None, self.eval_group, step):
+            experience, metrics = self.judge(state, batch.rollout, batch.scored, self.eval_group)
+            metrics = {**metrics, **self._look(state.params, experience), **batch.scored.metrics}
+            metrics, each, there = sharding.fetch((metrics, self.whole_scores(batch), batch.scored.scorable))
+            found.append({name: float(x) for name, x in metrics.items()})
+            weights.append(real)
+            scores.append(each[there])
+        means = {name: _together(name, [f[name] for f in found], weights) for name in found[0]}
+        means.pop("rollout/tokens")
+        return means, np.concatenate(scores)
+
+    def samples(self, state):
+        """The table of TRL's generate_completions: one batch of evaluation prompts, nearly greedy."""
+        source = self.held_out
+        limit = min(len(source), self.config.batch_size, 64)
+        found = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY)
+        return [
+            {"query": query, "model response": text, "score": float(score), "length": int(length), "ended": bool(ended)}
+            for query, text, score, length, ended in zip(
+                found["prompts"], found["completions"], found["scores"], found["lengths"], found["ended"]
+            )
+        ]
+
+    def training_completions(self):
+        """TRL's completions table of the last training batch, where log_completions asks for it; else nothing."""
+        if self.shown is None:
+            return []
+        (batch, advantages), self.shown = self.shown, None
+        found = (batch.rollout.response, batch.rollout.lengths, batch.scored.each, advantages)
+        response, lengths, each, advantages = sharding.fetch(found)
+        advantages = advantages.reshape(len(lengths), -1)
+        if advantages.shape[1] > 1:  # of tokens: their mean over the response
+            inside = np.arange(advantages.shape[1])[None] < lengths[:, None]
+            advantages = (advantages * inside).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
+        rows = []
+        for i, (prompt, text) in enumerate(zip(batch.source.shown(batch.rows), self.texts(response, lengths))):
+            row = {"prompt": prompt, "completion": text}
+            row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
+            row |= {name: values[i] for name, values in batch.scored.extra.items()}
+            rows.append(row | {"advantage": float(advantages[i, 0])})
+        return rows
+
+
+def _together(name: str, values: list[float], weights: list[int]) -> float:
+    """One number of several batches': the least, the most, the sum, or the mean by responses; NaN is left out."""
+    pairs = [(v, w) for v, w in zip(values, weights) if not math.isnan(v)]
+    if not pairs:
+        return math.nan
+    last = name.rpartition("/")[2]
+    if last.startswith(_LEAST) or last.endswith(_LEAST):
+        return min(v for v, _ in pairs)
+    if last.startswith(_MOST) or last.endswith(_MOST):
+        return max(v for v, _ in pairs)
+    if name in _SUMS:
+        return sum(v for v, _ in pairs)
+    return sum(v * w for v, w in pairs) / sum(w for _, w in pairs)

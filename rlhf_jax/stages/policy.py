@@ -1,0 +1,295 @@
+"""What the stages that sample from a policy share: its models, its rewards, the rollout, an update's course.
+
+An algorithm adds its networks, `experience`, `learn` and `look`; nothing here knows which one it is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import data, sharding
+from rlhf_jax.arithmetic import batch_arithmetic, sampling_options
+from rlhf_jax.generate import Sampling, generate, in_chunks
+from rlhf_jax.models import hf
+from rlhf_jax.rewards import TrainerState
+from rlhf_jax.rewards import scorer as scoring
+from rlhf_jax.stages import base
+from rlhf_jax.stages.looking import Batch, LookingStage
+from rlhf_jax.trainers import forward, rollouts
+from rlhf_jax.types import PromptBatch, UserError
+
+
+class PolicyStage(LookingStage):
+    """Sampling, scoring and looking; the algorithm comes from a subclass."""
+
+    group = 1
+    """Responses to a prompt in training."""
+    eval_group = 1
+    """And in evaluation."""
+    shared_prompts = False
+
+    def __init__(self, config, *, train_dataset=None, eval_dataset=None, reward_funcs=None, optimizer=None):
+        super().__init__(config, optimizer=optimizer)
+        self._open_policy()
+        self.train_data = data.load_prompts(config, self.tokenizer, train_dataset)
+        self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset)
+        self.report = [str(self.train_data.report)]
+        reward_models = scoring.open_models(config, self.tokenizer, self.train_data.conversational)
+        for model in reward_models:
+            if model.tokenizer is None:
+                self._check_context(model.model, f"reward model {model.path}")
+            else:
+                self.report.append(f"reward model {model.path} reads text, by its own tokenizer")
+        self.scorer = scoring.Scorer(config, self.tokenizer, reward_models, list(reward_funcs or ()), self.mesh)
+        self._open_networks()
+        self.total_steps = batch_arithmetic(config, self.rows).updates
+        # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
+        # On the mesh like the state's seed and step: elsewhere they would compile the rollout a second time.
+        self._eval_seed = self.place_batch(np.uint32(config.seed ^ 0x5EED))
+        self.scorer.load_weights(self.place_params)
+        self._load_weights()
+        self._compile()
+        self._shown: Any = None
+
+    @property
+    def base_model(self):
+        """The SFT model; None: random weights."""
+        return None if self.config.scratch_model else self.config.sft_model_path
+
+    @property
+    def episodes_per_pass(self):
+        """Responses in a pass over the prompts."""
+        return self.rows * self.group
+
+    # --- to be defined by each algorithm
+
+    def _open_networks(self) -> None:
+        """Sets `nets`, without weights."""
+        raise NotImplementedError
+
+    def _load_weights(self) -> None:
+        """Sets `state` and `ref_params`."""
+        raise NotImplementedError
+
+    def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
+        """(Experience, metrics) of a rollout; pure."""
+        raise NotImplementedError
+
+    def learn(self, state, experience, found):
+        """(state, metrics) after one batch; pure."""
+        raise NotImplementedError
+
+    def look(self, params, experience):
+        """The loss' metrics at `params`, nothing learned; pure."""
+        raise NotImplementedError
+
+    # --- models
+
+    def _open_policy(self):
+        """Configs and tokenizers only: everything that can be refused is, before a weight is read."""
+        c = self.config
+        if c.scratch_model:
+            self.tokenizer = base.open_tokenizer(c, None, None)
+            self.policy = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
+        else:
+            self.policy = hf.load_model(c.sft_model_path, revision=c.model_revision)
+            self.tokenizer = base.open_tokenizer(c, c.sft_model_path, self.policy.config.vocab_size)
+        rows = self.policy.config.vocab_size
+        if c.stop_token_id is not None and c.stop_token_id >= rows:
+            raise UserError(
+                f"--stop_token_id {c.stop_token_id} is beyond the vocabulary of {c.sft_model_path or c.scratch_model}: "
+                f"its ids are 0 to {rows - 1}. No response could end by it"
+            )
+        self.ref = self.policy
+        if c.ref_model_path is not None:
+            self.ref = hf.load_model(c.ref_model_path, revision=c.ref_model_revision)
+        self._check_context(self.policy, c.sft_model_path or c.scratch_model)
+        self._check_same_ids(self.ref, "ref_model_path")
+
+    def _check_context(self, model, path):
+        needed = self.config.query_length + self.config.response_length
+        base.check_context(model, needed, "--query_length + --response_length", path)
+
+    def _check_same_ids(self, model, option):
+        """A model that reads the policy's ids has rows for them, and room for its sequences."""
+        c = self.config
+        path = getattr(c, option) or c.sft_model_path or c.scratch_model
+        self._check_context(model, path)
+        most = max(self.tokenizer.pad_id, self.tokenizer.eos_id)
+        if model.config.vocab_size <= most:
+            raise UserError(
+                f"--{option} {path} has {model.config.vocab_size} embedding rows, but the policy's tokenizer uses "
+                f"id {most}: they were not made for one tokenizer"
+            )
+
+    def load_policy(self):
+        """The starting params of the policy on the host, and those of the reference placed."""
+        c = self.config
+        if c.scratch_model:
+            policy = self.policy.init(jax.random.key(c.seed), heads=("causal",))
+        else:
+            _, policy = hf.load(c.sft_model_path, kind="causal", revision=c.model_revision)
+        ref = policy
+        if c.ref_model_path is not None:
+            _, ref = hf.load(c.ref_model_path, kind="causal", revision=c.ref_model_revision)
+        return policy, lambda: self.place_params(self.ref, jax.tree.map(np.array, ref))
+
+    def reference(self, state):
+        """The reference's params: the state's own where training moves them."""
+        return self.ref_params if state.ref_params is None else state.ref_params
+
+    # --- programs
+
+    def sampling(self, temperature: float | None) -> Sampling:
+        """How responses are drawn; a temperature of its own replaces that of the config and of generation_kwargs."""
+        c = self.config
+        options = sampling_options(c)
+        if temperature is not None:
+            options["temperature"] = temperature
+        stop = self.tokenizer.eos_id if c.stop_token == "eos" else c.stop_token_id
+        return Sampling(max_new_tokens=c.response_length, stop_id=stop, fill_id=self.tokenizer.eos_id, **options)
+
+    def _compile(self):
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+
+        def rollout(policy, batch, seed, step, temperature, group):
+            key = jax.random.fold_in(self.key(seed, step), 0)
+            sampling = self.sampling(temperature)
+            rows = jnp.arange(batch.lengths.shape[0] * group)
+            together = group if self.shared_prompts else 1
+            if together < group:
+                batch = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), batch)
+
+            def some(part):
+                prompts, rows = part
+                found = generate(
+                    self.policy, policy, prompts, key, sampling, group=together, rows=rows.reshape(-1), dtype=dtype
+                )
+                return jax.tree.map(lambda x: rollouts.grouped(x, together), found)
+
+            at_once = None if c.rollout_batch_size is None else max(c.rollout_batch_size // together, 1)
+            found = in_chunks(some, (batch, rollouts.grouped(rows, together)), at_once)
+            return jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
+
+        def experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
+            made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)
+            return made, {**rollouts.length_metrics(rollout), **found}
+
+        def update(state, experience, found):
+            rate_state = state
+            tokens = state.tokens + found["rollout/tokens"].astype(jnp.uint32)
+            state, metrics = self.learn(state, experience, found)
+            found = {name: x for name, x in found.items() if name != "rollout/tokens"}
+            clock = self.clock_metrics(state, self.shown_rate(rate_state.step))
+            return state.replace(tokens=tokens), {**found, **metrics, **clock, "num_tokens": tokens}
+
+        def skip(state):
+            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size)
+            return state, self.clock_metrics(state, self.shown_rate(state.step - 1))
+
+        def kl_of(params, ref, rollout):
+            return in_chunks(
+                lambda part: forward.sequence_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
+            )
+
+        where = (self.state_shardings(), None)
+        self._rollout = jax.jit(rollout, static_argnums=(4, 5))
+        self._kl = jax.jit(kl_of)
+        self._experience = jax.jit(experience, static_argnums=7)
+        self._look = jax.jit(self.look)
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=where)
+        self._skip = jax.jit(skip, donate_argnums=0, out_shardings=where)
+
+    # --- an update
+
+    def train_step(self, state, step):
+        """Prompts, rollout, scores, experience, update; seconds of each."""
+        c, clock = self.config, Clock()
+        prompts = self.train_data.batch(c.seed, step, c.batch_size // self.group)
+        rollout = self.roll(state.params["policy"], prompts, state.seed, state.step, None, self.group)
+        rollout = clock.wait("generate", rollout)
+        rows = np.repeat(prompts.rows, self.group)
+        scored = self.scorer.score(rollout, self.train_data, rows, self.group, self.trainer_state(step))
+        clock.wait("score", scored.scores)
+        seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
+        if scored.nothing:
+            warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
+            state, metrics = self._skip(state)
+            return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
+        experience, found = clock.wait("experience", self.judge(state, rollout, scored, self.group))
+        self.shown = None
+        if c.log_completions and (step + 1) % c.logging_steps == 0:
+            # Copies: the update may give these buffers away.
+            advantages = jnp.array(experience.advantages)
+            self.shown = Batch(rollout, scored, self.train_data, rows), advantages
+        state, metrics = clock.wait("update", self._update(state, experience, found))
+        return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
+
+    def roll(self, policy, prompts, seed, step, temperature, group):
+        """Responses of a policy to a batch of prompts from the host."""
+        placed = self.place_batch(PromptBatch(prompts.tokens, prompts.lengths, prompts.rows))
+        return self._rollout(policy, placed, seed, step, temperature, group)
+
+    def judge(self, state, rollout, scored, group):
+        """(Experience, metrics) of a scored rollout."""
+        return self._experience(
+            state.params,
+            self.reference(state),
+            rollout,
+            scored.scores,
+            scored.scorable,
+            scored.token_rewards,
+            state.kl_coef,
+            group,
+        )
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """What reward functions may know of the run's progress before update `step` (0-based)."""
+        episodes = step * self.config.batch_size
+        return TrainerState(
+            global_step=step,
+            max_steps=self.total_steps,
+            epoch=episodes / self.episodes_per_pass,
+            num_train_epochs=self.config.num_train_epochs,
+            episode=episodes,
+        )
+
+    def export_policy(self, state, folder) -> str:
+        """policy/ as a Hugging Face checkpoint with the tokenizer."""
+        path = os.path.join(folder, "policy")
+        hf.save(path, self.policy, sharding.fetch(state.params["policy"]), kind="causal", extra_config=self.token_ids)
+        data.save_tokenizer(self.tokenizer, path)
+        return path
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """Pad and eos for an exported config."""
+        return {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
+
+    def close(self):
+        """Ends the threads of reward functions."""
+        self.scorer.close()
+
+
+class Clock:
+    """Seconds of each phase: waits for its results, so that a phase pays for its own work."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def wait(self, phase: str, result):
+        """Blocks on `result`, books the time since the last call under `phase`, hands the result on."""
+        result = jax.block_until_ready(result)
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+        return result

@@ -1,0 +1,114 @@
+"""What the two supervised stages share: one model, one optimizer step a batch, and any number of evaluation sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from rlhf_jax import data, sharding
+from rlhf_jax.arithmetic import batch_arithmetic
+from rlhf_jax.models import hf
+from rlhf_jax.stages import base
+from rlhf_jax.types import Array, Metrics, Params, TrainState
+
+
+class SupervisedStage(base.Stage):
+    """Data, params and one update of a model; what is learned from a batch comes from a subclass."""
+
+    head = ""
+    """Which head a model from scratch is made with: 'causal' or 'scalar'."""
+
+    def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None):
+        super().__init__(config, optimizer=optimizer)
+        self._open_model()
+        self._load_data(train_dataset, eval_dataset)
+        self.report = [str(self.train_data.report)]
+        self.total_steps = batch_arithmetic(config, self.rows).updates
+        params = {"model": self.place_params(self.model, self._starting_params())}
+        self.state = self.initial_state(params, self.model.param_rules, config.seed)
+        self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
+        self._compile()
+
+    # --- to be defined by each stage
+
+    def _load_data(self, train_dataset, eval_dataset) -> None:
+        """Sets `train_data` and `eval_sets`, a dict by name."""
+        raise NotImplementedError
+
+    def _starting_params(self) -> Params:
+        """The params to start from, on the host."""
+        raise NotImplementedError
+
+    def _compile(self) -> None:
+        """Wraps what evaluation needs."""
+        raise NotImplementedError
+
+    def learn(self, state: TrainState, batch: Any, key: Array, rate: Array) -> tuple[TrainState, Metrics]:
+        """(state, metrics) after one batch; pure."""
+        raise NotImplementedError
+
+    def measure(self, params: Params, source: Any) -> dict[str, float]:
+        """Metrics of a model on a whole data set."""
+        raise NotImplementedError
+
+    # --- shared
+
+    def _open_model(self):
+        """Config and tokenizer only: data that can be refused is, before a weight is read."""
+        c = self.config
+        if c.scratch_model:
+            self.tokenizer = base.open_tokenizer(c, None, None)
+            self.model = base.scratch_model(c, self.tokenizer.vocab_size, c.max_length)
+        else:
+            self.model = hf.load_model(c.model_name_or_path, revision=c.model_revision)
+            base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
+            self.tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
+
+    def _load_params(self, kind: str) -> Params:
+        """Params from the config's model, read as `kind`, or fresh ones."""
+        c = self.config
+        if c.scratch_model:
+            return self.model.init(jax.random.key(c.seed), heads=(self.head,))
+        return hf.load(c.model_name_or_path, kind=kind, revision=c.model_revision)[1]
+
+    def _pure_update(self, state, batch):
+        rate = self.rate(state.step)
+        state, metrics = self.learn(state, batch, self.key(state.seed, state.step), rate)
+        return state, {**metrics, **self.clock_metrics(state, rate)}
+
+    def train_step(self, state, step):
+        """One batch of rows."""
+        batch = self.train_data.batch(self.config.seed, step, self.config.batch_size)
+        state, metrics = self._update(state, self.place_batch(batch))
+        return state, metrics, {}
+
+    def in_batches(self, source) -> Iterator[tuple[Any, int]]:
+        """A data set in order, in batches of one size: (host batch, its real rows); what is past them only fills."""
+        part = sharding.row_shards(self.mesh)
+        size = min(self.config.batch_size, -(-max(8, len(source)) // part) * part)
+        for start in range(0, len(source), size):
+            yield source.in_order(start, size), min(size, len(source) - start)
+
+    def evaluate(self, state):
+        """`measure` on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
+        found = {}
+        for name, source in self.eval_sets.items():
+            values = self.measure(state.params["model"], source)
+            found.update({eval_name(name, key): value for key, value in values.items()})
+        return found
+
+    def save(self, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
+        """A Hugging Face checkpoint of host params with its tokenizer: {name: path}."""
+        path = os.path.join(folder, name)
+        ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
+        hf.save(path, self.model, params, kind=kind, extra_config=ids)
+        data.save_tokenizer(self.tokenizer, path)
+        return {name: path}
+
+
+def eval_name(source: str, metric: str) -> str:
+    """What a metric of an evaluation set is called; '' is the set without a name."""
+    return f"eval_{source}/{metric}" if source else f"eval/{metric}"

@@ -1,0 +1,38 @@
+"""Final weights of a replay against the recorded ones, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from rlhf_jax.models import hf
+from tests.parity.report import Report, distance
+
+WEIGHTS = 1e-4
+NOISY_EPSILON = 1e-6  # below it Adam amplifies the rounding of gradients that are 0 in exact arithmetic
+
+
+def compare_weights(report: Report, folder: Path, role: str, kind: str, params, heads: int, epsilon: float) -> None:
+    """Adds every tensor of final_ROLE/, layer by layer."""
+    _, theirs = hf.load(folder / f"final_{role}", kind=kind)
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    for (path, ours), other in zip(flat, jax.tree.leaves(theirs), strict=True):
+        name = "/".join(entry.key for entry in path)
+        stacked = "/layers/" in name
+        pairs = zip(ours, other, strict=True) if stacked else [(ours, other)]
+        for layer, (a, b) in enumerate(pairs):
+            where = f"layer {layer} {name.split('/layers/')[-1]}" if stacked else name
+            a, b = np.asarray(a), np.asarray(b)
+            if epsilon < NOISY_EPSILON and name.endswith("query_key_value/bias"):
+                # A bias added to every key shifts all scores of a query alike: its gradient is rounding.
+                (a, keys), (b, their_keys) = (split_keys(x, heads) for x in (a, b))
+                report.add(f"final {role}, key biases", distance(keys, their_keys), 1e-2, where)
+            report.add(f"final {role}, tensors", distance(a, b), WEIGHTS, where)
+
+
+def split_keys(bias: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """(query and value parts, key part) of a QKV bias [3D], interleaved by head."""
+    parts = bias.reshape(heads, 3, -1)
+    return parts[:, ::2], parts[:, 1]
