@@ -29,9 +29,12 @@ def after_pipeline(config: Pipeline) -> dict:
     limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
     _, trained = hf.load(os.path.join(config.run_dir, stage_name, "policy"), kind="causal")
     policies = {"SFT": stage.state.params["policy"], label: stage.place_params(stage.policy, trained)}
-    found = {
-        name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()
-    }
+    try:
+        found = {
+            name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()
+        }
+    finally:
+        stage.close()
 
     texts = found["SFT"]["prompts"]
     gold = {}

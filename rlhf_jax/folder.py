@@ -182,7 +182,7 @@ class RunFolder:
             if os.path.exists(path):
                 with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
                     lines = file.readlines()
-                kept = [line for line in lines if 0 <= _step_of(line) <= step]
+                kept = [line for line in lines if 0 <= _step_of(line) <= step and step > 0]
                 if kept != lines:
                     write_atomically(path, "".join(kept))
         if os.path.isdir(self.completions):

@@ -189,31 +189,45 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
 
     if config.eval_on_start and step == 0:
         evaluate()
-    while step < stage.total_steps:
-        state, found, seconds = stage.train_step(state, step)
-        step += 1
-        timings = {f"time/{phase}": value for phase, value in seconds.items()}
-        # TRL's eps: episodes a second since the run (here: this process) began, everything included.
-        timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
-        logger.log(step, found, timings)
-        show(stage, run_folder, logger, step, stage.training_completions(), "training")
+    saved = step
+    try:
+        while step < stage.total_steps:
+            state, found, seconds = stage.train_step(state, step)
+            step += 1
+            timings = {f"time/{phase}": value for phase, value in seconds.items()}
+            # TRL's eps: episodes a second since the run (here: this process) began, everything included.
+            timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
+            logger.log(step, found, timings)
+            show(stage, run_folder, logger, step, stage.training_completions(), "training")
 
-        last = step == stage.total_steps or control.stop
-        if last or control.evaluate or every(eval_updates, step):
-            control.evaluate = False
-            if patience.exhausted(evaluate()):
-                say(f"{stage.name}: stopping; {patience.limit} evaluations without a better {stage.watched}")
-                control.stop = last = True
-        if sample_now(config, step, stage.total_steps, last):
-            show(stage, run_folder, logger, step, stage.samples(state), "samples")
-        if last or control.save or every(config.save_steps, step):
-            control.save = False
-            logger.flush()
-            checkpoints.save(step, state, {"total_steps": stage.total_steps})
-        # A stop asked for while this update's metrics were read waits for the next, which ends as the last one does.
-        if last:
-            break
+            last = step == stage.total_steps or control.stop
+            if last or control.evaluate or every(eval_updates, step):
+                control.evaluate = False
+                if patience.exhausted(evaluate()):
+                    say(f"{stage.name}: stopping; {patience.limit} evaluations without a better {stage.watched}")
+                    control.stop = last = True
+            if sample_now(config, step, stage.total_steps, last):
+                show(stage, run_folder, logger, step, stage.samples(state), "samples")
+            if last or control.save or every(config.save_steps, step):
+                control.save = False
+                saved = save(stage, checkpoints, logger, step, state)
+            # A stop asked for while this update's metrics were read waits for the next, which ends as the last does.
+            if last:
+                break
+    except UserError:
+        # A reward failed, before anything was learned from it: what the run has done so far is whole.
+        if step > saved:
+            save(stage, checkpoints, logger, step, state)
+            say(f"{stage.name}: stopped by an error after update {step}, which is saved; the same command continues")
+        raise
     return state, step
+
+
+def save(stage, checkpoints, logger, step: int, state) -> int:
+    """A checkpoint of update `step`, its metrics on disk before it."""
+    logger.flush()
+    checkpoints.save(step, state, {"total_steps": stage.total_steps})
+    return step
 
 
 def show(stage, run_folder, logger, step: int, rows: list[dict[str, Any]], what: str) -> None:

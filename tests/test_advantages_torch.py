@@ -185,3 +185,109 @@ def test_leave_one_out_equals_the_mean_of_the_others(seed, group):
     rewards = np.random.default_rng(seed).normal(size=(3, group))
     wanted = np.stack([rewards[:, i] - np.delete(rewards, i, axis=1).mean(1) for i in range(group)], axis=1)
     check(advantages.leave_one_out(rewards.astype(np.float32)), wanted, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+def random_groups(seed, group, prompts=3):
+    """rewards [prompts, group] float64, and which of them there are; any number of a group, none too."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(prompts, group)), rng.random((prompts, group)) < rng.choice([0.3, 0.7, 1.0])
+
+
+def trl_nanstd(x):
+    """trainer/utils.py `nanstd` over all elements."""
+    count = (~x.isnan()).sum()
+    correction = torch.where(count > 1, count / (count - 1), torch.nan)
+    return (((x - x.nanmean()) ** 2).nanmean() * correction).sqrt()
+
+
+def test_trls_own_example_of_leave_one_out():
+    """docs/source/rloo_trainer.md: 3 prompts, 4 responses each; there a column is a group, here a row."""
+    rewards = np.array([[1, 2, 3], [2, 3, 4], [5, 6, 7], [8, 9, 10]], np.float32).T
+    wanted = [(i - (16 - i) / 3) for i in (1, 2, 5, 8)]
+    check(advantages.leave_one_out(rewards), np.tile(wanted, (3, 1)), 1e-6)
+    check(advantages.leave_one_out(rewards, np.ones_like(rewards, bool)), np.tile(wanted, (3, 1)), 1e-6)
+
+
+@few
+@given(seeds, st.integers(2, 5))
+def test_leave_one_out_of_what_is_kept_equals_trl(seed, group):
+    """rloo_trainer.py:1584-1606, unscorable rewards NaN as there."""
+    rewards, keep = random_groups(seed, group)
+    there = torch.tensor(np.where(keep, rewards, np.nan))
+    counts = (~there.isnan()).sum(dim=1, keepdim=True)
+    baselines = (torch.nansum(there, dim=1, keepdim=True) - there) / (counts - 1)
+    wanted = torch.nan_to_num(there - baselines, nan=0.0).numpy()
+    wanted = np.where(keep.sum(1, keepdims=True) > 1, wanted, 0)  # the only one of its group: 0 / 0, or its rounding
+    got = advantages.leave_one_out(np.where(keep, rewards, np.nan).astype(np.float32), keep)
+    check(got, wanted, 1e-5)
+    np.testing.assert_allclose(got.sum(1), 0, atol=1e-5)
+
+
+@few
+@given(seeds, st.integers(2, 5), st.sampled_from([np.nan, np.inf, -7.0]))
+def test_what_is_not_kept_is_never_read(seed, group, value):
+    rewards, keep = random_groups(seed, group)
+    zero = advantages.leave_one_out(np.where(keep, rewards, 0).astype(np.float32), keep)
+    other = advantages.leave_one_out(np.where(keep, rewards, value).astype(np.float32), keep)
+    np.testing.assert_array_equal(zero, other)
+    assert not np.asarray(other)[~keep].any()
+    gradient = jax.grad(lambda x: jnp.sum(jnp.square(advantages.leave_one_out(x, keep))))
+    assert np.isfinite(gradient(np.where(keep, rewards, value).astype(np.float32))).all()
+
+
+@few
+@given(seeds, st.integers(2, 5))
+def test_a_baseline_does_not_know_its_own_reward(seed, group):
+    rewards, _ = random_groups(seed, group)
+    jacobian = jax.jacobian(lambda x: x - advantages.leave_one_out(x))(rewards[0].astype(np.float32))
+    others = (1 - np.eye(group)) / (group - 1)
+    check(jacobian, others, 1e-6)
+
+
+@few
+@given(seeds, st.integers(2, 5))
+def test_normalising_equals_trl(seed, group):
+    """rloo_trainer.py:1602-1603."""
+    values, keep = random_groups(seed, group)
+    there = torch.tensor(np.where(keep, values, np.nan))
+    wanted = torch.nan_to_num((there - there.nanmean()) / (trl_nanstd(there) + 1e-4), nan=0.0)
+    got, divisor = advantages.normalize(np.where(keep, values, np.nan).astype(np.float32), keep, 1e-4)
+    check(got, wanted, 1e-4)
+    if keep.sum() > 1:
+        check(divisor, trl_nanstd(there) + 1e-4, 1e-5)
+
+
+@few
+@given(seeds, st.integers(1, 4))
+def test_combining_rewards_equals_trl(seed, functions):
+    """rloo_trainer.py:1549-1561: nansum of what is applicable, unscorable where nothing is."""
+    rewards, keep = random_groups(seed, functions, prompts=6)
+    rewards, weights = np.where(keep, rewards, np.nan), np.random.default_rng(seed).normal(size=functions)
+    given_rewards = torch.tensor(rewards)
+    wanted = (given_rewards * torch.tensor(weights)[None]).nansum(dim=1)
+    got, scorable = advantages.combine_rewards(rewards.astype(np.float32), weights.astype(np.float32))
+    check(got, wanted, 1e-5)
+    check(scorable, ~given_rewards.isnan().all(dim=1), 0)
+
+
+def test_combined_rewards_have_gradients_where_some_are_not_applicable():
+    rewards = np.array([[1.0, np.nan], [2.0, 5.0], [np.nan, np.nan]], np.float32)
+    of_weights = jax.grad(lambda weights: advantages.combine_rewards(rewards, weights)[0].sum())(jnp.ones(2))
+    check(of_weights, np.array([3.0, 5.0], np.float32), 0)
+
+
+@few
+@given(seeds, shapes)
+def test_what_was_paid_before_and_what_is_still_to_come_are_the_whole(seed, shape):
+    b, t = shape
+    costs, _, _, lengths = random_case(seed, b, t)
+    costs = np.where(np.arange(t)[None] < lengths[:, None], costs, 0)
+    before = np.asarray(advantages.paid_before(costs.astype(np.float32)))
+    to_go = np.stack([costs[:, i:].sum(1) for i in range(t)], axis=1)
+    assert not before[:, 0].any()
+    check(before + to_go, np.tile(costs.sum(1, keepdims=True), (1, t)), 1e-5)
+    grouped = advantages.paid_before(costs.reshape(b, 1, t).astype(np.float32))
+    np.testing.assert_array_equal(grouped[:, 0], before)

@@ -282,8 +282,10 @@ def test_a_reward_model_of_another_tokenizer(room, refusal, tmp_path):
     shutil.copytree(room.reward, folder)
     path, word = folder / "tokenizer.json", data.load_tokenizer("synthetic").hf.convert_ids_to_tokens(40)
     path.write_text(path.read_text().replace(json.dumps(word), '"swapped"'))
-    message = refusal(reward_model_path=folder)
+    message = refusal(reward_model_path=folder, reward_input="ids")
     says(message, folder, room.sft, f"id 40 is 'swapped' there and {word!r} here")
+    # It may read text by its own tokenizer, but values are of the policy's ids.
+    says(refusal(reward_model_path=folder), folder, "tokenizer of its own", "value_model_path", "'shared_backbone'")
 
 
 # --- data
@@ -377,11 +379,10 @@ def test_after_a_mistake_the_corrected_command_runs_and_then_guards_its_folder(r
 # --- reward functions
 
 REWARDS = {
-    "too few": (lambda prompts, **_: [1.0] * (len(prompts) - 1), "returned 3 rewards for 4 completions"),
-    "None": (lambda prompts, **_: [1.0, None, 1.0, 1.0], "returned None for row 1"),
+    "too few": (lambda prompts, **_: [1.0] * (len(prompts) - 1), "returned 3 rewards for 4 rows"),
     "NaN": (lambda prompts, **_: [1.0, 1.0, float("nan"), 1.0], "returned nan for row 2"),
     "words": (lambda prompts, **_: ["good"] * len(prompts), "returned 'good' for row 0"),
-    "nothing": (lambda prompts, **_: None, "returned 0 rewards for 4 completions"),
+    "nothing": (lambda prompts, **_: None, "returned None for 4 rows"),
 }
 
 

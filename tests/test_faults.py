@@ -261,7 +261,7 @@ def test_evaluation_does_not_compile_the_rollout_again(room, tmp_path):
     options = {"total_episodes": 8, "eval_dataset_name": room.posts, "length_buckets": 64}
     stage = stage_of(room, "ppo", tmp_path, **options)
     state, _, _ = stage.train_step(stage.state, 0)
-    stage.complete(state.params["policy"], stage.eval_prompts, 8, stage.config.temperature)
+    stage.complete(state.params["policy"], stage.held_out, 8, stage.config.temperature)
     state, _, _ = stage.train_step(state, 1)
     assert stage._rollout._cache_size() == 1
     assert jax.tree.leaves(stage._eval_seed)[0].sharding == state.seed.sharding

@@ -175,6 +175,16 @@ def test_a_policys_card_says_where_it_comes_from_and_how_it_was_made():
     assert "secret" not in card and "| x |" not in card and "| stage |" not in card
 
 
+def test_a_card_of_rloo_names_and_cites_its_method():
+    config = {"dataset_name": "trl-lib/tldr", "num_generations": 4, "run_dir": "runs/secret"}
+    card = model_card.model_card("policy", "rloo", config, {"reward": 1.5}, base_model="cleanrl/sft")
+    head, text = card.removeprefix("---\n").split("---\n", 1)
+    assert "- rlhf_jax\n- rloo\n" in head and "base_model: cleanrl/sft" in head
+    assert "# Policy by RLOO" in text and "| num_generations | `4` |" in text and "| reward | 1.5 |" in text
+    assert "ahmadian2024back" in text and "arXiv:2402.14740" in text and "Gall{\\'e}" in text
+    assert "schulman2017" not in text and "secret" not in card
+
+
 def test_local_paths_and_scratch_models_stay_out_of_a_cards_head(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/sft")

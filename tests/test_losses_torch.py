@@ -181,3 +181,51 @@ def test_cross_entropy_and_gradients_equal_torch(precision):
         )
 
     run()
+
+
+def test_reinforce_loss_and_gradients_equal_torch_and_are_the_clipped_loss_at_ratio_one(precision):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        logprobs, advantages = rng.normal(size=shape) - 3, rng.normal(size=shape)
+        both(
+            lambda *x: losses.reinforce_loss_terms(*x).mean(),
+            lambda logprobs, advantages: -(advantages * logprobs).mean(),
+            [logprobs, advantages],
+            dtype,
+            tolerance,
+        )
+        old, weights = logprobs.astype(dtype), advantages.astype(dtype)
+        clipped = jax.grad(lambda x: losses.policy_loss_terms(x, old, weights, cliprange=0.2)[0].sum())(old)
+        plain = jax.grad(lambda x: losses.reinforce_loss_terms(x, weights).sum())(old)
+        np.testing.assert_allclose(clipped, plain, rtol=tolerance, atol=tolerance)
+
+    run()
+
+
+def test_a_clip_of_two_widths_equals_trls_rloo(precision):
+    """rloo_trainer.py:1728-1739: -min(ratio A, clamp(ratio, 1 - epsilon, 1 + epsilon_high) A)."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        old, advantages = rng.normal(size=shape) - 3, rng.normal(size=shape)
+
+        def reference(new, old, advantages):
+            ratio = torch.exp(new - old)
+            return -torch.min(ratio * advantages, ratio.clamp(0.9, 1.4) * advantages).mean()
+
+        both(
+            lambda *x: losses.policy_loss_terms(*x, cliprange=0.1, cliprange_high=0.4)[0].mean(),
+            reference,
+            [old + 0.4 * rng.normal(size=shape), old, advantages],
+            dtype,
+            tolerance,
+        )
+
+    run()

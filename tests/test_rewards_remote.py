@@ -1,14 +1,11 @@
 """A reward server: what goes over the wire, what is tried again, what ends in an error and when. And our own server."""
 
 import asyncio
-import collections
-import contextlib
 import datetime
 import email.utils
 import http.client
 import json
 import os
-import pathlib
 import re
 import socket
 import subprocess
@@ -17,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import jax
 import jax.numpy as jnp
@@ -31,111 +27,12 @@ from rlhf_jax.rewards.functions import HostRewards, RewardFailure, TrainerState
 from rlhf_jax.rewards.remote import RemoteReward
 from rlhf_jax.trainers import reward
 from rlhf_jax.types import UserError
+from tests.reward_server import ROOT, Server, answers, closes, cuts_the_body, hangs, serving, takes, trickles
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
 COMPLETIONS = [" one", " three", " fourteen"]
 LENGTHS = [4.0, 6.0, 9.0]
 SECRET = "s3cret-token"
-
-
-class Server:
-    """A reward server that scores by length, unless a script says what to do with the next requests.
-
-    A step of `script` is a function of the handler, which may return True to have the request scored after all.
-    """
-
-    def __init__(self):
-        self.script = collections.deque()
-        self.forever = None  # the step for requests beyond the script
-        self.requests, self.headers, self.times = [], [], []
-        self.active = self.most_active = 0
-        self._lock = threading.Lock()
-        self.free = threading.Event()  # ends what hangs
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_):
-                pass
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer._lock:
-                    outer.requests.append((self.path, body))
-                    outer.headers.append(self.headers)
-                    outer.times.append(time.monotonic())
-                    outer.active += 1
-                    outer.most_active = max(outer.active, outer.most_active)
-                    step = outer.script.popleft() if outer.script else outer.forever
-                try:
-                    if step is None or step(self):
-                        scores = [float(len(completion)) for completion in body["completions"]]
-                        send(self, 200, {"scores": scores})
-                finally:
-                    with outer._lock:
-                        outer.active -= 1
-
-        class Quiet(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_):
-                pass  # the client may have left
-
-        self._server = Quiet(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True, kwargs={"poll_interval": 0.01}).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self._server.server_address[1]}/score"
-
-    def close(self):
-        self.free.set()
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def send(handler, status, body, headers=()):
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    handler.send_response(status)
-    for name, value in dict(headers).items():
-        handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(raw)))
-    handler.end_headers()
-    handler.wfile.write(raw)
-
-
-def answers(status, body, **headers):
-    return lambda handler: send(handler, status, body, {k.replace("_", "-"): v for k, v in headers.items()})
-
-
-def closes(handler):
-    handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def cuts_the_body(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "100")
-    handler.end_headers()
-    handler.wfile.write(b'{"scores": [1,')
-
-
-def hangs(server):
-    return lambda handler: server.free.wait(30) and None
-
-
-def trickles(server, head):
-    def step(handler):
-        if not head:
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        with contextlib.suppress(OSError):
-            while not server.free.wait(0.02):
-                handler.wfile.write(b" " if not head else b"H")
-
-    return step
-
-
-def takes(seconds):
-    return lambda _: time.sleep(seconds) or True
 
 
 @pytest.fixture
@@ -542,18 +439,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(checkpoint):
     """The URL of scripts/serve_reward.py, which wants SECRET."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "THE_TOKEN": SECRET}
-    command = [sys.executable, str(ROOT / "scripts" / "serve_reward.py"), "--model", str(checkpoint), "--port", "0"]
-    command += ["--max_batch", "4", "--token_env", "THE_TOKEN"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline()
-        found = re.fullmatch(r"serving (.*) on (http://127\.0\.0\.1:\d+/score)\n", line)
-        assert found and found.group(1) == str(checkpoint), line
-        yield found.group(2)
-    finally:
-        process.terminate()
-        process.wait(20)
+    with serving(checkpoint, "--max_batch", "4", "--token_env", "THE_TOKEN", THE_TOKEN=SECRET) as url:
+        yield url
 
 
 def in_process(checkpoint, texts):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import metrics, train
+from rlhf_jax import data, metrics, train
 from rlhf_jax.callbacks import Callback
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models import hf
 
 SHARED = {
@@ -120,11 +120,15 @@ def test_a_killed_sft_run_continues_to_the_same_bits(sft, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path):
-    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir), reward_funcs=wordiness)
+def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
+    tables = {"log_completions": True, "num_completions_to_print": 1}
+    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir, **tables), reward_funcs=wordiness)
+    printed = capsys.readouterr().out
+    assert "ppo: training after update 1" in printed and "ppo: samples after update 4" in printed
+    assert "1 of 8 rows" in printed
     with pytest.raises(Killed):
-        rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir), reward_funcs=wordiness, callbacks=[KillAt(2)])
-    resumed = rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir), reward_funcs=wordiness)
+        rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness, callbacks=[KillAt(2)])
+    resumed = rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness)
     assert lines(resumed.run_dir) == lines(whole.run_dir)
     assert sorted(os.listdir(tmp_path / "cut" / "completions")) == sorted(
         os.listdir(tmp_path / "whole" / "completions")
@@ -139,7 +143,22 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path):
     ).split():
         assert name in first, name
     assert first["val/first_ratio_error"] <= 1e-5 and first["policy/first_approxkl"] <= 1e-9
+    last = lines(whole.run_dir)[-1]
+    twins = "eval_objective/kl eval_loss/policy_avg eval_completions/mean_length eval/scores eval/scores_se eval/kl"
+    assert set(twins.split()) <= set(last)
+    assert 0 < first["num_tokens"] < last["num_tokens"]
+    tables = os.listdir(os.path.join(whole.run_dir, "completions"))
+    assert {f"training_{step}.jsonl" for step in range(1, 5)} | {"2.jsonl", "4.jsonl"} == set(tables)
     assert {"policy", "value"} <= set(os.listdir(whole.run_dir))
+
+
+def test_an_update_without_any_score_teaches_nothing_and_says_so(sft, tmp_path):
+    config = ppo_config(tmp_path / "x", sft.run_dir, total_episodes=8, dataset_test_split=None, log_completions=True)
+    with pytest.warns(UserWarning, match="update 1: no response has a score"):
+        result = rlhf_jax.run(config, reward_funcs=lambda completions, **_: [None] * len(completions))
+    for a, b in zip(tensors(result.paths["policy"]), tensors(sft.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert result.metrics["episode"] == 8 and "loss/policy_avg" not in result.metrics
 
 
 def test_each_program_of_ppo_compiles_once(sft, tmp_path):
@@ -151,7 +170,7 @@ def test_each_program_of_ppo_compiles_once(sft, tmp_path):
     for step in range(3):
         state, _, seconds = stage.train_step(state, step)
     assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
-    assert set(seconds) == {"generate", "score", "experience", "update"}
+    assert set(seconds) == {"generate", "score", "experience", "update", "reward/wordiness"}
 
 
 def test_a_callback_sees_every_update_and_may_stop(tmp_path):
@@ -166,6 +185,29 @@ def test_early_stopping_ends_at_a_plateau(tmp_path):
     config = sft_config(tmp_path / "sft", max_steps=30, eval_steps=1, early_stopping_patience=2, learning_rate=0.0)
     result = rlhf_jax.run(config)
     assert len(lines(result.run_dir)) == 3
+
+
+def test_several_evaluation_sets_have_names_and_the_first_is_watched(tmp_path, capsys):
+    sets = {"near": "synthetic", "far": [{"prompt": "r/family sad", "completion": " lost keys"}] * 3}
+    config = sft_config(tmp_path / "sft", max_steps=30, eval_steps=1, early_stopping_patience=1, learning_rate=0.0)
+    found = lines(rlhf_jax.run(config, eval_dataset=sets).run_dir)
+    assert len(found) == 2 and "without a better eval_near/loss" in capsys.readouterr().out
+    assert {name for name in found[-1] if name.startswith("eval")} == {
+        f"eval_{name}/{metric}" for name in sets for metric in ("loss", "perplexity")
+    }
+    assert found[-1]["eval_near/loss"] != found[-1]["eval_far/loss"]
+
+
+def test_a_reward_run_counts_the_tokens_of_the_whole_run_across_a_kill(tmp_path):
+    options = {**SHARED, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 3}
+    config = RewardConfig(run_dir=str(tmp_path / "reward"), dataset_test_split=None, **options)
+    with pytest.raises(Killed):
+        rlhf_jax.run(config, callbacks=[KillAt(1)])
+    found = lines(rlhf_jax.run(config).run_dir)
+    pairs = data.load_pairs(config, data.load_tokenizer("synthetic"))
+    batches = [pairs.batch(config.seed, step, config.batch_size) for step in range(3)]
+    tokens = [int(batch.chosen_lengths.sum() + batch.rejected_lengths.sum()) for batch in batches]
+    assert [line["num_tokens"] for line in found] == np.cumsum(tokens).tolist()
 
 
 def test_the_function_takes_objects_in_place_of_paths(tmp_path):
@@ -223,6 +265,21 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
         "learning_rate",
     } <= set(reward[0])
     assert "eval/accuracy" in reward[-1]
+
+    # The same pipeline with RLOO at its end: what is finished is not run again, and RLOO's policy is compared.
+    options = {key: value for key, value in vars(small.ppo).items() if key in vars(RLOOConfig()) and key != "run_dir"}
+    rloo = RLOOConfig(**{**options, "max_grad_norm": 1.0, "num_generations": 4})
+    again = rlhf_jax.run(dataclasses.replace(small, ppo=None, rloo=rloo))
+    out = capsys.readouterr().out
+    assert "sft: " in out and out.count("is finished") == 2 and "RLOO - SFT in gold reward" in out
+    assert again.paths == {"policy": str(tmp_path / "run" / "rloo" / "policy")}
+    report = json.load(open(tmp_path / "run" / "comparison.json"))
+    assert [row["name"] for row in report["rows"]] == ["demonstrations", "SFT", "RLOO"]
+    found = lines(tmp_path / "run" / "rloo")[-1]
+    assert {"reward", "rewards/reward_model/mean", "kl", "entropy", "clip_ratio/region_mean", "eval_reward"} <= set(
+        found
+    )
+    assert "- rloo" in open(tmp_path / "run" / "rloo" / "policy" / "README.md").read()
 
 
 def test_a_dry_run_writes_nothing(tmp_path, capsys):

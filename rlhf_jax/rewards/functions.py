@@ -256,6 +256,7 @@ class HostRewards:
       failure: what a failing function does. 'raise': ends all with a RewardFailure. 'drop': its bad rows are left out;
         all rows, when it raises, hangs or returns another number of rewards.
       timeout: most seconds of one function in one call.
+      names: of the functions, where others are numbered with them; default: `unique_names`.
 
     Raises:
       UserError: a function cannot be called with keywords.
@@ -267,9 +268,10 @@ class HostRewards:
         *,
         failure: Literal["raise", "drop"] = "raise",
         timeout: float = 600.0,
+        names: Sequence[str] | None = None,
     ):
         self.functions = tuple(functions)
-        self.names = unique_names(self.functions)
+        self.names = unique_names(self.functions) if names is None else tuple(names)
         self._signatures = tuple(map(Signature.of, self.functions, self.names))
         self._failure = failure
         self._timeout = timeout

@@ -130,10 +130,13 @@ class Scorer:
         self.names = (*model_names, *function_names)
         self._jax = [on_host.is_jax_reward(f) for f in given]
         self._device_functions = [f for f, on_device in zip(given, self._jax) if on_device]
+        self._device_names = [n for n, on_device in zip(function_names, self._jax) if on_device]
         host = [f for f, on_device in zip(given, self._jax) if not on_device]
         self._host = None
         if host:
-            self._host = on_host.HostRewards(host, failure=config.reward_failure, timeout=config.reward_timeout)
+            names = [n for n, on_device in zip(function_names, self._jax) if not on_device]
+            limits = {"failure": config.reward_failure, "timeout": config.reward_timeout}
+            self._host = on_host.HostRewards(host, **limits, names=names)
         weights = config.reward_weights
         if weights is not None and len(weights) != len(self.names):
             raise UserError(
@@ -149,6 +152,11 @@ class Scorer:
     def needs_text(self) -> bool:
         """Whether responses have to come to the host."""
         return self._host is not None or any(model.tokenizer is not None for model in self.models)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """UserError when a function must get a keyword that is no column of the data."""
+        if self._host is not None:
+            self._host.check_columns(columns)
 
     def load_weights(self, place_params: Callable[[Any, Params], Params]) -> None:
         """Loads every reward model's params onto the mesh."""
@@ -255,7 +263,7 @@ class Scorer:
         scores, dense, finite = self._on_device([m.params for m in readers], rollout, group)
         wanted = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
         host, finite = sharding.fetch((wanted, finite))
-        names = [m.name for m in readers] + [on_host.function_name(f) for f in self._device_functions]
+        names = [m.name for m in readers] + self._device_names
         if names:
             seconds["device"] = time.perf_counter() - began
         failed = np.zeros(b, bool)

@@ -48,6 +48,8 @@ class PolicyStage(LookingStage):
             else:
                 self.report.append(f"reward model {model.path} reads text, by its own tokenizer")
         self.scorer = scoring.Scorer(config, self.tokenizer, reward_models, list(reward_funcs or ()), self.mesh)
+        for source in (self.train_data, *self.eval_sets.values()):
+            self.scorer.check_columns(tuple(source.columns([0])))
         self._open_networks()
         self.total_steps = batch_arithmetic(config, self.rows).updates
         # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
@@ -56,7 +58,7 @@ class PolicyStage(LookingStage):
         self.scorer.load_weights(self.place_params)
         self._load_weights()
         self._compile()
-        self._shown: Any = None
+        self.shown: Any = None  # a batch and its advantages, which `training_completions` shows once
 
     @property
     def base_model(self):
@@ -236,6 +238,8 @@ class PolicyStage(LookingStage):
     def roll(self, policy, prompts, seed, step, temperature, group):
         """Responses of a policy to a batch of prompts from the host."""
         placed = self.place_batch(PromptBatch(prompts.tokens, prompts.lengths, prompts.rows))
+        if temperature == sampling_options(self.config)["temperature"]:
+            temperature = None  # the same program as in training
         return self._rollout(policy, placed, seed, step, temperature, group)
 
     def judge(self, state, rollout, scored, group):

@@ -50,6 +50,11 @@ READ = (
 )
 # They decide what is sampled, saved or shown, which a replay reads from the record; or TRL's PPO ignores them.
 IRRELEVANT = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_steps",
     "total_episodes",
     "num_train_epochs",
     "seed",

@@ -24,14 +24,12 @@ from tests.parity.report import Report, distance, metric_distance
 from tests.parity.weights import compare_weights
 
 ARRAYS, METRICS = 1e-5, 1e-4
-LEGACY_WEIGHTS = 1e-4
 CLOCKS = ("eps", "epoch", "step_time", "step", "total_flos")
 
 
 class RLOOReplay:
     """What both trainers' replays share: the models, the state, the report."""
 
-    legacy = False
     parts = ("trace.npz", "policy", "reward", "tokenizer", "final_policy")
 
     def __init__(self, folder: Path) -> None:
@@ -117,12 +115,14 @@ class Current(RLOOReplay):
 
     def rollout(self, generation: int) -> Rollout:
         """A generation batch. Ids that TRL masks as cut off are there still, so lengths come from the ids."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        prompts, prompt_mask, ids, mask = (self.trace[f"{name}_{generation}"] for name in names)
+        names = ("prompt_ids", "prompt_mask", "completion_ids")
+        prompts, prompt_mask, ids = (self.trace[f"{name}_{generation}"] for name in names)
         stopped = ids == self.eos
-        ended = stopped.any(1)
-        filled = np.where(mask.any(1), mask.sum(1), (ids != self.pad).sum(1))
-        lengths = np.where(ended, stopped.argmax(1) + 1, filled)
+        # A row without an end is as wide as the batch: TRL stops early only when all have ended.
+        lengths = np.where(stopped.any(1), stopped.argmax(1) + 1, ids.shape[1])
+        # To TRL a pad that was sampled last is an end too.
+        last = ids[np.arange(len(ids)), lengths - 1]
+        ended = (last == self.eos) | (last == self.pad)
         return Rollout(
             prompt_tokens=jnp.asarray(prompts, jnp.int32),
             prompt_lengths=jnp.asarray(prompt_mask.sum(1), jnp.int32),
@@ -208,8 +208,6 @@ class Current(RLOOReplay):
 class Legacy(RLOOReplay):
     """TRL 0.17.0's RLOOTrainer. Its rows are tiled: row i and row i + B / k share a prompt."""
 
-    legacy = True
-
     def read_options(self) -> RLOOConfig:
         """See `options.legacy_rloo_config`."""
         self.stop = self.options.get("stop_token_id")
@@ -275,9 +273,10 @@ class Legacy(RLOOReplay):
 
 
 def replay_of(folder: Path, options: dict[str, Any]):
-    """The replay for a case's options; None for one that is not RLOO's."""
+    """The replay for a case, by what it recorded; None for one that is not RLOO's."""
     if "rloo_k" in options:
         return functools.partial(Legacy, folder)
-    if "num_generations" in options:
+    recorded = np.load(folder / "trace.npz").files if (folder / "trace.npz").exists() else ()
+    if "num_generations" in options or "completion_ids_0" in recorded:
         return functools.partial(Current, folder)
     return None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.parity import options, replay, report
+from tests.parity import options, replay, report, rloo, weights
 
 CASES = Path(__file__).parent / "cases"
 BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-5}}
@@ -27,6 +27,19 @@ def test_a_recorded_trl_run_replays(name, capsys):
     assert status == 0, printed
     assert "final value" in printed and "OUT" not in printed
     assert ("stepped after every micro-batch" in printed) == (name == "ppo_options")
+
+
+@pytest.mark.parametrize("name", ["rloo_small", "rloo_options"])
+def test_a_recorded_rloo_run_of_trl_replays(name, capsys):
+    """rloo_small: one reward function that leaves rows (and a whole group) unscored, a reference that is moved.
+    rloo_options: three functions with weights, iterations, steps a generation, two-sided clip, clipped rewards,
+    normalised advantages, truncation masks, sequential residual."""
+    status = replay.main([str(CASES / name)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    for quantity in ("old log-probabilities", "advantages", "loss", "grad_norm", "kl", "final policy, tensors"):
+        assert f"{quantity} " in printed
+    assert "OUT" not in printed
 
 
 def test_a_run_that_ended_elsewhere_is_out(tmp_path, capsys):
@@ -63,8 +76,8 @@ def record(folder, **changes):
         ({"batch": 9}, "option batch is 9, but micro 8 x accum 1 is 8"),
         ({"num_mini_batches": 3}, "option num_mini_batches: 8 episodes are not a multiple of 3"),
         ({"num_mini_batches": 2, "accum": 3, "batch": 24}, "num_mini_batches=2 with accum=3"),
-        ({"rloo_k": 4}, "RLOO run; its replay comes with the RLOO trainer"),
-        ({"num_generations": 4}, "RLOO run; its replay comes with the RLOO trainer"),
+        ({"rloo_k": 4}, "trace.npz is missing"),
+        ({"num_generations": 4}, "trace.npz is missing"),
         ({}, "trace.npz is missing"),
     ],
 )
@@ -96,7 +109,7 @@ def test_one_that_is_out_decides_the_status_over_a_refusal(tmp_path, monkeypatch
             found.add("x", self.gap, 0.5, "update 0")
             return found
 
-    monkeypatch.setattr(replay, "Replay", Fake)
+    monkeypatch.setattr(replay, "open_case", Fake)
     assert replay.main(["good"]) == 0
     assert replay.main(["good", "refused"]) == 2
     assert replay.main(["bad", "refused", "good"]) == 1
@@ -114,6 +127,44 @@ def test_an_option_that_is_not_listed_has_trls_default():
     assert (config.missing_eos_penalty, config.max_grad_norm, config.weight_decay) == (None, None, 0.0)
     assert (config.batch_size, config.num_mini_batches, config.micro_batch_size) == (8, 1, 8)
     assert (config.metrics, config.loss_aggregation, config.whiten_ddof) == ("trl", "token_mean_micro", 1)
+
+
+def test_each_of_trls_rloo_trainers_has_its_own_defaults():
+    now = options.rloo_config({"micro": 2, "accum": 2, "num_generations": 4}, 8, 16, "case")
+    assert (now.num_generations, now.num_iterations, now.beta, now.epsilon, now.temperature) == (4, 1, 0.05, 0.2, 1.0)
+    assert (now.batch_size, now.num_mini_batches, now.micro_batch_size, now.response_length) == (16, 4, 2, 512)
+    assert (now.max_grad_norm, now.lr_scheduler_unit, now.reshuffle) == (1.0, "optimizer_step", "once")
+    old = options.legacy_rloo_config({"micro": 4, "num_mini_batches": 2, "rloo_k": 4}, 8, "case")
+    assert (old.num_generations, old.num_iterations, old.beta, old.epsilon, old.temperature) == (4, 4, 0.05, 0.2, 0.7)
+    assert (old.batch_size, old.num_mini_batches, old.micro_batch_size, old.response_length) == (8, 2, 4, 53)
+    assert (old.max_grad_norm, old.lr_scheduler_unit, old.reshuffle) == (None, "update", "per_epoch")
+    assert {now.metrics, old.metrics} == {"trl"} and old.reward_clip_range is None
+    clipped = options.legacy_rloo_config({"micro": 4, "normalize_reward": True}, 8, "case")
+    assert clipped.reward_clip_range == (10.0,) and clipped.num_generations == 2
+
+
+@pytest.mark.parametrize(
+    "read, message",
+    [
+        (
+            lambda: options.rloo_config({"micro": 8, "use_vllm": True}, 2, 8, "case"),
+            "option use_vllm=True is not known",
+        ),
+        (lambda: options.rloo_config({"micro": 8, "accum": 2}, 2, 24, "case"), "24 rows a generation are no multiple"),
+        (lambda: options.rloo_config({}, 2, 8, "case"), "option micro .* is missing"),
+        (lambda: options.legacy_rloo_config({**BASE, "rloo_k": 4, "ds3_gather": True}, 2, "case"), "ds3_gather=True"),
+        (lambda: options.legacy_rloo_config({**BASE, "rloo_k": 4, "batch": 9}, 2, "case"), "option batch is 9, but"),
+    ],
+)
+def test_what_is_not_replayed_of_an_rloo_run_is_refused_by_name(read, message):
+    with pytest.raises(options.Refused, match=message):
+        read()
+
+
+def test_the_options_decide_which_trainer_is_replayed(tmp_path):
+    assert rloo.replay_of(tmp_path, {"rloo_k": 2}).func is rloo.Legacy
+    assert rloo.replay_of(tmp_path, {"num_generations": 2}).func is rloo.Current
+    assert rloo.replay_of(tmp_path, BASE) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +223,7 @@ def test_the_report_keeps_the_worst_of_each_quantity():
 
 def test_the_key_part_of_a_qkv_bias_is_split_by_head():
     bias = np.arange(12)  # two heads of two, interleaved: q q k k v v
-    rest, keys = replay.split_keys(bias, 2)
+    rest, keys = weights.split_keys(bias, 2)
     assert keys.tolist() == [[2, 3], [8, 9]]
     assert rest.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
 
