@@ -330,7 +330,7 @@ def test_retries_are_bounded_by_the_total_and_the_trouble_is_told(server):
     server.script.append(answers(503, {"error": "loading"}))
     server.forever = hangs(server)
     with pytest.raises(RewardFailure, match=r"0 of 1 requests .* The last trouble: status 503 .*loading"):
-        scores(remote(server, timeout=10, total_timeout=0.5))
+        scores(remote(server, timeout=10, total_timeout=1.5))
 
 
 # --- what cannot be a server

@@ -408,7 +408,7 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     experience, _ = experience_of(c)
     shuffles = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3]])
     rows = (shuffles[:, :, None] * G + jnp.arange(G)).reshape(2, B)
-    rates = [0.2, 0.1, 0.3, 0.2]
+    rates = [2e-3, 1e-3, 3e-3, 2e-3]
     start = flat(world()[2][0])
     state, stats = run_update(c, experience, rates=rates, shuffles=shuffles)
     moved = flat(state.params) - start
@@ -473,7 +473,7 @@ def test_clipping_is_counted_on_its_side(token_level_kl):
 def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     c = config(num_iterations=2, num_mini_batches=2, beta=0.3)
     experience, _ = experience_of(c)
-    shuffles, rates = jnp.array([[2, 0, 3, 1], [1, 3, 0, 2]]), [0.3, 0.0, 0.7, 1.1]
+    shuffles, rates = jnp.array([[2, 0, 3, 1], [1, 3, 0, 2]]), [3e-3, 0.0, 7e-3, 5e-3]
     state, stats = run_update(c, experience, shuffles=shuffles, rates=rates)
     assert int(state.step) == 1 and int(state.episodes) == B and stats["loss"].shape == (4,)
     policy, alone = world()[2][0], []
@@ -504,7 +504,7 @@ def test_the_reference_moves_after_every_third_optimizer_step(done, due):
     options = {"num_iterations": 2, "num_mini_batches": 2, "beta": 0.3}
     c = config(**options, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.25)
     experience, _ = experience_of(config(**options))
-    rates = np.array([0.5, 0.4, 0.3, 0.2])
+    rates = np.array([5e-3, 4e-3, 3e-3, 2e-3])
     ref = wanted = world()[2][1]
     state, _ = run_update(c, experience, rates=rates, ref=ref, step=done)
     for number in due:
