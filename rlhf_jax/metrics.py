@@ -212,8 +212,9 @@ class MetricLogger:
         if self._updates == 1:
             # The first update compiles, which says nothing about the time that the others need.
             self._seconds.clear()
-        self._updates += 1
-        self._seconds.append(timings["time/step"])
+        if step:
+            self._updates += 1
+            self._seconds.append(timings["time/step"])
         if self._files:
             self._write(step, metrics, timings)
             if self._every and (step % self._every == 0 or step == self._total):
@@ -235,6 +236,9 @@ class MetricLogger:
     def line(self, step: int, metrics: dict[str, Any]) -> str:
         """The terminal's line for an update: its number, the metrics that matter, seconds an update, time left."""
         count = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else str(step)
+        if not step:  # an evaluation before the first update
+            shown = [f"{n} {short_number(x)}" for n, x in metrics.items() if n.startswith("eval/")]
+            return " | ".join([f"{self._stage} {count}".strip(), *shown])
         shown = [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]
         each = sum(self._seconds) / max(len(self._seconds), 1)
         left = [f"{duration(each * (self._total - step))} left"] if step < self._total else []

@@ -21,7 +21,6 @@ from tests.models_common import assert_trees_equal, distance, random_params
 from tests.reward_runs import B, Watch, bytes_of, compiled_once, judge, leave_one_out, lines, rloo, table  # noqa: F401
 from tests.reward_server import Server, answers, closes, hangs, takes
 
-
 # --- servers that fail
 
 QUICK = {"reward_server_batch_size": 4, "reward_server_retries": 1, "reward_server_timeout": 5.0}

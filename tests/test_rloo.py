@@ -407,7 +407,7 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     c = config(num_mini_batches=2, num_iterations=2, beta=0.3, **options)
     experience, _ = experience_of(c)
     shuffles = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3]])
-    rows = (shuffles[:, :, None] * G + jnp.arange(G)).reshape(2, B)
+    rows = (shuffles[:, :, None] * G + jnp.arange(G)[None, None]).reshape(2, B)
     rates = [2e-3, 1e-3, 3e-3, 2e-3]
     start = flat(world()[2][0])
     state, stats = run_update(c, experience, rates=rates, shuffles=shuffles)
