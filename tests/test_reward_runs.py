@@ -101,7 +101,8 @@ def test_a_jax_function_drives_a_run(function, tmp_path):
 def checkpoints(tmp_path_factory):
     """Two reward models, and a policy that ends nearly every response early."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), data.load_tokenizer("synthetic")
-    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=96)
+    rows = 128  # as many as a model from scratch has: it may sample ids that are no token's
+    model = models.custom_shape("1x16x2", vocab_size=rows, max_positions=96)
     paths = {name: str(folder / name) for name in ("one", "two", "policy")}
     for seed, name in enumerate(("one", "two")):
         params = jax.device_get(model.init(jax.random.key(seed), heads=("scalar",), score_std=1.0))

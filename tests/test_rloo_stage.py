@@ -15,6 +15,7 @@ from rlhf_jax import data, folder, metrics
 from rlhf_jax.callbacks import Callback
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.models import custom_shape, hf
+from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.rewards.functions import RewardFailure
 from rlhf_jax.stages import RLOOStage
 from rlhf_jax.trainers import reward
@@ -383,19 +384,29 @@ def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
         rlhf_jax.run(config(tmp_path / "other", reward_weights=(1.0,)), reward_funcs=[brevity, fragile])
 
 
-def scored(stage):
-    """(rollout, Scored) of one training batch."""
-    prompts = stage.train_data.batch(42, 0, stage.config.batch_size // stage.group)
-    rollout = stage.roll(stage.state.params["policy"], prompts, stage.state.seed, stage.state.step, None, stage.group)
-    rows = np.repeat(prompts.rows, stage.group)
-    return rollout, rows, stage.scorer.score(rollout, stage.train_data, rows, stage.group, stage.trainer_state(0))
+@pytest.fixture(scope="module")
+def sampled():
+    """A stage, a rollout of one of its batches, and the rows of that."""
+    stage = open_stage()
+    prompts, state = stage.train_data.batch(42, 0, 4), stage.state
+    rollout = stage.roll(state.params["policy"], prompts, state.seed, state.step, None, stage.group)
+    return stage, rollout, np.repeat(prompts.rows, stage.group)
 
 
-def test_an_ensemble_is_one_reward_of_its_members(models):
+def scored(sampled, functions=(), **options):
+    """(names, Scored) of the same rollout by other rewards."""
+    stage, rollout, rows = sampled
+    c = config(**options)
+    models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
+    scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
+    scorer.load_weights(stage.place_params)
+    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group, stage.trainer_state(0))
+
+
+def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
     pair = {"reward_model_path": str(models / "judge1"), "more_reward_models": (str(models / "judge2"),)}
-    stage = open_stage(**pair, reward_funcs=[])
-    _, _, each = scored(stage)
-    assert stage.scorer.names == ("judge1", "judge2")
+    names, each = scored(sampled, **pair)
+    assert names == ("judge1", "judge2")
     one, two = np.asarray(each.each).T
     np.testing.assert_allclose(each.scores, one + two, rtol=1e-5)
     assert np.abs(one - two).min() > 0
@@ -406,28 +417,29 @@ def test_an_ensemble_is_one_reward_of_its_members(models):
     }
     for kind, together in wanted.items():
         options = {"reward_ensemble": kind, "reward_ensemble_std_coef": 0.5, "reward_weights": (3.0, 1.0)}
-        stage = open_stage(**pair, **options, reward_funcs=[brevity])
-        _, _, found = scored(stage)
-        assert stage.scorer.names == (f"ensemble_{kind}", "brevity")
+        names, found = scored(sampled, [brevity], **pair, **options)
+        assert names == (f"ensemble_{kind}", "brevity")
         np.testing.assert_allclose(np.asarray(found.each)[:, 0], together, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found.scores, 3 * together + np.asarray(found.each)[:, 1], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.metrics[f"rewards/ensemble_{kind}/mean"], together.mean(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("text_eos", [True, False])
-def test_a_reward_model_with_another_tokenizer_reads_text(models, text_eos):
-    stage = open_stage(reward_model_path=str(models / "bytes"), reward_text_eos=text_eos, reward_funcs=[])
-    rollout, rows, found = scored(stage)
+def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_eos):
+    stage, rollout, rows = sampled
+    _, found = scored(sampled, reward_model_path=str(models / "bytes"), reward_text_eos=text_eos)
     own, (model, params) = bytes_tokenizer(), hf.load(str(models / "bytes"), kind="scalar")
-    ended = np.asarray(rollout.ended)
+    texts = []
     for i, prompt in enumerate(stage.train_data.shown(rows)):
-        answer = np.asarray(rollout.response[i][: int(rollout.lengths[i])])
-        text = prompt + stage.tokenizer.decode(answer, skip_special_tokens=True)
-        ids = own.encode(text) + [own.eos_id] * bool(text_eos and ended[i])
-        alone = reward.score_texts(model, params, jnp.array([ids]), jnp.array([len(ids)]), dtype=jnp.float32)
-        np.testing.assert_allclose(found.scores[i], alone[0], rtol=1e-4, atol=1e-5)
+        answer = np.asarray(rollout.response[i])[: int(rollout.lengths[i])]
+        ids = own.encode(prompt + stage.tokenizer.decode(answer, skip_special_tokens=True))
+        texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
+    lengths = np.array([len(ids) for ids in texts])
+    tokens = np.array([ids + [0] * (lengths.max() - len(ids)) for ids in texts])
+    alone = jax.jit(lambda *args: reward.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
+    np.testing.assert_allclose(found.scores, alone, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="the tokenizer of .*bytes is not the policy's"):
-        open_stage(reward_model_path=str(models / "bytes"), reward_input="ids", reward_funcs=[])
+        scored(sampled, reward_model_path=str(models / "bytes"), reward_input="ids")
 
 
 def test_conversations_reach_rewards_as_messages(models, tmp_path):
