@@ -67,6 +67,7 @@ def _union(rows: Sequence[Any]) -> tuple[str, ...]:
 
 
 def from_list(rows: Sequence[Any], name: str, places: Sequence[str] | None = None) -> Rows:
+    """Rows of a list of objects; what is no object is `Malformed`. `places` names each row (default: NAME, row N)."""
     rows = [
         row if isinstance(row, Mapping | Malformed) else Malformed(f"is {kind_of(row)}, not an object") for row in rows
     ]
@@ -75,6 +76,7 @@ def from_list(rows: Sequence[Any], name: str, places: Sequence[str] | None = Non
 
 
 def from_dataset(table: Any, name: str) -> Rows:
+    """Rows of a datasets.Dataset."""
     return Rows(name, table, tuple(table.column_names), lambda i: f"{name}, row {i + 1}")
 
 
@@ -186,6 +188,7 @@ def _read_table(path: str, suffix: str) -> Rows:
 
 
 def read_file(path: str) -> Rows:
+    """Rows of one file, by its suffix; UserError for another suffix, an empty file, or one that cannot be read."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}")
@@ -212,6 +215,7 @@ def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
 
 
 def read_folder(folder: str, split: str) -> Rows:
+    """Rows of a split of a folder: one that datasets saved, or files named after their splits."""
     if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
         with quiet() as datasets:
             return pick(datasets.load_from_disk(folder), folder, split)
