@@ -49,8 +49,10 @@ def ppo(folder, **options):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
     """All these runs are of a few programs, which XLA need not compile for each."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    wanted = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.0}
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     before = {name: getattr(jax.config, name) for name in wanted}
     for options in (wanted, before):
         compilation_cache.reset_cache()  # whether there is a cache is asked once
