@@ -235,7 +235,7 @@ def combine_rewards(rewards: Array, weights: Array) -> tuple[Array, Array]:
     """
     rewards = _float(rewards)
     there = ~jnp.isnan(rewards)
-    return jnp.where(there, rewards * weights[None, :], 0).sum(axis=1), there.any(axis=1)
+    return (jnp.where(there, rewards, 0) * weights[None, :]).sum(axis=1), there.any(axis=1)
 
 
 def paid_before(costs: Array) -> Array:

@@ -128,7 +128,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     # --- data and models, then the folder: a run that cannot start leaves nothing behind
     stage = STAGES[name](config, **objects, optimizer=optimizer)
     warnings = arithmetic.check_rows(config, stage.rows)
-    stage.train_data.batch(config.seed, 0, config.batch_size)  # too few rows are refused here
+    stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
     run_folder = folder.RunFolder.open(config.run_dir, options, config.resume)
     for line in (*stage.report, *arithmetic.batch_lines(config, stage.rows), *warnings):
         say(f"{name}: {line}")
@@ -192,9 +192,11 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     saved = step
     try:
         while step < stage.total_steps:
+            started = time.perf_counter()
             state, found, seconds = stage.train_step(state, step)
             step += 1
             timings = {f"time/{phase}": value for phase, value in seconds.items()}
+            timings["step_time"] = time.perf_counter() - started
             # TRL's eps: episodes a second since the run (here: this process) began, everything included.
             timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
             logger.log(step, found, timings)

@@ -98,7 +98,9 @@ def start(folder: pathlib.Path, devices: int, mesh: str) -> subprocess.Popen:
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "tests.test_devices", str(folder), mesh],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        # XLA's pool has a thread a device, and collectives hold theirs until all devices have come: with two of them at
+        # once it deadlocks on few cores. NPROC is the number of threads that it takes instead.
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "32"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,25 +1,17 @@
 """Rewards that fail in a run: what it says, what it keeps, how it continues; and rows without a score."""
 
-import functools
 import os
 import re
 import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import rlhf_jax
-from rlhf_jax import models
-from rlhf_jax.config import PPOConfig
 from rlhf_jax.rewards import RewardFailure
-from rlhf_jax.trainers import forward, ppo
-from rlhf_jax.types import Rollout, TrainState
 from tests import reward_runs
-from tests.models_common import assert_trees_equal, distance, random_params
-from tests.reward_runs import B, Watch, bytes_of, compiled_once, judge, leave_one_out, lines, rloo, table  # noqa: F401
+from tests.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
+from tests.reward_runs import compiled_once as compiled_once
 from tests.reward_server import Server, answers, closes, hangs, takes
 
 # --- servers that fail
@@ -39,8 +31,7 @@ def unfailing(tmp_path_factory):
     """(RLOO's run, PPO's run) with a server that never failed."""
     server, folder = Server(), tmp_path_factory.mktemp("unfailing")
     results = [
-        rlhf_jax.run(config(folder / config.__name__, reward_server=server.url, **QUICK))
-        for config in (rloo, reward_runs.ppo)
+        rlhf_jax.run(config(folder / config.__name__, reward_server=server.url, **QUICK)) for config in (rloo, ppo)
     ]
     server.close()
     return results
@@ -90,7 +81,7 @@ def test_a_failing_server_ends_the_run_which_continues_with_a_healed_one(fault, 
 
 
 def test_ppo_continues_after_a_failing_server_too(server, unfailing, tmp_path):
-    config = reward_runs.ppo(tmp_path / "run", **options_of("500", server))
+    config = ppo(tmp_path / "run", **options_of("500", server))
     server.script.extend([takes(0)] * 2)
     server.forever = answers(500, "down")
     with pytest.raises(RewardFailure, match=re.escape(server.url)):
@@ -200,104 +191,3 @@ def test_rows_that_no_function_scores_are_shown_and_left_out(tmp_path):
     wanted = np.nanmean(judge(rows["prompt"], rows["completion"])[1:])
     np.testing.assert_allclose([found[1]["rewards/picky/mean"], found[1]["reward"]], wanted, rtol=1e-5)
     assert np.isnan(found[2]["rewards/picky/mean"]) and watch.moved == [True, True, False]
-
-
-V, C, N, T = 61, 5, 6, 7
-EOS = 3
-SCORABLE = np.array([True, False, True, True, False, True])
-MODEL = models.custom_shape("1x16x2", V, 64)
-NETS = forward.Networks(MODEL, MODEL, MODEL)
-
-
-def batch_of_responses():
-    """(rollout, scores), with lengths of every kind in scored and unscored rows."""
-    rng = np.random.default_rng(0)
-    lengths = np.array([0, 4, T, 1, T, 3])
-    ended = np.array([False, True, False, True, True, True])
-    response = np.where(np.arange(T)[None] < lengths[:, None], rng.integers(4, V, (N, T)), EOS)
-    response[ended, lengths[ended] - 1] = EOS
-    rollout = Rollout(
-        prompt_tokens=jnp.asarray(rng.integers(4, V, (N, C)), jnp.int32),
-        prompt_lengths=jnp.array([5, 2, 3, 1, 5, 4], jnp.int32),
-        response=jnp.asarray(response, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        ended=jnp.asarray(ended),
-        logprobs=jnp.asarray(rng.normal(size=(N, T)) - 3, jnp.float32),
-        response_mask=jnp.ones((N, T), bool),
-    )
-    return rollout, jnp.asarray(rng.normal(size=N), jnp.float32)
-
-
-OF_TOKENS = PPOConfig(response_length=T, whiten_rewards=True, missing_eos_penalty=1.0, old_logprobs="sampler")
-OF_SEQUENCES = PPOConfig(
-    response_length=T, score_position="eos", whiten_ddof=0, loss_aggregation="seq_mean", num_mini_batches=2
-)
-
-
-@functools.cache
-def ppo_programs(config):
-    """make_experience, and an update by plain gradient descent, at the same params."""
-    params = {
-        "policy": random_params(MODEL, ("causal",), 0),
-        "value": random_params(MODEL, ("scalar",), 1),
-    }
-    ref, kl_coef = random_params(MODEL, ("causal",), 2), jnp.float32(config.kl_coef)
-
-    def experience(rollout, scores, scorable):
-        return ppo.make_experience(
-            NETS, params, ref, rollout, scores, kl_coef, config, EOS, scorable=jnp.asarray(scorable)
-        )
-
-    def update(experience):
-        zero, optimizer = jnp.int32(0), optax.identity()
-        state = TrainState(params, optimizer.init(params), zero, zero, jnp.uint32(0), kl_coef, jnp.uint32(0))
-        shuffles = jnp.tile(jnp.arange(experience.lengths.shape[0]), (config.num_ppo_epochs, 1))
-        state, found = ppo.update(NETS, optimizer, state, experience, shuffles, jnp.float32(0.1), config)
-        return jax.tree.map(jnp.subtract, state.params, params), found
-
-    return jax.jit(experience), jax.jit(update)
-
-
-@pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["tokens", "sequences"])
-def test_ppo_never_reads_a_row_without_a_score(config):
-    experience, update = ppo_programs(config)
-    rollout, scores = batch_of_responses()
-    garbage = np.random.default_rng(1)
-
-    def spoilt(rows):
-        """The batch with nonsense in some rows; when the responses ended stays, as lengths are told of all."""
-        other = rollout.replace(
-            response=jnp.asarray(garbage.integers(4, V, (N, T)), jnp.int32),
-            logprobs=jnp.asarray(garbage.normal(size=(N, T)) * 50, jnp.float32),
-        )
-        mixed = jax.tree.map(lambda a, b: jnp.where(rows.reshape((N,) + (1,) * (a.ndim - 1)), b, a), rollout, other)
-        return mixed, jnp.where(rows, jnp.array([1e9, jnp.nan, -jnp.inf] * 2), scores)
-
-    clean, found = experience(rollout, scores, SCORABLE)
-    dirty, found_dirty = experience(*spoilt(jnp.asarray(~SCORABLE)), SCORABLE)
-    assert_trees_equal(found_dirty, found)
-    for name in ("logprobs", "values", "advantages", "returns"):
-        np.testing.assert_array_equal(getattr(dirty, name)[SCORABLE], getattr(clean, name)[SCORABLE])
-    (step, learned), (step_dirty, learned_dirty) = update(clean), update(dirty)
-    assert_trees_equal((step_dirty, learned_dirty), (step, learned))
-    assert min(np.abs(x).max() for x in jax.tree.leaves(step)) > 0
-    # It is the mark that protects: scored, the same rows change nearly everything.
-    _, read = experience(rollout, scores, np.ones(N, bool))
-    changed = {name for name in found if not np.array_equal(read[name], found[name])}
-    assert {"objective/kl", "objective/entropy", "objective/scores", "objective/scores_std"} <= changed
-
-
-def test_ppo_learns_of_the_scored_rows_what_it_learns_of_them_alone():
-    experience, update = ppo_programs(OF_TOKENS)
-    rollout, scores = batch_of_responses()
-    made, found = experience(rollout, scores, SCORABLE)
-    alone, wanted = experience(jax.tree.map(lambda x: x[SCORABLE], rollout), scores[SCORABLE], np.ones(4, bool))
-    of_all_responses = ("val/num_eos_tokens", "val/response_length")
-    for name in set(wanted) - set(of_all_responses):
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    assert float(found["val/num_eos_tokens"]) == 4.0 and float(wanted["val/num_eos_tokens"]) == 2.0
-    np.testing.assert_allclose(made.advantages[SCORABLE], alone.advantages, rtol=1e-4, atol=1e-5)
-    (step, learned), (step_alone, learned_alone) = update(made), update(alone)
-    assert max(jax.tree.leaves(jax.tree.map(distance, step, step_alone))) < 1e-4
-    for name in set(learned) - {"val/first_ratio_error", "policy/first_approxkl"}:
-        np.testing.assert_allclose(learned[name], learned_alone[name], rtol=1e-4, atol=1e-6, err_msg=name)

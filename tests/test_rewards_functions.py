@@ -442,12 +442,17 @@ def test_ctrl_c_ends_the_wait_for_a_function(kind):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     host = HostRewards([plain if kind == "plain" else later], failure="drop")
-    threading.Thread(target=press, daemon=True).start()
-    start = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        host.call(PROMPTS, COMPLETIONS, IDS, {}, TrainerState())
-    assert time.perf_counter() - start < 10
-    free.set()
+    # A job in the background is started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=press, daemon=True).start()
+        start = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            host.call(PROMPTS, COMPLETIONS, IDS, {}, TrainerState())
+        assert time.perf_counter() - start < 10
+    finally:
+        signal.signal(signal.SIGINT, before)
+        free.set()
     host.close()
 
 

@@ -15,7 +15,7 @@ from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models import hf
 from rlhf_jax.trainers import forward, rloo
 from rlhf_jax.types import Rollout, TrainState
-from tests.models_common import PAD, VOCAB, distance, reference, reference_inputs
+from tests.models_common import PAD, distance, reference, reference_inputs
 
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3

@@ -19,7 +19,7 @@ from rlhf_jax.generate import in_chunks
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import functions as on_host
 from rlhf_jax.rewards.remote import RemoteReward
-from rlhf_jax.trainers import reward
+from rlhf_jax.trainers import common, reward
 from rlhf_jax.types import Array, Params, Rollout, UserError
 
 
@@ -180,12 +180,12 @@ class Scorer:
             return [x.reshape(-1, group) for x in scores]
 
         groups = jax.tree.map(lambda x: x.reshape((-1, group) + x.shape[1:]), rollout)
-        at_once = None if c.rollout_batch_size is None else max(c.rollout_batch_size // group, 1)
+        at_once = common.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
         scores = [x.reshape(-1) for x in in_chunks(some, groups, at_once)] if readers else []
         b, t = rollout.response.shape
         dense = []
         for function in self._device_functions:
-            found = jnp.asarray(function(rollout.response, rollout.lengths))
+            found = jnp.asarray(function(rollout.response, jnp.maximum(rollout.lengths, 0)))
             if found.shape not in ((b,), (b, t)):
                 raise UserError(
                     f"reward function {on_host.function_name(function)} returned shape {found.shape} for {b} responses "
@@ -283,7 +283,8 @@ class Scorer:
                     ended,
                     text_eos=self.config.reward_text_eos,
                     chat_template_kwargs=self.config.chat_template_kwargs,
-                    max_length=model.model.config.max_position_embeddings,
+                    max_length=(longest := model.model.config.max_position_embeddings),
+                    buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < longest) + (longest,),
                 )
                 placed = sharding.shard_batch((tokens, text_lengths), self._mesh)
                 by_model[model.name] = self._texts(i, model.params, *placed)

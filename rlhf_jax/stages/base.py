@@ -100,6 +100,11 @@ class Stage:
         return {**dict.fromkeys(self.rate_names, rate), "episode": state.episodes, "epoch": epoch}
 
     @property
+    def rows_per_update(self) -> int:
+        """Rows of the data that an update takes."""
+        return self.config.batch_size
+
+    @property
     def episodes_per_pass(self) -> int:
         """What a pass over the data adds to `episodes`."""
         return self.rows

@@ -17,7 +17,9 @@ from rlhf_jax.stages import base
 from rlhf_jax.types import Rollout
 
 NEARLY_GREEDY = 0.01  # temperature of TRL's generate_completions
-_LEAST, _MOST, _SUMS = "min", "max", ("val/num_eos_tokens", "rewards/dropped", "rollout/tokens")
+_LEAST = ("completions/min_length", "completions/min_terminated_length", "clip_ratio/low_min")
+_MOST = ("completions/max_length", "completions/max_terminated_length", "clip_ratio/high_max")
+_SUMS = ("val/num_eos_tokens", "rewards/dropped", "rollout/tokens")
 
 
 @dataclasses.dataclass
@@ -57,7 +59,7 @@ class LookingStage(base.Stage):
             if real < len(rows):
                 lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
-            scored = self.scorer.score(rollout, source, rows, group, self.trainer_state(step), limit=real)
+            scored = self.scorer.score(rollout, source, rows, group, self.trainer_state(step, is_eval=True), limit=real)
             yield Batch(rollout, scored, source, rows), real
 
     def complete(self, params, source, limit: int, temperature: float | None) -> dict:
@@ -130,7 +132,9 @@ class LookingStage(base.Stage):
             found.append({name: float(x) for name, x in metrics.items()})
             weights.append(real)
             scores.append(each[there])
-        means = {name: _together(name, [f[name] for f in found], weights) for name in found[0]}
+        names = dict.fromkeys(name for metrics in found for name in metrics)
+        means = {name: _together(name, [f.get(name, math.nan) for f in found], weights) for name in names}
+        means["num_tokens"] = float(sharding.fetch(state.tokens))
         means.pop("rollout/tokens")
         return means, np.concatenate(scores)
 
@@ -161,20 +165,23 @@ class LookingStage(base.Stage):
         for i, (prompt, text) in enumerate(zip(batch.source.shown(batch.rows), self.texts(response, lengths))):
             row = {"prompt": prompt, "completion": text}
             row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
-            row |= {name: values[i] for name, values in batch.scored.extra.items()}
+            taken = {*row, "advantage"}
+            extra = batch.scored.extra.items()
+            row |= {f"extra/{name}" if name in taken else name: values[i] for name, values in extra}
             rows.append(row | {"advantage": float(advantages[i, 0])})
         return rows
 
 
 def _together(name: str, values: list[float], weights: list[int]) -> float:
     """One number of several batches': the least, the most, the sum, or the mean by responses; NaN is left out."""
-    pairs = [(v, w) for v, w in zip(values, weights) if not math.isnan(v)]
+    # No response of a batch ended: its least terminated length is 0 and says nothing.
+    none = {0.0} if name == "completions/min_terminated_length" else set()
+    pairs = [(v, w) for v, w in zip(values, weights) if not math.isnan(v) and v not in none]
     if not pairs:
-        return math.nan
-    last = name.rpartition("/")[2]
-    if last.startswith(_LEAST) or last.endswith(_LEAST):
+        return min(values)
+    if name in _LEAST:
         return min(v for v, _ in pairs)
-    if last.startswith(_MOST) or last.endswith(_MOST):
+    if name in _MOST:
         return max(v for v, _ in pairs)
     if name in _SUMS:
         return sum(v for v, _ in pairs)

@@ -22,7 +22,7 @@ from rlhf_jax.rewards import TrainerState
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.stages import base
 from rlhf_jax.stages.looking import Batch, LookingStage
-from rlhf_jax.trainers import forward, rollouts
+from rlhf_jax.trainers import common, forward, rollouts
 from rlhf_jax.types import PromptBatch, UserError
 
 
@@ -64,6 +64,11 @@ class PolicyStage(LookingStage):
     def base_model(self):
         """The SFT model; None: random weights."""
         return None if self.config.scratch_model else self.config.sft_model_path
+
+    @property
+    def rows_per_update(self):
+        """Prompts of an update."""
+        return self.config.batch_size // self.group
 
     @property
     def episodes_per_pass(self):
@@ -177,7 +182,7 @@ class PolicyStage(LookingStage):
                 )
                 return jax.tree.map(lambda x: rollouts.grouped(x, together), found)
 
-            at_once = None if c.rollout_batch_size is None else max(c.rollout_batch_size // together, 1)
+            at_once = common.groups_at_once(c.rollout_batch_size, together, rows.shape[0] // together)
             found = in_chunks(some, (batch, rollouts.grouped(rows, together)), at_once)
             return jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
 
@@ -193,9 +198,12 @@ class PolicyStage(LookingStage):
             clock = self.clock_metrics(state, self.shown_rate(rate_state.step))
             return state.replace(tokens=tokens), {**found, **metrics, **clock, "num_tokens": tokens}
 
-        def skip(state):
-            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size)
-            return state, self.clock_metrics(state, self.shown_rate(state.step - 1))
+        def skip(state, rollout):
+            found = rollouts.length_metrics(rollout)
+            tokens = state.tokens + found.pop("rollout/tokens").astype(jnp.uint32)
+            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size, tokens=tokens)
+            clock = self.clock_metrics(state, self.shown_rate(state.step - 1))
+            return state, {**found, **clock, "num_tokens": tokens}
 
         def kl_of(params, ref, rollout):
             return in_chunks(
@@ -215,7 +223,7 @@ class PolicyStage(LookingStage):
     def train_step(self, state, step):
         """Prompts, rollout, scores, experience, update; seconds of each."""
         c, clock = self.config, Clock()
-        prompts = self.train_data.batch(c.seed, step, c.batch_size // self.group)
+        prompts = self.train_data.batch(c.seed, step, self.rows_per_update)
         rollout = self.roll(state.params["policy"], prompts, state.seed, state.step, None, self.group)
         rollout = clock.wait("generate", rollout)
         rows = np.repeat(prompts.rows, self.group)
@@ -224,7 +232,7 @@ class PolicyStage(LookingStage):
         seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
         if scored.nothing:
             warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
-            state, metrics = self._skip(state)
+            state, metrics = self._skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
         experience, found = clock.wait("experience", self.judge(state, rollout, scored, self.group))
         self.shown = None
@@ -255,7 +263,7 @@ class PolicyStage(LookingStage):
             group,
         )
 
-    def trainer_state(self, step: int) -> TrainerState:
+    def trainer_state(self, step: int, is_eval: bool = False) -> TrainerState:
         """What reward functions may know of the run's progress before update `step` (0-based)."""
         episodes = step * self.config.batch_size
         return TrainerState(
@@ -264,6 +272,7 @@ class PolicyStage(LookingStage):
             epoch=episodes / self.episodes_per_pass,
             num_train_epochs=self.config.num_train_epochs,
             episode=episodes,
+            is_eval=is_eval,
         )
 
     def export_policy(self, state, folder) -> str:

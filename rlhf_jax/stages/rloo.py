@@ -67,7 +67,7 @@ class RLOOStage(PolicyStage):
         shuffles = rloo.permutations(key, c.num_iterations, groups, c.reshuffle)
         if not self.shared_prompts:
             experience = rloo.apart(experience)
-            shuffles = (shuffles[:, :, None] * size + jnp.arange(size)).reshape(c.num_iterations, -1)
+            shuffles = (shuffles[:, :, None] * size + jnp.arange(size)[None, None]).reshape(c.num_iterations, -1)
         dropout = jax.random.fold_in(key, 1) if self.dropout else None
         rates = self.rates(state.step)
         state, stats = rloo.update(self.nets, self.optimizer, state, experience, shuffles, rates, c, dropout)

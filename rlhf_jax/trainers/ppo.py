@@ -99,6 +99,8 @@ def make_experience(
         returns=returns,
     )
     mean_non_score = adv.masked_mean(jnp.sum(non_score_reward, axis=1), present)
+    if token_rewards is not None:
+        scores = scores + jnp.sum(jnp.where(inside, token_rewards, 0.0), axis=1)
     mean_score = adv.masked_mean(scores, present)
     eos = rollout.response == eos_id if config.metrics == "trl" else rollout.ended & (lengths >= 0)
     surprise = jnp.sum(jnp.where(inside, -logprobs, 0.0), axis=1)

@@ -72,7 +72,10 @@ def make_experience(
     t = rollout.response.shape[1]
     inside = adv.response_mask(rollout.lengths, t)
     # A response without an end teaches nothing by option; TRL then leaves its KL out too.
-    masked = ~rollout.ended if config.mask_truncated_completions else jnp.zeros_like(rollout.ended)
+    present = rollout.lengths >= 0
+    masked = jnp.zeros_like(present)
+    if config.mask_truncated_completions:
+        masked = ~rollout.ended & present
     learned = inside & ~masked[:, None]
     parts = GroupExperience(
         prompt_tokens=rollout.prompt_tokens[::group],
@@ -103,6 +106,7 @@ def make_experience(
     raw = jnp.where(scorable, scores, 0.0)
     dense = jnp.zeros_like(kl) if token_rewards is None else jnp.where(inside, token_rewards, 0.0)
     scores = penalize_missing_eos(raw, rollout, eos_id, config) + dense.sum(axis=1)
+    raw = raw + dense.sum(axis=1)
     if config.normalize_reward:
         scores, _ = adv.normalize(scores, scorable, 1e-8)
     if config.reward_clip_range is not None:
@@ -132,10 +136,12 @@ def make_experience(
     experience = parts.replace(logprobs=grouped(logprobs, group), advantages=grouped(advantages, group))
 
     found = {
-        **reward_metrics(raw, rewards, scorable, group, config),
+        **reward_metrics(raw, rewards, scorable, present, group, config),
         **objective_metrics(rollout, logprobs, kl, learned, scores, penalty, scorable, eos_id, config),
     }
-    if ref_params is not None:
+    if ref_params is None:
+        del found["objective/kl"]
+    else:
         found["kl"] = adv.masked_mean(kl, learned)
     return experience, found
 
@@ -156,7 +162,7 @@ def permutations(key: Array, epochs: int, groups: int, reshuffle: str) -> Array:
     return jax.vmap(lambda k: jax.random.permutation(k, groups))(jax.random.split(key, epochs))
 
 
-def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, rows: int, config, keys=None):
+def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, rows: Array, config, keys=None):
     """RLOO's loss of one micro-batch: its share of the mean over the responses of a minibatch.
 
     One action a response: max(-A r, -A clip(r)) with r = exp(sum of log-ratios). With token_level_kl the tokens are
@@ -165,7 +171,7 @@ def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, row
     Args:
       nets, params: the trained models.
       micro: p groups.
-      rows: responses of the whole minibatch.
+      rows: [] float32, responses of the whole minibatch.
       config: an RLOOConfig.
       keys: [p] typed dropout keys (G = 1 only); None: no dropout.
 
@@ -192,7 +198,8 @@ def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, row
     loss = jnp.sum(terms) / rows
 
     gap, ratio = jax.lax.stop_gradient((gap, ratio))
-    counted = inside if of_tokens else jnp.ones_like(clipped)
+    present = micro.lengths >= 0
+    counted = inside if of_tokens else present
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     clipping = config.policy_loss == "clipped"
     low = (ratio < 1 - config.epsilon) & (micro.advantages < 0) & counted & clipping
@@ -200,9 +207,10 @@ def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, row
     sums = {
         "loss": loss,
         "entropy": jnp.sum(jnp.where(inside, entropy, 0.0)),
-        "entropy_all": jnp.sum(entropy),
+        "entropy_all": jnp.sum(jnp.where(present[:, :, None], entropy, 0.0)),
         "ratio": jnp.sum(jnp.where(inside, jnp.exp(gap), 0.0)),
-        "ratio_all": jnp.sum(jnp.exp(gap)),
+        "ratio_all": jnp.sum(jnp.where(present[:, :, None], jnp.exp(gap), 0.0)),
+        "rows": jnp.sum(present).astype(jnp.float32),
         "tokens": jnp.sum(inside).astype(jnp.float32),
         "squared_gap": jnp.sum(jnp.square(jnp.sum(gap, axis=2))),
         "clipped": jnp.sum(clipped & counted).astype(jnp.float32),
@@ -211,7 +219,7 @@ def loss_and_metrics(nets: Networks, params: Params, micro: GroupExperience, row
         "actions": jnp.sum(counted).astype(jnp.float32),
     }
     ends = {
-        "low": jnp.min(low.astype(jnp.float32)),
+        "low": jnp.min(jnp.where(counted, low, True).astype(jnp.float32)),
         "high": jnp.max(high.astype(jnp.float32)),
         "error": jnp.max(jnp.where(inside, jnp.abs(jnp.exp(gap) - 1.0), 0.0)),
     }
@@ -235,11 +243,11 @@ def step_metrics(sums: dict[str, Array], ends: dict[str, Array], t: int, config)
     """
     trl = config.metrics == "trl"
     total = {name: jnp.sum(x) for name, x in sums.items()}
-    rows = jnp.sum(sums["rows"])
+    rows = jnp.maximum(jnp.sum(sums["rows"]), 1.0)
     tokens = jnp.maximum(total["tokens"], 1.0)
     actions = jnp.maximum(total["actions"], 1.0)
     entropy = jnp.mean(sums["entropy"] / jnp.maximum(sums["tokens"], 1.0)) if trl else total["entropy"] / tokens
-    ratios = sums["ratio_all"] / (sums["rows"] * t) if trl else (total["ratio"] / tokens)[None]
+    ratios = sums["ratio_all"] / (jnp.maximum(sums["rows"], 1.0) * t) if trl else (total["ratio"] / tokens)[None]
     low, high = total["low"] / actions, total["high"] / actions
     return {
         "loss": total["loss"],
@@ -275,11 +283,11 @@ def by_micro_batch(nets: Networks, minibatch: GroupExperience, config):
     groups, size = minibatch.lengths.shape
     micros = common.split_micro(minibatch, common.groups_at_once(config.micro_batch_size, size, groups))
     n = micros.lengths.shape[0]
+    rows = jnp.maximum(jnp.sum(minibatch.lengths >= 0), 1).astype(jnp.float32)
 
     def loss_fn(params, micro, index):
         micro, keys = micro
-        loss, (sums, ends) = loss_and_metrics(nets, params, micro, groups * size, config, keys)
-        sums["rows"] = jnp.float32(micro.lengths.size)
+        loss, (sums, ends) = loss_and_metrics(nets, params, micro, rows, config, keys)
         # Each micro-batch reports into its own slot: extremes and means of means cannot be summed.
         own = jnp.arange(n) == index
         return loss, jax.tree.map(lambda x: jnp.where(own, x, 0.0), (sums, ends))
@@ -335,6 +343,8 @@ def update(
       (state, metrics [steps] each; see `averaged`)
     """
     (groups, size), t = experience.lengths.shape, experience.logprobs.shape[2]
+    if dropout_key is not None and size > 1:
+        raise ValueError("a dropout mask belongs to a row: give `apart` of the experience with dropout_key")
     part = groups // config.num_mini_batches
     steps = steps_of(config)
 

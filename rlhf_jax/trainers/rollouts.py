@@ -55,14 +55,14 @@ def length_metrics(rollout: Rollout) -> Metrics:
     }
 
 
-def reward_metrics(raw: Array, rewards: Array, scorable: Array, group: int, config) -> Metrics:
+def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, group: int, config) -> Metrics:
     """`reward`, `reward_std`, `frac_reward_zero_std`: of the scores before penalties, clipping and KL.
 
     With metrics=trl the last is TRL's, taken after the KL: nearly always 0 (rloo_trainer.py:1585, 1608).
 
     Args:
       raw, rewards: [B] float32, scores as they came and what is optimised.
-      scorable: [B] bool.
+      scorable, present: [B] bool; a row of length -1 is not present.
       group: G.
       config: metrics.
 
@@ -76,10 +76,11 @@ def reward_metrics(raw: Array, rewards: Array, scorable: Array, group: int, conf
     else:
         top = jnp.max(jnp.where(keep, x, -jnp.inf), axis=1)
         equal = ~(top > jnp.min(jnp.where(keep, x, jnp.inf), axis=1))
+    there = jnp.any(grouped(present, group), axis=1)
     return {
         "reward": adv.masked_mean(raw, scorable),
         "reward_std": jnp.sqrt(adv.masked_var(raw, scorable)),
-        "frac_reward_zero_std": jnp.mean(equal.astype(jnp.float32)),
+        "frac_reward_zero_std": adv.masked_mean(equal.astype(jnp.float32), there),
     }
 
 
@@ -104,7 +105,7 @@ def objective_metrics(rollout, logprobs, kl, learned, scores, penalty, scorable,
     if config.metrics == "trl":
         # There each column outside the response counted as -1, and every eos in the fill as one more.
         surprise = surprise - jnp.sum(~adv.response_mask(rollout.lengths, kl.shape[1]), axis=1)
-        eos = jnp.sum(rollout.response == eos_id)
+        eos = jnp.sum((rollout.response == eos_id) & present[:, None])
     return {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
         "objective/entropy": adv.masked_mean(surprise, present),
