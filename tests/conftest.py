@@ -1,4 +1,4 @@
-"""CPU, and no silent broadcasting."""
+"""CPU, no silent broadcasting, and programs compiled once for all workers."""
 
 import os
 
@@ -7,5 +7,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """A compilation cache that the workers and the processes they start share: small runs recur in many tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
