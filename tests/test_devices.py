@@ -70,6 +70,8 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     )
     rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["ppo"], found["samples"] = found["samples"], found["rloo"]
+    if mesh == DATA:  # the mixed mesh has its axes too
+        return found
     config = rlhf_jax.RLOOConfig(
         **shared,
         run_dir=str(folder / f"rloo-{mesh}"),
@@ -136,8 +138,7 @@ def metrics_on(folder, mesh: str, prefix: str = "") -> list[dict]:
     return [json.loads(line) for line in (folder / f"{prefix}{mesh}" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
-@pytest.mark.parametrize("mesh", [DATA, MIXED])
+@pytest.mark.parametrize(("mesh", "algorithm"), [(DATA, "ppo"), (MIXED, "ppo"), (MIXED, "rloo")])
 def test_samples_do_not_depend_on_the_devices(folder, mesh, algorithm):
     one, many = found_on(folder, ONE), found_on(folder, mesh)
     assert (one["devices"], many["devices"]) == (1, 8)
@@ -146,8 +147,7 @@ def test_samples_do_not_depend_on_the_devices(folder, mesh, algorithm):
     assert ours[:UPDATES] == theirs[:UPDATES]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
-@pytest.mark.parametrize("mesh", [DATA, MIXED])
+@pytest.mark.parametrize(("mesh", "algorithm"), [(DATA, "ppo"), (MIXED, "ppo"), (MIXED, "rloo")])
 def test_metrics_do_not_depend_on_the_devices(folder, mesh, algorithm):
     prefix = {"ppo": "", "rloo": "rloo-"}[algorithm]
     one, many = metrics_on(folder, ONE, prefix), metrics_on(folder, mesh, prefix)
