@@ -59,10 +59,15 @@ def function_name(function: RewardFunction) -> str:
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
-    """A name for the metrics of each function, see `function_name`; equal ones become name, name_2, name_3."""
+    """A name for the metrics of each function, see `function_name`; equal ones are numbered."""
+    return numbered(map(function_name, functions))
+
+
+def numbered(given: Iterable[str]) -> tuple[str, ...]:
+    """The same names, equal ones as name, name_2, name_3."""
     names: list[str] = []
-    for function in functions:
-        name = base = function_name(function)
+    for base in given:
+        name = base
         number = 1
         while name in names:
             number += 1

@@ -65,8 +65,10 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
         return []
     places = [(config.reward_model_path, config.reward_model_revision)]
     places += [(path, "main") for path in config.more_reward_models]
+    # The last part of each path, as TRL names them.
+    names = rewards.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
     found = []
-    for (path, revision), name in zip(places, _model_names([path for path, _ in places])):
+    for (path, revision), name in zip(places, names):
         model = hf.load_model(path, revision=revision)
         if config.reward_input == "ids":
             data.check_same_tokenizer(tokenizer, path, revision)
@@ -83,16 +85,6 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
         own = None if as_ids else data.load_tokenizer(path, revision, vocab_size=rows)
         found.append(RewardModel(name, path, revision, model, own))
     return found
-
-
-def _model_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, as TRL names them; equal ones are numbered."""
-    names: list[str] = []
-    for path in paths:
-        name = path.rstrip("/").split("/")[-1]
-        same = sum(n == name or n.rpartition("_")[0] == name for n in names)
-        names.append(f"{name}_{same + 1}" if same else name)
-    return names
 
 
 class Scorer:
@@ -235,7 +227,7 @@ class Scorer:
             metrics[f"rewards/{name}/std"] = jnp.where(any_there, deviation, jnp.nan)
         if self.config.reward_failure == "drop":
             metrics["rewards/dropped"] = jnp.sum(failed & (lengths >= 0)).astype(jnp.float32)
-        return scores, jnp.where(lengths >= 0, scorable, False), token_rewards, each, metrics
+        return scores, scorable, token_rewards, each, metrics
 
     # --- scoring
 

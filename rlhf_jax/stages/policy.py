@@ -190,20 +190,19 @@ class PolicyStage(LookingStage):
             made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)
             return made, {**rollouts.length_metrics(rollout), **found}
 
-        def update(state, experience, found):
-            rate_state = state
-            tokens = state.tokens + found["rollout/tokens"].astype(jnp.uint32)
-            state, metrics = self.learn(state, experience, found)
-            found = {name: x for name, x in found.items() if name != "rollout/tokens"}
-            clock = self.clock_metrics(state, self.shown_rate(rate_state.step))
+        def ended(state, found, metrics):
+            found = dict(found)
+            tokens = state.tokens + found.pop("rollout/tokens").astype(jnp.uint32)
+            clock = self.clock_metrics(state, self.shown_rate(state.step - 1))
             return state.replace(tokens=tokens), {**found, **metrics, **clock, "num_tokens": tokens}
 
+        def update(state, experience, found):
+            state, metrics = self.learn(state, experience, found)
+            return ended(state, found, metrics)
+
         def skip(state, rollout):
-            found = rollouts.length_metrics(rollout)
-            tokens = state.tokens + found.pop("rollout/tokens").astype(jnp.uint32)
-            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size, tokens=tokens)
-            clock = self.clock_metrics(state, self.shown_rate(state.step - 1))
-            return state, {**found, **clock, "num_tokens": tokens}
+            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size)
+            return ended(state, rollouts.length_metrics(rollout), {})
 
         def kl_of(params, ref, rollout):
             return in_chunks(
