@@ -82,18 +82,21 @@ class Refused(Exception):
     """This record cannot be replayed; the message says which option or file is in the way."""
 
 
+def micro_and_accum(options: dict[str, Any], where: str) -> tuple[int, int]:
+    """(rows a micro-batch, micro-batches an optimizer step)."""
+    micro = options.get("micro", options.get("per_device_train_batch_size"))
+    if micro is None:
+        raise Refused(f"{where}: option micro (per_device_train_batch_size) is missing")
+    return micro, options.get("accum", options.get("gradient_accumulation_steps", 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Stepping:
-    """How TRL cut an epoch into micro-batches and when it stepped.
-
-    `accelerate` steps after every `accum` micro-batches, whatever num_mini_batches says, and TRL's statistics have
-    num_mini_batches * accum slots an epoch whether they are filled or not.
-    """
+    """How TRL's PPO cut an epoch into micro-batches and when it stepped."""
 
     micro: int  # rows a micro-batch
     micros: int  # micro-batches an epoch
     accum: int  # micro-batches an optimizer step
-    slots: int  # entries of a statistics array an epoch
 
     @property
     def steps(self) -> int:
@@ -102,26 +105,20 @@ class Stepping:
 
 
 def stepping(options: dict[str, Any], where: str) -> Stepping:
-    """TRL's arithmetic of batches; Refused for one whose optimizer steps straddle PPO epochs."""
-    micro = options.get("micro", options.get("per_device_train_batch_size"))
-    accum = options.get("accum", options.get("gradient_accumulation_steps", 1))
+    """TRL's arithmetic of batches; Refused where its own defect would decide (register row 1)."""
+    micro, accum = micro_and_accum(options, where)
     minibatches = options.get("num_mini_batches", 1)
-    if micro is None:
-        raise Refused(f"{where}: option micro (per_device_train_batch_size) is missing")
     batch = micro * accum
     if options.get("batch", batch) != batch:
         raise Refused(f"{where}: option batch is {options['batch']}, but micro {micro} x accum {accum} is {batch}")
+    if minibatches > 1 and accum > 1:
+        raise Refused(
+            f"{where}: option num_mini_batches={minibatches} with accum={accum}: TRL's PPO then makes one optimizer "
+            "step an epoch, whatever num_mini_batches says, and averages metrics over empty slots (register row 1)"
+        )
     if batch % minibatches:
         raise Refused(f"{where}: option num_mini_batches: {batch} episodes are not a multiple of {minibatches}")
-    rows = batch // minibatches
-    own = min(micro, rows)
-    micros = minibatches * math.ceil(rows / micro)
-    if rows % own or micros % accum:
-        raise Refused(
-            f"{where}: option num_mini_batches={minibatches} with accum={accum}: minibatches of {rows} rows are cut "
-            f"into uneven micro-batches of {micro}, or optimizer steps straddle PPO epochs (register rows 1 and 2)"
-        )
-    return Stepping(own, micros, accum, minibatches * accum)
+    return Stepping(batch // minibatches if minibatches > 1 else micro, minibatches * accum, accum)
 
 
 def _schedule(options: dict[str, Any], updates: int, where: str) -> dict[str, Any]:
@@ -216,6 +213,16 @@ RLOO_READ = (
     "disable_dropout",
     *(name for name in READ if name != "num_mini_batches"),
 )
+# They decide what is sampled or shown, or how wide it is padded.
+RLOO_IRRELEVANT = (
+    "shuffle_dataset",
+    "remove_unused_columns",
+    "num_generations_eval",
+    "pad_to_multiple_of",
+    "log_completions",
+    "num_completions_to_print",
+    "log_unique_prompts",
+)
 LEGACY_RENAMED = {
     "rloo_k": "num_generations",
     "num_ppo_epochs": "num_iterations",
@@ -233,14 +240,6 @@ LEGACY_SAME = (
 )
 
 
-def micro_and_accum(options: dict[str, Any], where: str) -> tuple[int, int]:
-    """(rows a micro-batch, micro-batches an optimizer step)."""
-    micro = options.get("micro", options.get("per_device_train_batch_size"))
-    if micro is None:
-        raise Refused(f"{where}: option micro (per_device_train_batch_size) is missing")
-    return micro, options.get("accum", options.get("gradient_accumulation_steps", 1))
-
-
 def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> RLOOConfig:
     """The RLOOConfig that does what TRL 1.12.0's RLOOTrainer did with `options`.
 
@@ -253,16 +252,15 @@ def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> R
     Raises:
       Refused: it names the option.
     """
-    refuse_unknown(options, (*RLOO_SAME, *RLOO_READ, *IRRELEVANT), where)
+    refuse_unknown(options, (*RLOO_SAME, *RLOO_READ, *IRRELEVANT, *RLOO_IRRELEVANT), where)
     micro, accum = micro_and_accum(options, where)
-    if rows % (micro * accum):
-        raise Refused(
-            f"{where}: option steps_per_generation: {rows} rows a generation are no multiple of micro {micro} x accum "
-            f"{accum}, so optimizer steps straddle generations"
-        )
+    if rows % micro:
+        raise Refused(f"{where}: option micro: {rows} rows a generation are no multiple of {micro}")
     values = {name: options[name] for name in RLOO_SAME if name in options}
     clip = options.get("reward_clip_range")
-    adam = {**_adam(options), "max_grad_norm": options.get("adam", {}).get("max_grad_norm", 1.0)}
+    clipped = options.get("adam", {}).get("max_grad_norm", options.get("max_grad_norm", 1.0))
+    # A norm of 0 is TRL's way to say: never.
+    adam = {**_adam(options), "max_grad_norm": clipped or None}
     return RLOOConfig(
         **values,
         **adam,
@@ -270,12 +268,24 @@ def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> R
         response_length=options.get("max_completion_length", 512),
         reward_clip_range=None if clip is None else tuple(clip),
         batch_size=rows,
-        num_mini_batches=rows // (micro * accum),
         micro_batch_size=micro,
         disable_dropout=True,
         shared_prompts=False,  # TRL runs prompt and response through the model side by side
         metrics="trl",
     )
+
+
+def legacy_stepping(options: dict[str, Any], where: str) -> Stepping:
+    """TRL 0.17.0's arithmetic of RLOO's batches: num_mini_batches multiplies the batch."""
+    micro, accum = micro_and_accum(options, where)
+    minibatches = options.get("num_mini_batches", 1)
+    batch = micro * accum * minibatches
+    if options.get("batch", batch) not in (batch, micro * accum):
+        raise Refused(
+            f"{where}: option batch is {options['batch']}, but micro {micro} x accum {accum} x num_mini_batches "
+            f"{minibatches} is {batch}"
+        )
+    return Stepping(micro, minibatches * accum, accum)
 
 
 def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLOOConfig:
@@ -291,14 +301,7 @@ def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLO
     """
     known = (*LEGACY_RENAMED, *LEGACY_SAME, *READ, *IRRELEVANT, "stop_token", "stop_token_id")
     refuse_unknown(options, (*known, "token_level_kl", "reward_clip_range", "whiten_rewards"), where)
-    micro, accum = micro_and_accum(options, where)
-    minibatches = options.get("num_mini_batches", 1)
-    batch = micro * accum * minibatches
-    if options.get("batch", batch) != batch:
-        raise Refused(
-            f"{where}: option batch is {options['batch']}, but micro {micro} x accum {accum} x num_mini_batches "
-            f"{minibatches} is {batch}"
-        )
+    cut = legacy_stepping(options, where)
     values = {"num_generations": 2, "num_iterations": 4, "beta": 0.05, "learning_rate": 5e-5, "temperature": 0.7}
     values |= {"response_length": 53}
     values |= {
@@ -311,8 +314,8 @@ def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLO
         **_schedule(options, updates, where),
         reward_clip_range=(clip,) if values.get("normalize_reward") else None,
         advantage_epsilon=1e-8,
-        batch_size=batch,
-        micro_batch_size=micro,
+        batch_size=cut.micro * cut.micros,
+        micro_batch_size=cut.micro,
         lr_scheduler_unit="update",
         reshuffle="per_epoch",
         disable_dropout=True,

@@ -24,7 +24,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
@@ -35,20 +34,11 @@ from rlhf_jax.types import Rollout, TrainState, UserError
 from tests.parity import options as opt
 from tests.parity import rloo
 from tests.parity.options import Refused
-from tests.parity.report import Report, distance, metric_distance
+from tests.parity.report import Report, accumulating, compare_log, distance
+from tests.parity.samples import credited, truncated
 from tests.parity.weights import compare_weights
 
-ARRAYS, METRICS = 1e-5, 1e-4
-# What TRL averages over a statistics array with a slot a micro-batch.
-STATISTICS = (
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "loss/policy_avg",
-    "loss/value_avg",
-    "val/clipfrac_avg",
-    "policy/entropy_avg",
-    "val/ratio",
-)
+ARRAYS = 1e-5
 CLOCKS = ("eps", "epoch")  # wall-clock and data set size: not of the algorithm
 
 
@@ -77,7 +67,7 @@ class Replay:
         params = jax.tree.map(jnp.asarray, {"policy": policy_params, "value": value_params})
         self.state = TrainState(
             params=params,
-            opt_state=self._optimizer(1).init(params),
+            opt_state=accumulating(self.optimizer, 1).init(params),
             step=jnp.int32(0),
             episodes=jnp.int32(0),
             seed=jnp.uint32(0),
@@ -104,7 +94,7 @@ class Replay:
 
     def _learn(self, steps, accum, state, experience, shuffles, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
-        return ppo.update(self.nets, self._optimizer(accum), state, experience, shuffles, rate, config)
+        return ppo.update(self.nets, accumulating(self.optimizer, accum), state, experience, shuffles, rate, config)
 
     def _value_output(self, params, rollout):
         """The value at the token before the first pad of the untruncated row: what get_reward returns."""
@@ -118,9 +108,6 @@ class Replay:
         hidden = self.nets.ref.hidden(params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
         return ppo.response_logprobs(self.nets.ref, params, hidden, rollout.response, self.config.temperature)[0]
 
-    def _optimizer(self, accum: int) -> optax.GradientTransformation:
-        return optax.chain(optax.scale(1.0 / accum), self.optimizer)
-
     # ------------------------------------------------------------------------------------------------ what was sampled
 
     def rollout(self, update: int) -> Rollout:
@@ -131,7 +118,7 @@ class Replay:
         # Left padding changes nothing, and with one width for all updates there is less to compile.
         prompts = np.pad(ids[:, :context], ((0, 0), (self.widest - context, 0)), constant_values=self.pad)
         response = ids[:, context:]
-        cut = response if self.stop is None else self._truncate(response)
+        cut = truncated(response, self.stop, self.pad)
         lengths = np.asarray(adv.first_true(cut == self.pad))
         return Rollout(
             prompt_tokens=jnp.asarray(prompts, jnp.int32),
@@ -143,24 +130,9 @@ class Replay:
             response_mask=jnp.asarray(response != self.pad),
         )
 
-    def _truncate(self, response: np.ndarray) -> np.ndarray:
-        """Everything after the first stop token becomes pad, TRL's truncate_response."""
-        kept = np.asarray(adv.response_mask(adv.response_lengths(response, self.stop), response.shape[1]))
-        return np.where(kept, response, self.pad)
-
     def credited(self, scores: jax.Array, rollout: Rollout) -> jax.Array:
-        """Scores that come out as TRL's once the trainer has taken off its missing-eos penalty.
-
-        TRL looks for eos in all of the truncated row, we in the response: they disagree where a pad was sampled first.
-        """
-        if self.config.missing_eos_penalty is None:
-            return scores
-        response = np.asarray(rollout.response)
-        cut = response if self.stop is None else self._truncate(response)
-        theirs = (cut == self.eos).any(1)
-        inside = np.asarray(adv.response_mask(rollout.lengths, response.shape[1]))
-        ours = ((response == self.eos) & inside).any(1)
-        return scores + self.config.missing_eos_penalty * jnp.asarray(theirs & ~ours, jnp.float32)
+        """Scores that come out as TRL's once the trainer has taken off its missing-eos penalty."""
+        return credited(scores, rollout, self.config.missing_eos_penalty, self.stop, self.eos, self.pad)
 
     def recorded_scores(self, update: int) -> tuple[np.ndarray, np.ndarray]:
         """What get_reward gave for the value model and for the reward model, chunks of an update joined."""
@@ -239,38 +211,11 @@ class Replay:
         def attempt(steps: int, accum: int):
             learn = self.program("_learn", steps, accum)
             state, metrics = learn(self.state, experience, jnp.asarray(shuffles), rate)
-            metrics = {name: float(x) for name, x in {**metrics, **fixed}.items()}
-            return state, self.diluted(metrics)
+            return state, {**metrics, **fixed}
 
-        state, metrics = attempt(self.cut.steps, 1)
-        if self.cut.accum > 1 and not self.agrees(metrics, log):
-            other, instead = attempt(self.cut.micros, self.cut.accum)
-            if self.agrees(instead, log):
-                state, metrics = other, instead
-                self.report.notes.append(
-                    f"update {update}: TRL stepped after every micro-batch, as on the last prompt batch of a data pass"
-                )
-        self.state = state
-        for name, theirs in log.items():
-            if name in CLOCKS:
-                continue
-            if name not in metrics:
-                raise Refused(f"{self.folder.name}: metric {name} in the log of update {update} is not one of PPO's")
-            self.report.add(name, metric_distance(metrics[name], theirs), METRICS, f"update {update}")
-
-    def diluted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The same with the slots that TRL leaves at 0 when num_mini_batches and accumulation meet (register row 1)."""
-        filled = self.config.num_ppo_epochs * self.cut.micros
-        slots = self.config.num_ppo_epochs * self.cut.slots
-        if filled == slots:
-            return metrics
-        squares = metrics["val/ratio_var"] * (filled - 1) + filled * metrics["val/ratio"] ** 2
-        metrics = {n: x * filled / slots if n in STATISTICS else x for n, x in metrics.items()}
-        return {**metrics, "val/ratio_var": (squares - slots * metrics["val/ratio"] ** 2) / (slots - 1)}
-
-    def agrees(self, metrics: dict[str, float], log: dict[str, float]) -> bool:
-        """True if every statistic of the update is within tolerance."""
-        return all(metric_distance(metrics[name], log[name]) <= METRICS for name in STATISTICS if name in log)
+        where = f"update {update}"
+        self.state, metrics = self.report.nearer(attempt, self.cut, log, where)
+        compare_log(self.report, metrics, log, where, CLOCKS, f"{self.folder.name}: not one of PPO's metrics")
 
 
 def open_case(folder: Path):

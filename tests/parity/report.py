@@ -4,24 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import optax
+
+from tests.parity.options import Refused, Stepping
+
+METRICS = 1e-4
+LOSSES = 1e-5  # of the size of a loss's terms
+# What TRL until 0.21 (and its PPO) averages over a statistics array with a slot a micro-batch.
+STATISTICS = (
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "val/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+)
+
+
+def accumulating(optimizer: optax.GradientTransformation, accum: int) -> optax.GradientTransformation:
+    """The optimizer on gradients that `accelerate` divided by the number of accumulated micro-batches."""
+    return optax.chain(optax.scale(1.0 / accum), optimizer)
+
+
+def absolute(ours, theirs) -> float:
+    """||ours - theirs||, infinite where shapes differ or one is not finite."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    gap = float(np.linalg.norm(ours - theirs)) if ours.shape == theirs.shape else math.inf
+    return gap if math.isfinite(gap) else math.inf
 
 
 def distance(ours, theirs) -> float:
     """||ours - theirs|| / ||theirs||, absolute where theirs is zero; infinite where shapes differ."""
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    if ours.shape != theirs.shape:
-        return math.inf
-    gap = float(np.linalg.norm(ours - theirs)) / (float(np.linalg.norm(theirs)) or 1.0)
-    return gap if math.isfinite(gap) else math.inf
+    return absolute(ours, theirs) / (float(np.linalg.norm(np.asarray(theirs, np.float64))) or 1.0)
 
 
-def metric_distance(ours: float, theirs: float) -> float:
-    """|ours - theirs| / max(|theirs|, 0.01), 0 where both are nan."""
+def metric_distance(ours: float, theirs: float | None, terms: float = 0.0) -> float:
+    """|ours - theirs| / max(|theirs|, 0.01), 0 where both are nan; TRL logs nan as None.
+
+    A loss whose terms cancel is as exact as its terms, not as its sum: `terms` is their size, held to LOSSES.
+    """
+    theirs = math.nan if theirs is None else theirs
     if math.isnan(ours) and math.isnan(theirs):
         return 0.0
-    gap = abs(ours - theirs) / max(abs(theirs), 0.01)
+    gap = abs(ours - theirs) / max(abs(theirs), 0.01, terms * LOSSES / METRICS)
     return gap if math.isfinite(gap) else math.inf
 
 
@@ -52,6 +82,27 @@ class Report:
         if difference > row.difference:
             row.difference, row.where = difference, where
 
+    def nearer(self, attempt: Callable, cut: Stepping, log: dict[str, Any], where: str):
+        """What `attempt(optimizer steps an epoch, divisor of gradients)` gives, stepped as TRL did.
+
+        On the last prompt batch of a pass over the data `accelerate` steps after every micro-batch (register row 2).
+        The record does not say which batches those were, so where micro-batches are accumulated both are tried, and
+        the one whose statistics are nearer to the log is taken, with a note.
+
+        Returns:
+          (state, metrics as floats)
+        """
+        found = []
+        for steps, accum in ((cut.steps, 1), (cut.micros, cut.accum)) if cut.accum > 1 else ((cut.steps, 1),):
+            state, metrics = attempt(steps, accum)
+            metrics = {name: float(x) for name, x in metrics.items()}
+            gaps = [metric_distance(metrics[name], log[name]) for name in STATISTICS if name in log]
+            found.append((max(gaps, default=0.0), state, metrics))
+        best = min(range(len(found)), key=lambda i: found[i][0])
+        if best:
+            self.notes.append(f"{where}: TRL stepped after every micro-batch, as on a data pass's last prompt batch")
+        return found[best][1:]
+
     @property
     def passed(self) -> bool:
         return bool(self.rows) and all(row.passed for row in self.rows.values())
@@ -66,3 +117,25 @@ class Report:
                 f"{row.quantity:<{width}}  {row.difference:10.2e}  {row.tolerance:9.0e}  {verdict:<7}  {row.where}"
             )
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def compare_log(
+    report: Report,
+    ours: dict[str, float],
+    theirs: dict[str, Any],
+    where: str,
+    clocks: tuple[str, ...],
+    unknown: str,
+    terms: dict[str, float] | None = None,
+) -> None:
+    """Adds every metric that TRL logged, its clocks excepted; Refused, with `unknown`, for one that is not ours.
+
+    `terms`: size of the terms of the metrics that are losses.
+    """
+    for name, value in theirs.items():
+        if name in clocks:
+            continue
+        if name not in ours:
+            raise Refused(f"{unknown}: {name}, in the log of {where}")
+        size = (terms or {}).get(name, 0.0)
+        report.add(name, metric_distance(float(ours[name]), value, size), METRICS, where)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,26 @@ from rlhf_jax.trainers import common, forward, reward, rloo, rollouts
 from rlhf_jax.types import Rollout, TrainState
 from tests.parity import options as opt
 from tests.parity.options import Refused
-from tests.parity.report import Report, distance, metric_distance
+from tests.parity.report import LOSSES, Report, absolute, accumulating, compare_log, distance
+from tests.parity.samples import credited, truncated
 from tests.parity.weights import compare_weights
 
-ARRAYS, METRICS = 1e-5, 1e-4
+ARRAYS = 1e-5
 CLOCKS = ("eps", "epoch", "step_time", "step", "total_flos")
 
 
 class RLOOReplay:
     """What both trainers' replays share: the models, the state, the report."""
 
-    parts = ("trace.npz", "policy", "reward", "tokenizer", "final_policy")
+    parts: tuple[str, ...] = ("trace.npz", "policy", "tokenizer", "final_policy")
+    always_ref = False  # a reference is asked even where its KL costs nothing
 
     def __init__(self, folder: Path) -> None:
         opt.check_folder(folder)
         opt.check_parts(folder, self.parts)
         case = json.loads((folder / "case.json").read_text())
         self.folder, self.options = folder, case["options"]
-        self.logs = [log for log in case["logs"] if "train_runtime" not in log]
+        self.logs = [log for log in case["logs"] if "train_runtime" not in log and "eval_loss" not in log]
         self.trace = np.load(folder / "trace.npz")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -48,13 +52,13 @@ class RLOOReplay:
         ref, ref_params = policy, params
         if (folder / "ref").exists():
             ref, ref_params = hf.load(folder / "ref", kind="causal")
-        self.ref_params = ref_params if self.config.beta else None
+        self.ref_params = ref_params if self.config.beta or self.always_ref else None
         self.nets = forward.Networks(policy, ref, None)
         self.optimizer = common.make_optimizer(self.config)
         params = jax.tree.map(jnp.asarray, {"policy": params})
         self.state = TrainState(
             params=params,
-            opt_state=self.optimizer.init(params),
+            opt_state=accumulating(self.optimizer, 1).init(params),
             step=jnp.int32(0),
             episodes=jnp.int32(0),
             seed=jnp.uint32(0),
@@ -69,32 +73,25 @@ class RLOOReplay:
         """The config that does what TRL did."""
         raise NotImplementedError
 
-    def program(self, name: str):
+    def program(self, name: str, *statics):
         """The compiled method of that name."""
-        if name not in self.programs:
-            self.programs[name] = jax.jit(getattr(self, name))
-        return self.programs[name]
+        key = (name, *statics)
+        if key not in self.programs:
+            self.programs[key] = jax.jit(functools.partial(getattr(self, name), *statics))
+        return self.programs[key]
 
     def _experience(self, params, ref, rollout, scores, scorable):
         return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, self.config, self.eos)
-
-    def _learn(self, state, experience, shuffles, rates):
-        # TRL shuffles rows, not groups.
-        alone = rloo.apart(experience)
-        return rloo.update(self.nets, self.optimizer, state, alone, shuffles, rates, self.config)
 
     def reference(self):
         """The reference as it is now."""
         return self.ref_params if self.state.ref_params is None else self.state.ref_params
 
-    def compare_metrics(self, where: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
-        """Every metric that TRL logged."""
-        for name, value in theirs.items():
-            if name in CLOCKS:
-                continue
-            if name not in ours:
-                raise Refused(f"{self.folder.name}: metric {name} in the log of {where} is not one of RLOO's")
-            self.report.add(name, metric_distance(float(ours[name]), value), METRICS, where)
+    def compare_metrics(self, where: str, ours: dict[str, float], theirs: dict[str, float], size: float) -> None:
+        """Every metric that TRL logged; `size`: mean |advantage|, the size of the loss's terms."""
+        unknown = f"{self.folder.name}: not one of RLOO's metrics"
+        terms = {"loss": size, "loss/policy_avg": size}
+        compare_log(self.report, ours, theirs, where, CLOCKS, unknown, terms)
 
     def finish(self) -> Report:
         """The final weights."""
@@ -104,14 +101,33 @@ class RLOOReplay:
         return self.report
 
 
+@dataclasses.dataclass
+class Generation:
+    """A generation batch: its rows apart, and the order TRL gave them."""
+
+    rows: Any  # GroupExperience, groups of one
+    order: np.ndarray  # [iterations, micro-batches, rows a micro-batch]
+    size: float  # of the terms of its losses
+
+
 class Current(RLOOReplay):
-    """TRL 1.12.0's RLOOTrainer."""
+    """TRL 1.12.0's RLOOTrainer: a stream of micro-batches, `accum` to an optimizer step."""
 
     def read_options(self) -> RLOOConfig:
         """See `options.rloo_config`."""
         self.micro, self.accum = opt.micro_and_accum(self.options, self.folder.name)
         rows = self.trace["completion_ids_0"].shape[0]
-        return opt.rloo_config(self.options, len(self.logs), rows, self.folder.name)
+        self.micros = sum(name.endswith("_loss") for name in self.trace.files)
+        steps = self.micros // self.accum
+        if len(self.logs) != steps:
+            raise Refused(
+                f"{self.folder.name}: logs has {len(self.logs)} entries for {steps} optimizer steps (option "
+                "logging_steps is to be 1)"
+            )
+        generations = range(sum(name.startswith("completion_ids_") for name in self.trace.files))
+        # One width for all generations, so that there is one program; padding changes nothing.
+        self.widths = [max(self.trace[f"{x}_ids_{g}"].shape[1] for g in generations) for x in ("prompt", "completion")]
+        return opt.rloo_config(self.options, steps, rows, self.folder.name)
 
     def rollout(self, generation: int) -> Rollout:
         """A generation batch. Ids that TRL masks as cut off are there still, so lengths come from the ids."""
@@ -123,6 +139,9 @@ class Current(RLOOReplay):
         # To TRL a pad that was sampled last is an end too.
         last = ids[np.arange(len(ids)), lengths - 1]
         ended = (last == self.eos) | (last == self.pad)
+        prompt_width, width = self.widths
+        prompts = np.pad(prompts, ((0, 0), (prompt_width - prompts.shape[1], 0)), constant_values=self.pad)
+        ids = np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=self.pad)
         return Rollout(
             prompt_tokens=jnp.asarray(prompts, jnp.int32),
             prompt_lengths=jnp.asarray(prompt_mask.sum(1), jnp.int32),
@@ -130,11 +149,15 @@ class Current(RLOOReplay):
             lengths=jnp.asarray(lengths, jnp.int32),
             ended=jnp.asarray(ended),
             logprobs=jnp.zeros(ids.shape, jnp.float32),
-            response_mask=jnp.asarray(np.arange(ids.shape[1])[None] < lengths[:, None]),
+            response_mask=jnp.asarray(np.arange(width)[None] < lengths[:, None]),
         )
 
-    def order(self, generation: int, steps: int) -> np.ndarray:
-        """The rows of each micro-batch of a generation batch, [iterations, B], found again by what is in them."""
+    def order(self, generation: int) -> np.ndarray:
+        """The rows of each micro-batch of a generation batch, found again by what is in them.
+
+        Returns:
+          [iterations, micro-batches, rows a micro-batch]; -1 where the run ended before.
+        """
         rows = self.trace[f"completion_ids_{generation}"].shape[0]
 
         def fingerprints(prefix: str, suffix: str, count: int):
@@ -144,59 +167,112 @@ class Current(RLOOReplay):
 
         known = fingerprints("", f"_{generation}", rows)
         micros = rows // self.micro
-        first = generation * steps * self.accum
-        orders = []
+        first = generation * micros * self.config.num_iterations
+        order = np.full((self.config.num_iterations, micros, self.micro), -1, np.int32)
         for iteration in range(self.config.num_iterations):
-            free, order = list(range(rows)), []
+            free = list(range(rows))
             for micro in range(micros):
                 step = first + iteration * micros + micro
-                for mark in fingerprints(f"step{step}_", "", self.micro):
+                if step >= self.micros:
+                    return order
+                for place, mark in enumerate(fingerprints(f"step{step}_", "", self.micro)):
                     row = next((i for i in free if known[i] == mark), None)
                     if row is None:
                         raise Refused(f"{self.folder.name}: step {step} has a row that generation {generation} lacks")
                     free.remove(row)
-                    order.append(row)
-            orders.append(order)
-        return np.asarray(orders, np.int32)
+                    order[iteration, micro, place] = row
+        return order
+
+    def _step(self, state, rows, rate):
+        """One optimizer step on `accum` micro-batches.
+
+        Returns:
+          (state, metrics, loss of each micro-batch [accum])
+        """
+        config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
+        loss_fn, micros = rloo.by_micro_batch(self.nets, rows, config)
+        share = common.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
+        order = jnp.arange(self.micro * self.accum)[None]
+        optimizer = accumulating(self.optimizer, 1)
+        state, stats = rloo.update(self.nets, optimizer, state, rows, order, rate[None], config)
+        return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, share * self.accum
+
+    def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
+        """Experience of a generation batch with the params as they are, compared, and its metrics."""
+        where = f"generation {generation}"
+        rollout = self.rollout(generation)
+        each = jnp.asarray(self.trace[f"rewards_per_func_{generation}"])
+        weights = self.options.get("reward_weights") or [1.0] * each.shape[1]
+        if len(weights) != each.shape[1]:
+            raise Refused(f"{self.folder.name}: option reward_weights: {len(weights)} for {each.shape[1]} functions")
+        scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
+        params, ref = self.state.params, self.reference()
+        experience, found = self.program("_experience")(params, ref, rollout, scores, scorable)
+        inside = adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1])
+        old = jnp.sum(jnp.where(inside, experience.logprobs.reshape(inside.shape), 0.0), axis=1)
+        self.report.add("old log-probabilities", distance(old, self.trace[f"old_logps_{generation}"]), ARRAYS, where)
+        # An advantage is a difference of rewards, and as exact as they are.
+        ours, theirs = np.asarray(experience.advantages).reshape(-1), self.trace[f"advantages_{generation}"]
+        rewards = np.asarray(scores) / self.divisor(params, ref, rollout, scores, scorable)
+        size = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(rewards)))
+        self.report.add("advantages", absolute(ours, theirs) / (size or 1.0), ARRAYS, where)
+        found = {**rollouts.length_metrics(rollout), **found, **self.reward_metrics(each)}
+        size = max(float(np.mean(np.abs(theirs))), float(np.mean(np.abs(rewards))))
+        metrics = {name: float(x) for name, x in found.items()}
+        return Generation(rloo.apart(experience), self.order(generation), size), metrics
+
+    def divisor(self, params, ref, rollout, scores, scorable) -> float:
+        """What normalize_advantages divided by; 1 without it."""
+        if not self.config.normalize_advantages:
+            return 1.0
+        experience, _ = self.program("_unnormalized")(params, ref, rollout, scores, scorable)
+        counts = np.asarray(scorable).reshape(-1, self.config.num_generations).sum(1)
+        keep = np.asarray(scorable) & (np.repeat(counts, self.config.num_generations) > 1)
+        return float(adv.normalize(experience.advantages.reshape(-1), jnp.asarray(keep), 1e-4)[1])
+
+    def _unnormalized(self, params, ref, rollout, scores, scorable):
+        config = dataclasses.replace(self.config, normalize_advantages=False)
+        return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, config, self.eos)
 
     def run(self) -> Report:
-        """All generation batches, then the weights they ended with."""
-        steps = rloo.steps_of(self.config)
-        tokens = 0.0
-        for generation in range(len(self.logs) // steps):
-            where = f"generation {generation}"
-            rollout = self.rollout(generation)
-            each = jnp.asarray(self.trace[f"rewards_per_func_{generation}"])
-            weights = self.options.get("reward_weights") or [1.0] * each.shape[1]
-            scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
-            params, ref = self.state.params, self.reference()
-            experience, found = self.program("_experience")(params, ref, rollout, scores, scorable)
-            found = {**rollouts.length_metrics(rollout), **found, **self.reward_metrics(each)}
-            inside = adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1])
-            old = jnp.sum(jnp.where(inside, experience.logprobs.reshape(inside.shape), 0.0), axis=1)
-            self.report.add(
-                "old log-probabilities", distance(old, self.trace[f"old_logps_{generation}"]), ARRAYS, where
-            )
-            ours, theirs = experience.advantages.reshape(-1), self.trace[f"advantages_{generation}"]
-            self.report.add("advantages", distance(ours, theirs), ARRAYS, where)
-            numbers = jnp.arange(steps) + generation * steps
-            rates = jax.vmap(lambda i: common.learning_rate(self.config, i, len(self.logs)))(numbers)
-            order = jnp.asarray(self.order(generation, steps))
-            self.state, stats = self.program("_learn")(self.state, experience, order, rates)
-            tokens += float(found["rollout/tokens"])
-            for step in range(steps):
-                number = generation * steps + step
-                metrics = {name: x[step] for name, x in stats.items()}
-                metrics |= {"learning_rate": rates[step], "num_tokens": tokens}
-                # What belongs to the generation is logged with its first step.
-                metrics |= found if step == 0 else {}
-                self.compare_metrics(f"step {number}", metrics, self.logs[number])
+        """All micro-batches, then the weights they ended with."""
+        a_generation = self.config.batch_size // self.micro * self.config.num_iterations
+        current, tokens = None, 0.0
+        for step in range(len(self.logs)):
+            where = f"step {step}"
+            found, parts = [], []
+            for micro in range(step * self.accum, (step + 1) * self.accum):
+                if micro % a_generation == 0:
+                    current, metrics = self.generate(micro // a_generation)
+                    found.append(metrics)
+                    tokens += metrics["rollout/tokens"]
+                chosen = current.order.reshape(-1, self.micro)[micro % a_generation]
+                parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
+            rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+            rate = common.learning_rate(self.config, jnp.int32(step), len(self.logs))
+            self.state, stats, ours = self.program("_step")(self.state, rows, rate)
+            size = current.size
+            for i, loss in enumerate(np.asarray(ours)):
+                micro = step * self.accum + i
+                gap = abs(float(loss) - float(self.trace[f"step{micro}_loss"])) / (size or 1.0)
+                self.report.add("losses of micro-batches", gap, LOSSES, f"micro-batch {micro}")
+            # What belongs to generation batches is logged with the first step after them.
+            metrics = {**stats, "learning_rate": rate, "num_tokens": tokens}
+            for name in {name for one in found for name in one}:
+                there = [one[name] for one in found if not math.isnan(one[name])]
+                metrics[name] = sum(there) / len(there) if there else math.nan
+            self.compare_metrics(where, metrics, self.logs[step], size)
         return self.finish()
 
     def reward_metrics(self, each) -> dict[str, float]:
-        """rewards/NAME/mean and std under the names in the log, which are in the order of the functions."""
-        names = [name[len("rewards/") : -len("/mean")] for name in self.logs[0] if name.endswith("/mean")]
-        names = [name for name in names if f"rewards/{name}/std" in self.logs[0]]
+        """rewards/NAME/mean and std under the names in the logs, which are in the order of the functions."""
+        keys = list(dict.fromkeys(name for log in self.logs for name in log))
+        names = [name[len("rewards/") : -len("/mean")] for name in keys if name.endswith("/mean")]
+        names = [name for name in names if f"rewards/{name}/std" in keys]
+        if len(names) != each.shape[1]:
+            raise Refused(
+                f"{self.folder.name}: logs has rewards/NAME/mean of {len(names)} names for {each.shape[1]} functions"
+            )
         found = {}
         for name, column in zip(names, np.asarray(each).T, strict=True):
             there = column[~np.isnan(column)]
@@ -208,12 +284,24 @@ class Current(RLOOReplay):
 class Legacy(RLOOReplay):
     """TRL 0.17.0's RLOOTrainer. Its rows are tiled: row i and row i + B / k share a prompt."""
 
+    parts = (*RLOOReplay.parts, "ref", "reward")
+    always_ref = True
+
     def read_options(self) -> RLOOConfig:
         """See `options.legacy_rloo_config`."""
         self.stop = self.options.get("stop_token_id")
         if self.options.get("stop_token") == "eos":
             self.stop = self.eos
+        self.cut = opt.legacy_stepping(self.options, self.folder.name)
         return opt.legacy_rloo_config(self.options, len(self.logs), self.folder.name)
+
+    def _learn(self, steps, accum, state, experience, shuffles, rate):
+        config = dataclasses.replace(self.config, num_mini_batches=steps)
+        rates = jnp.broadcast_to(rate, (rloo.steps_of(config),))
+        # TRL shuffles rows, not groups.
+        alone, optimizer = rloo.apart(experience), accumulating(self.optimizer, accum)
+        state, stats = rloo.update(self.nets, optimizer, state, alone, shuffles, rates, config)
+        return state, rloo.averaged(stats, config)
 
     def _score(self, params, rollout):
         return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
@@ -223,10 +311,7 @@ class Legacy(RLOOReplay):
         ids = self.trace[f"query_responses_{update}"][self.adjacent]
         context = int(self.trace[f"context_length_{update}"])
         prompts, response = ids[:, :context], ids[:, context:]
-        cut = response
-        if self.stop is not None:
-            kept = adv.response_mask(adv.response_lengths(response, self.stop), response.shape[1])
-            cut = np.where(np.asarray(kept), response, self.pad)
+        cut = truncated(response, self.stop, self.pad)
         return Rollout(
             prompt_tokens=jnp.asarray(prompts, jnp.int32),
             prompt_lengths=jnp.asarray((prompts != self.pad).sum(1), jnp.int32),
@@ -253,6 +338,7 @@ class Legacy(RLOOReplay):
             recorded = [self.trace[f"get_reward_{i}"] for i in range(update * calls, (update + 1) * calls)]
             theirs = np.concatenate(recorded)[self.adjacent]
             self.report.add("reward-model scores", distance(scores, theirs), ARRAYS, where)
+            scores = credited(scores, rollout, c.missing_eos_penalty, self.stop, self.eos, self.pad)
             everyone = jnp.ones(c.batch_size, bool)
             params, ref = self.state.params, self.reference()
             experience, found = self.program("_experience")(params, ref, rollout, scores, everyone)
@@ -263,20 +349,24 @@ class Legacy(RLOOReplay):
             self.report.add("old log-probabilities", distance(ours[inside], sampled[inside]), ARRAYS, where)
             epochs = c.num_iterations
             shuffles = np.stack([back[self.trace[f"permutation_{update * epochs + i}"]] for i in range(epochs)])
-            rate = common.learning_rate(c, jnp.int32(update), len(self.logs))
-            rates = jnp.broadcast_to(rate, (rloo.steps_of(c),))
             shuffles = jnp.asarray(shuffles, jnp.int32)
-            self.state, stats = self.program("_learn")(self.state, experience, shuffles, rates)
-            metrics = {**found, **rloo.averaged(stats, c), "lr": rate, "episode": (update + 1) * c.batch_size}
-            self.compare_metrics(where, metrics, log)
+            rate = common.learning_rate(c, jnp.int32(update), len(self.logs))
+            fixed = {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
+
+            def attempt(steps: int, accum: int, now=(experience, shuffles, rate), fixed=fixed):
+                state, metrics = self.program("_learn", steps, accum)(self.state, *now)
+                return state, {**metrics, **fixed}
+
+            self.state, metrics = self.report.nearer(attempt, self.cut, log, where)
+            self.compare_metrics(where, metrics, log, float(np.mean(np.abs(experience.advantages))))
         return self.finish()
 
 
 def replay_of(folder: Path, options: dict[str, Any]):
     """The replay for a case, by what it recorded; None for one that is not RLOO's."""
-    if "rloo_k" in options:
-        return functools.partial(Legacy, folder)
     recorded = np.load(folder / "trace.npz").files if (folder / "trace.npz").exists() else ()
     if "num_generations" in options or "completion_ids_0" in recorded:
         return functools.partial(Current, folder)
+    if "rloo_k" in options or (recorded and "whiten_in_0" not in recorded):
+        return functools.partial(Legacy, folder)
     return None

@@ -9,37 +9,128 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.parity import options, replay, report, rloo, weights
+from tests.parity import options, replay, report, rloo, samples, weights
 
 CASES = Path(__file__).parent / "cases"
+QUANTITIES = {
+    "ppo": (
+        "old log-probabilities",
+        "advantages after whitening",
+        "objective/kl",
+        "final policy, tensors",
+        "final value, tensors",
+    ),
+    "rloo": (
+        "old log-probabilities",
+        "advantages",
+        "losses of micro-batches",
+        "loss",
+        "grad_norm",
+        "final policy, tensors",
+    ),
+    "legacy": (
+        "old log-probabilities",
+        "reward-model scores",
+        "objective/kl",
+        "loss/policy_avg",
+        "final policy, tensors",
+    ),
+}
+# TRL's, of options whose value in a recorded run would otherwise say nothing.
+DEFAULTS = {
+    "num_mini_batches": 1,
+    "accum": 1,
+    "parallel": True,
+    "stop_token_id": None,
+    "missing_eos_penalty": None,
+    "temperature": 1.0,
+    "num_generations": 2,
+    "num_iterations": 1,
+    "beta": 0.05,
+    "epsilon": 0.2,
+    "rloo_k": 2,
+    "kl_coef": 0.05,
+    "cliprange": 0.2,
+    "num_ppo_epochs": 4,
+    "reward_clip_range": 10.0,
+}
+PPO_DEFAULTS = {
+    "temperature": 0.7,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "vf_coef": 0.1,
+    "cliprange_value": 0.2,
+    "kl_estimator": "k1",
+    "whiten_rewards": False,
+}
 BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-5}}
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("name", ["ppo_small", "ppo_options"])
-def test_a_recorded_trl_run_replays(name, capsys):
-    """ppo_small: TRL's defaults, pads among the samples. ppo_options: k3, whitened rewards, missing-eos penalty,
-    minibatches with accumulation and the last batch of a data pass, eos fill, sequential residual, warm-up, decay."""
+@pytest.mark.parametrize("name", sorted(path.name for path in CASES.iterdir()))
+def test_a_recorded_run_of_trl_replays(name, capsys):
+    """scripts/record_cases.sh says what is in which."""
     status = replay.main([str(CASES / name)])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    assert "final value" in printed and "OUT" not in printed
-    assert ("stepped after every micro-batch" in printed) == (name == "ppo_options")
-
-
-@pytest.mark.parametrize("name", ["rloo_small", "rloo_options"])
-def test_a_recorded_rloo_run_of_trl_replays(name, capsys):
-    """rloo_small: one reward function that leaves rows (and a whole group) unscored, a reference that is moved.
-    rloo_options: three functions with weights, iterations, steps a generation, two-sided clip, clipped rewards,
-    normalised advantages, truncation masks, sequential residual."""
-    status = replay.main([str(CASES / name)])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    for quantity in ("old log-probabilities", "advantages", "loss", "grad_norm", "kl", "final policy, tensors"):
-        assert f"{quantity} " in printed
     assert "OUT" not in printed
+    for quantity in QUANTITIES[name.split("_")[0]]:
+        assert f"\n{quantity} " in printed
+    # With so few prompts these meet the last batch of a pass over them.
+    assert ("stepped after every micro-batch" in printed) == (name in ("ppo_crafted", "legacy_crafted"))
+
+
+def test_the_recorded_runs_are_small():
+    assert sum(file.stat().st_size for file in CASES.rglob("*") if file.is_file()) < 5e6
+
+
+def test_every_option_that_changes_a_number_is_in_a_recorded_run():
+    """With another value than TRL's default."""
+    cases = {path.name: json.loads((path / "case.json").read_text())["options"] for path in CASES.iterdir()}
+    learning = {"learning_rate", "temperature", "parallel", "accum"}
+    wanted = {
+        "ppo": {*options.SAME, "num_mini_batches", "local_rollout_forward_batch_size"} - {"stop_token"},
+        "rloo": {*options.RLOO_SAME, "reward_weights", "reward_clip_range", "steps_per_generation"},
+        "legacy": {*options.LEGACY_RENAMED, *options.LEGACY_SAME, "token_level_kl", "reward_clip_range"},
+    }
+    for trainer, names in wanted.items():
+        own = [case for name, case in cases.items() if name.startswith(trainer)]
+        defaults = {**DEFAULTS, **(PPO_DEFAULTS if trainer == "ppo" else {})}
+        for name in names | learning:
+            seen = [case[name] for case in own if name in case]
+            assert any(value != defaults.get(name) for value in seen), f"{trainer}: {name} is in no recorded run"
+        adam = [case["adam"] for case in own]
+        for name, default in (("beta1", 0.9), ("beta2", 0.999), ("eps", 1e-8), ("weight_decay", 0.0)):
+            assert any(one[name] != default for one in adam), f"{trainer}: {name}"
+        assert any(case["warmup"] not in ("0", "0.0") for case in own)
+        assert len({case["lr_scheduler"] for case in own}) > 1
+    for trainer in ("ppo", "legacy"):
+        stops = [case.get("stop_token", "id") for name, case in cases.items() if name.startswith(trainer)]
+        assert {"eos", None} <= set(stops)
+
+
+def test_the_recorded_runs_have_the_hard_rows():
+    def rows(name, update=0):
+        trace = np.load(CASES / name / "trace.npz")
+        return trace[f"query_responses_{update}"][:, int(trace[f"context_length_{update}"]) :]
+
+    eos, pad = 0, 23
+    ids = rows("ppo_crafted")
+    assert (ids[:, 0] == pad).any() and (ids[:, 0] == eos).any()  # length 0, eos first
+    assert (((ids == eos).sum(1) == 1) & (ids[:, -1] == eos)).any()  # eos last
+    assert (~(ids == eos).any(1) & ~(ids == pad).any(1)).any()  # no end at all
+    before = (ids == pad).argmax(1) < (ids == eos).argmax(1)
+    assert (before & (ids == pad).any(1) & (ids[:, 0] != pad)).any()  # a pad that was sampled on the way to eos
+    fill = rows("ppo_options", 1)
+    ended = (fill[:, :-1] == eos).any(1)
+    assert ended.any() and (fill[ended, -1] == eos).all()  # eos fills what follows an end
+    after = rows("legacy_crafted")
+    assert ((after == eos).any(1) & (after[:, -1] != eos) & (after[:, -1] != pad)).any()  # sampling went on
+    rewards = np.load(CASES / "rloo_crafted" / "trace.npz")["rewards_per_func_0"].reshape(-1, 2)
+    unscored = np.isnan(rewards).sum(1)
+    assert {0, 1, 2} <= set(unscored.tolist()) and (rewards[:, 0] == rewards[:, 1]).any()
 
 
 def test_a_run_that_ended_elsewhere_is_out(tmp_path, capsys):
@@ -76,6 +167,7 @@ def record(folder, **changes):
         ({"batch": 9}, "option batch is 9, but micro 8 x accum 1 is 8"),
         ({"num_mini_batches": 3}, "option num_mini_batches: 8 episodes are not a multiple of 3"),
         ({"num_mini_batches": 2, "accum": 3, "batch": 24}, "num_mini_batches=2 with accum=3"),
+        ({"num_mini_batches": 2, "accum": 2, "batch": 16}, "one optimizer step an epoch"),
         ({"rloo_k": 4}, "trace.npz is missing"),
         ({"num_generations": 4}, "trace.npz is missing"),
         ({}, "trace.npz is missing"),
@@ -132,11 +224,11 @@ def test_an_option_that_is_not_listed_has_trls_default():
 def test_each_of_trls_rloo_trainers_has_its_own_defaults():
     now = options.rloo_config({"micro": 2, "accum": 2, "num_generations": 4}, 8, 16, "case")
     assert (now.num_generations, now.num_iterations, now.beta, now.epsilon, now.temperature) == (4, 1, 0.05, 0.2, 1.0)
-    assert (now.batch_size, now.num_mini_batches, now.micro_batch_size, now.response_length) == (16, 4, 2, 512)
+    assert (now.batch_size, now.micro_batch_size, now.response_length) == (16, 2, 512)
     assert (now.max_grad_norm, now.lr_scheduler_unit, now.reshuffle) == (1.0, "optimizer_step", "once")
     old = options.legacy_rloo_config({"micro": 4, "num_mini_batches": 2, "rloo_k": 4}, 8, "case")
     assert (old.num_generations, old.num_iterations, old.beta, old.epsilon, old.temperature) == (4, 4, 0.05, 0.2, 0.7)
-    assert (old.batch_size, old.num_mini_batches, old.micro_batch_size, old.response_length) == (8, 2, 4, 53)
+    assert (old.batch_size, old.micro_batch_size, old.response_length) == (8, 4, 53)
     assert (old.max_grad_norm, old.lr_scheduler_unit, old.reshuffle) == (None, "update", "per_epoch")
     assert {now.metrics, old.metrics} == {"trl"} and old.reward_clip_range is None
     clipped = options.legacy_rloo_config({"micro": 4, "normalize_reward": True}, 8, "case")
@@ -150,7 +242,7 @@ def test_each_of_trls_rloo_trainers_has_its_own_defaults():
             lambda: options.rloo_config({"micro": 8, "use_vllm": True}, 2, 8, "case"),
             "option use_vllm=True is not known",
         ),
-        (lambda: options.rloo_config({"micro": 8, "accum": 2}, 2, 24, "case"), "24 rows a generation are no multiple"),
+        (lambda: options.rloo_config({"micro": 8}, 2, 20, "case"), "20 rows a generation are no multiple"),
         (lambda: options.rloo_config({}, 2, 8, "case"), "option micro .* is missing"),
         (lambda: options.legacy_rloo_config({**BASE, "rloo_k": 4, "ds3_gather": True}, 2, "case"), "ds3_gather=True"),
         (lambda: options.legacy_rloo_config({**BASE, "rloo_k": 4, "batch": 9}, 2, "case"), "option batch is 9, but"),
@@ -161,27 +253,89 @@ def test_what_is_not_replayed_of_an_rloo_run_is_refused_by_name(read, message):
         read()
 
 
-def test_the_options_decide_which_trainer_is_replayed(tmp_path):
+def test_the_options_or_else_the_trace_decide_which_trainer_is_replayed(tmp_path):
     assert rloo.replay_of(tmp_path, {"rloo_k": 2}).func is rloo.Legacy
     assert rloo.replay_of(tmp_path, {"num_generations": 2}).func is rloo.Current
     assert rloo.replay_of(tmp_path, BASE) is None
+    assert rloo.replay_of(CASES / "ppo_small", BASE) is None
+    assert rloo.replay_of(CASES / "legacy_small", BASE).func is rloo.Legacy
+    assert rloo.replay_of(CASES / "rloo_small", BASE).func is rloo.Current
+
+
+def test_a_log_that_skips_optimizer_steps_is_refused(tmp_path, capsys):
+    shutil.copytree(CASES / "rloo_small", tmp_path / "case")
+    case = json.loads((tmp_path / "case" / "case.json").read_text())
+    case["logs"] = case["logs"][1::2]
+    (tmp_path / "case" / "case.json").write_text(json.dumps(case))
+    assert replay.main([str(tmp_path / "case")]) == 2
+    assert "3 entries for 6 optimizer steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"reward_weights": [1.0, 2.0]}, "option reward_weights: 2 for 1 functions"),
+        ({"parallel": False}, "option parallel disagrees"),
+    ],
+)
+def test_options_that_disagree_with_the_record_are_refused(tmp_path, capsys, change, message):
+    shutil.copytree(CASES / "rloo_crafted", tmp_path / "case")
+    case = json.loads((tmp_path / "case" / "case.json").read_text())
+    case["options"] |= change
+    (tmp_path / "case" / "case.json").write_text(json.dumps(case))
+    assert replay.main([str(tmp_path / "case")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind, quantity", [("loss", "losses of micro-batches"), ("old_logps", "old log-probabilities")]
+)
+def test_a_changed_tensor_of_the_record_is_seen(tmp_path, capsys, kind, quantity):
+    shutil.copytree(CASES / "rloo_crafted", tmp_path / "case")
+    trace = dict(np.load(CASES / "rloo_crafted" / "trace.npz"))
+    # The copies in shuffled micro-batches too, by which rows are found again.
+    changed = {key: x * np.float32(1.001) for key, x in trace.items() if kind in key}
+    np.savez(tmp_path / "case" / "trace.npz", **{**trace, **changed})
+    assert replay.main([str(tmp_path / "case")]) == 1
+    out = [line for line in capsys.readouterr().out.splitlines() if " OUT " in line]
+    assert out and all(line.startswith(quantity) for line in out)
 
 
 @pytest.mark.parametrize(
     "minibatches, micro, accum, wanted",
     [
-        (1, 8, 1, (8, 1, 1, 1)),
-        (2, 8, 1, (4, 2, 1, 2)),  # one step a minibatch: only without accumulation
-        (1, 8, 2, (8, 2, 2, 2)),
-        (2, 8, 2, (8, 2, 2, 4)),  # one step an epoch, half of the slots empty
-        (4, 8, 2, (4, 4, 2, 8)),
-        (2, 4, 4, (4, 4, 4, 8)),
+        (1, 8, 1, (8, 1, 1)),
+        (2, 8, 1, (4, 2, 1)),  # one step a minibatch: without accumulation
+        (1, 8, 2, (8, 2, 2)),
+        (1, 4, 3, (4, 3, 3)),
     ],
 )
 def test_batches_are_cut_and_stepped_as_accelerate_does(minibatches, micro, accum, wanted):
-    cut = options.stepping({"num_mini_batches": minibatches, "micro": micro, "accum": accum}, "case")
-    assert (cut.micro, cut.micros, cut.accum, cut.slots) == wanted
+    given = {"num_mini_batches": minibatches, "micro": micro, "accum": accum}
+    cut = options.stepping(given, "case")
+    assert (cut.micro, cut.micros, cut.accum) == wanted
     assert cut.micro * cut.micros == micro * accum
+    # Until 0.21 num_mini_batches multiplied RLOO's batch.
+    old = options.legacy_stepping(given, "case")
+    assert (old.micro, old.micros, old.accum, old.steps) == (micro, accum * minibatches, accum, minibatches)
+
+
+def test_of_two_ways_to_step_the_one_nearer_to_the_log_is_taken():
+    cut = options.stepping({"micro": 4, "accum": 2}, "case")
+    tried = []
+
+    def attempt(steps, accum):
+        tried.append((steps, accum))
+        return f"{steps} steps", {"val/ratio": 1.0 + 0.1 * steps, "objective/kl": 3.0}
+
+    found = report.Report()
+    assert found.nearer(attempt, cut, {"val/ratio": 1.1, "objective/kl": 9.0}, "update 0")[0] == "1 steps"
+    assert not found.notes
+    state, metrics = found.nearer(attempt, cut, {"val/ratio": 1.2}, "update 1")
+    assert (state, metrics["val/ratio"]) == ("2 steps", 1.2) and "update 1" in found.notes[0]
+    assert tried == [(1, 1), (2, 2)] * 2
+    assert found.nearer(attempt, options.stepping({"micro": 4}, "case"), {"val/ratio": 9.0}, "")[0] == "1 steps"
+    assert len(tried) == 5
 
 
 def test_warm_up_is_read_in_steps_or_as_a_share_of_the_run():
@@ -209,6 +363,10 @@ def test_distances_are_relative_absolute_at_zero_and_infinite_for_nan_or_another
     assert report.metric_distance(1e-3, 0.0) == pytest.approx(0.1)
     assert report.metric_distance(math.nan, math.nan) == 0.0
     assert report.metric_distance(math.nan, 1.0) == math.inf
+    assert report.metric_distance(math.nan, None) == 0.0  # TRL writes None where all was nan
+    assert report.metric_distance(1.0, None) == math.inf
+    # A sum that cancels is as exact as its terms: 1e-5 of their size where metrics have 1e-4 of their own.
+    assert report.metric_distance(2e-6, 0.0, terms=0.2) == pytest.approx(report.METRICS)
 
 
 def test_the_report_keeps_the_worst_of_each_quantity():
@@ -228,20 +386,6 @@ def test_the_key_part_of_a_qkv_bias_is_split_by_head():
     assert rest.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
 
 
-def test_empty_statistics_slots_dilute_means_and_variance():
-    """register row 1: num_mini_batches=2 with accum=2 leaves half of the slots at 0."""
-    ratios = np.array([1.1, 0.9, 1.3, 1.0])  # two epochs of two micro-batches
-    fake = object.__new__(replay.Replay)
-    fake.cut = options.stepping({"num_mini_batches": 2, "micro": 4, "accum": 2}, "case")
-    fake.config = options.ppo_config({"micro": 4, "accum": 2, "num_mini_batches": 2, "num_ppo_epochs": 2}, 1, "case")
-    metrics = dict.fromkeys(replay.STATISTICS, 1.0) | {"val/ratio": ratios.mean(), "val/ratio_var": ratios.var(ddof=1)}
-    slots = np.concatenate([ratios, np.zeros(4)])
-    got = fake.diluted({**metrics, "objective/kl": 1.0})
-    assert got["val/ratio"] == pytest.approx(slots.mean())
-    assert got["val/ratio_var"] == pytest.approx(slots.var(ddof=1))
-    assert (got["loss/value_avg"], got["objective/kl"]) == (0.5, 1.0)
-
-
 def test_ids_decide_masks_in_a_replay_as_in_trl():
     """eos 0, pad 9, stop eos: a sampled pad ends its row, what follows it is still truncated at eos."""
     fake = object.__new__(replay.Replay)
@@ -252,6 +396,6 @@ def test_ids_decide_masks_in_a_replay_as_in_trl():
     assert rollout.prompt_lengths.tolist() == [1, 2, 0, 1]
     assert rollout.lengths.tolist() == [3, 1, 0, 2]
     assert rollout.response_mask.astype(int).tolist() == [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
-    fake.config = options.ppo_config({**BASE, "missing_eos_penalty": 2.0}, 1, "case")
     # Row 1 has eos, but after the pad that ended it: TRL does not penalise it, the trainer will.
-    assert fake.credited(jnp.zeros(4), rollout).tolist() == [0, 2, 0, 0]
+    assert samples.credited(jnp.zeros(4), rollout, 2.0, stop=0, eos=0, pad=9).tolist() == [0, 2, 0, 0]
+    assert samples.credited(jnp.zeros(4), rollout, None, stop=0, eos=0, pad=9).tolist() == [0, 0, 0, 0]

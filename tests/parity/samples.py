@@ -1,0 +1,52 @@
+"""What TRL's trainers with a stop token make of sampled ids: where a response ends, and who lacks an eos."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import advantages as adv
+from rlhf_jax.types import Rollout
+
+
+def truncated(response: np.ndarray, stop: int | None, pad: int) -> np.ndarray:
+    """Everything after the first stop token becomes pad, TRL's truncate_response.
+
+    Args:
+      response: [B, T] ids.
+      stop: the stop token; None: nothing is cut.
+      pad: the id that takes the place.
+
+    Returns:
+      [B, T].
+    """
+    if stop is None:
+        return response
+    kept = np.asarray(adv.response_mask(adv.response_lengths(response, stop), response.shape[1]))
+    return np.where(kept, response, pad)
+
+
+def credited(
+    scores: jax.Array, rollout: Rollout, penalty: float | None, stop: int | None, eos: int, pad: int
+) -> jax.Array:
+    """Scores that come out as TRL's once the trainer has taken off its missing-eos penalty.
+
+    TRL looks for eos in all of the truncated row, we in the response: they disagree where a pad was sampled first.
+
+    Args:
+      scores: [B], of the reward model.
+      rollout: the samples.
+      penalty: missing_eos_penalty.
+      stop, eos, pad: ids.
+
+    Returns:
+      [B].
+    """
+    if penalty is None:
+        return scores
+    response = np.asarray(rollout.response)
+    theirs = (truncated(response, stop, pad) == eos).any(1)
+    inside = np.asarray(adv.response_mask(rollout.lengths, response.shape[1]))
+    ours = ((response == eos) & inside).any(1)
+    return scores + penalty * jnp.asarray(theirs & ~ours, jnp.float32)
