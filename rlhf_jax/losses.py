@@ -30,17 +30,24 @@ def _mean(x: Array, mask: Array) -> Array:
 # ---------------------------------------------------------------------------------------------------- log-probabilities
 
 
+def _below_largest(logits: Array) -> Array:
+    """Logits less their largest, which is a constant to the gradient."""
+    return logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+
+
 def logprobs_from_logits(logits: Array, tokens: Array) -> Array:
     """log softmax(logits)[token] = logits[token] - logsumexp(logits).
 
     Args: logits [..., V] float, already divided by the temperature; tokens [...] int, 0..V-1. Returns float32 [...].
-    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch.
+    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch; the largest logit is taken off first, so that
+    large logits keep their digits, as in torch's log_softmax.
     """
     logits, tokens = _float(logits), jnp.asarray(tokens)
     chex.assert_type(tokens, int)
     chex.assert_shape(tokens, logits.shape[:-1])
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    shifted = _below_largest(logits)
+    chosen = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jnp.log(jnp.exp(shifted).sum(axis=-1))
 
 
 def entropy_from_logits(logits: Array) -> Array:
@@ -50,7 +57,7 @@ def entropy_from_logits(logits: Array) -> Array:
     first, without which large logits cancel badly.
     """
     logits = _float(logits)
-    shifted = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    shifted = _below_largest(logits)
     finite = jnp.where(jnp.isneginf(shifted), 0, shifted)
     return jax.nn.logsumexp(shifted, axis=-1) - (jax.nn.softmax(shifted, axis=-1) * finite).sum(axis=-1)
 
