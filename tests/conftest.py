@@ -1,4 +1,4 @@
-"""CPU, no silent broadcasting, and programs compiled once for all workers."""
+"""CPU, no silent broadcasting, programs compiled once for all workers, and the slowest files first."""
 
 import os
 
@@ -20,3 +20,12 @@ def compiled(tmp_path_factory):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+# Workers take whole files: a slow one that comes last would run alone.
+SLOWEST = "devices replay rloo train rloo_stage ppo properties_invariance hub reward_runs reward_failures generate"
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}.py": place for place, name in enumerate(SLOWEST.split())}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

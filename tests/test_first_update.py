@@ -1,4 +1,7 @@
-"""The first PPO update of a tiny model moves as the first one of the N+ reference output does (arXiv 2403.17031)."""
+"""The first PPO update of a tiny model moves as the first one of the N+ reference output does (arXiv 2403.17031).
+
+`python -m tests.test_first_update` prints both, epoch by epoch.
+"""
 
 import dataclasses
 import functools
@@ -125,3 +128,8 @@ def test_four_epochs_in_one_call_are_four_calls_of_one():
     assert together["policy/first_approxkl"] == epochs[0]["policy/approxkl_avg"]
     gaps = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), params, others)
     assert max(jax.tree.leaves(gaps)) < 1e-5
+
+
+if __name__ == "__main__":
+    for name, ours in first_update_table().items():
+        print(f"{name:<22}", *(f"{x:10.6f}" for x in ours), "  N+:", *(f"{x:10.6f}" for x in NPLUS[name]))

@@ -103,6 +103,10 @@ class Stepping:
         """Optimizer steps an epoch."""
         return self.micros // self.accum
 
+    def stepped(self, every: bool) -> tuple[int, int]:
+        """(optimizer steps an epoch, divisor of gradients); `every`: after every micro-batch, as on a pass's last."""
+        return (self.micros, self.accum) if every else (self.steps, 1)
+
 
 def stepping(options: dict[str, Any], where: str) -> Stepping:
     """TRL's arithmetic of batches; Refused where its own defect would decide (register row 1)."""

@@ -34,7 +34,7 @@ from rlhf_jax.types import Rollout, TrainState, UserError
 from tests.parity import options as opt
 from tests.parity import rloo
 from tests.parity.options import Refused
-from tests.parity.report import Report, accumulating, compare_log, distance
+from tests.parity.report import Report, accumulating, as_accelerate_stepped, compare_log, distance, pass_ends
 from tests.parity.samples import credited, truncated
 from tests.parity.weights import compare_weights
 
@@ -64,7 +64,13 @@ class Replay:
             raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
         self.nets = ppo.Networks(policy, ref, value)
         self.optimizer = common.make_optimizer(self.config)
-        params = jax.tree.map(jnp.asarray, {"policy": policy_params, "value": value_params})
+        self.start_params = {"policy": policy_params, "value": value_params}
+        self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
+        self.programs = {}
+
+    def begin(self) -> None:
+        """The state before the first update, and an empty report."""
+        params = jax.tree.map(jnp.asarray, self.start_params)
         self.state = TrainState(
             params=params,
             opt_state=accumulating(self.optimizer, 1).init(params),
@@ -75,8 +81,6 @@ class Replay:
             tokens=jnp.uint32(0),
         )
         self.report = Report()
-        self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
-        self.programs = {}
 
     def program(self, name: str, *statics):
         """The compiled function of that name, compiled once for all updates."""
@@ -145,6 +149,11 @@ class Replay:
 
     def run(self) -> Report:
         """All updates, then the weights they ended with."""
+        return as_accelerate_stepped(self.run_stepping, self.cut, len(self.logs))
+
+    def run_stepping(self, period: int | None) -> Report:
+        """As `run`, with passes over the data of that many updates."""
+        self.begin()
         for update, log in enumerate(self.logs):
             rollout = self.rollout(update)
             scores = self.program("_score")(self.reward_params, rollout)
@@ -152,7 +161,7 @@ class Replay:
                 self.state, self.ref_params, rollout, self.credited(scores, rollout)
             )
             self.compare_experience(update, rollout, scores, experience)
-            self.learn(update, log, experience, found)
+            self.learn(update, log, experience, found, pass_ends(update, period))
         heads = self.nets.policy.config.num_attention_heads
         for role, kind in (("policy", "causal"), ("value", "scalar")):
             params, epsilon = self.state.params[role], self.config.adam_epsilon
@@ -197,25 +206,16 @@ class Replay:
         rewards = adv.place_scores(penalty, final, rollout.lengths)
         return rewards, adv.masked_whiten(rewards, valued, shift_mean=False), valued
 
-    def learn(self, update: int, log: dict[str, float], experience, found) -> None:
-        """The update, with the shuffles that TRL drew, and its metrics.
-
-        On the last prompt batch of a pass over the data `accelerate` steps after every micro-batch (register row 2).
-        The record does not say which batches those were, so where accumulation makes a difference both are tried.
-        """
+    def learn(self, update: int, log: dict[str, float], experience, found, every: bool) -> None:
+        """The update, with the shuffles that TRL drew, and its metrics; `every`: a step after every micro-batch."""
         epochs = self.config.num_ppo_epochs
         shuffles = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
         rate = common.learning_rate(self.config, jnp.int32(update), len(self.logs))
-        fixed = {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
-
-        def attempt(steps: int, accum: int):
-            learn = self.program("_learn", steps, accum)
-            state, metrics = learn(self.state, experience, jnp.asarray(shuffles), rate)
-            return state, {**metrics, **fixed}
-
-        where = f"update {update}"
-        self.state, metrics = self.report.nearer(attempt, self.cut, log, where)
-        compare_log(self.report, metrics, log, where, CLOCKS, f"{self.folder.name}: not one of PPO's metrics")
+        learn = self.program("_learn", *self.cut.stepped(every))
+        self.state, metrics = learn(self.state, experience, jnp.asarray(shuffles), rate)
+        metrics |= {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
+        unknown = f"{self.folder.name}: not one of PPO's metrics"
+        compare_log(self.report, metrics, log, f"update {update}", CLOCKS, unknown)
 
 
 def open_case(folder: Path):

@@ -14,16 +14,6 @@ from tests.parity.options import Refused, Stepping
 
 METRICS = 1e-4
 LOSSES = 1e-5  # of the size of a loss's terms
-# What TRL until 0.21 (and its PPO) averages over a statistics array with a slot a micro-batch.
-STATISTICS = (
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "loss/policy_avg",
-    "loss/value_avg",
-    "val/clipfrac_avg",
-    "policy/entropy_avg",
-    "val/ratio",
-)
 
 
 def accumulating(optimizer: optax.GradientTransformation, accum: int) -> optax.GradientTransformation:
@@ -82,27 +72,6 @@ class Report:
         if difference > row.difference:
             row.difference, row.where = difference, where
 
-    def nearer(self, attempt: Callable, cut: Stepping, log: dict[str, Any], where: str):
-        """What `attempt(optimizer steps an epoch, divisor of gradients)` gives, stepped as TRL did.
-
-        On the last prompt batch of a pass over the data `accelerate` steps after every micro-batch (register row 2).
-        The record does not say which batches those were, so where micro-batches are accumulated both are tried, and
-        the one whose statistics are nearer to the log is taken, with a note.
-
-        Returns:
-          (state, metrics as floats)
-        """
-        found = []
-        for steps, accum in ((cut.steps, 1), (cut.micros, cut.accum)) if cut.accum > 1 else ((cut.steps, 1),):
-            state, metrics = attempt(steps, accum)
-            metrics = {name: float(x) for name, x in metrics.items()}
-            gaps = [metric_distance(metrics[name], log[name]) for name in STATISTICS if name in log]
-            found.append((max(gaps, default=0.0), state, metrics))
-        best = min(range(len(found)), key=lambda i: found[i][0])
-        if best:
-            self.notes.append(f"{where}: TRL stepped after every micro-batch, as on a data pass's last prompt batch")
-        return found[best][1:]
-
     @property
     def passed(self) -> bool:
         return bool(self.rows) and all(row.passed for row in self.rows.values())
@@ -139,3 +108,36 @@ def compare_log(
             raise Refused(f"{unknown}: {name}, in the log of {where}")
         size = (terms or {}).get(name, 0.0)
         report.add(name, metric_distance(float(ours[name]), value, size), METRICS, where)
+
+
+def as_accelerate_stepped(run: Callable[[int | None], Report], cut: Stepping, updates: int) -> Report:
+    """The report of the run that steps as TRL did.
+
+    On the last prompt batch of each pass over the data `accelerate` steps after every micro-batch (register row 2). The
+    record does not say how many batches a pass had, so where micro-batches are accumulated each number is tried.
+
+    Args:
+      run: the whole replay, given the number of updates a pass; None: no pass ends.
+      cut: how TRL cut its batches.
+      updates: of the record.
+
+    Returns:
+      The first report that passes, with a note if a pass ended; else the one with the fewest quantities out.
+    """
+    reports = []
+    for period in (None, *range(1, updates + 1)) if cut.accum > 1 else (None,):
+        report = run(period)
+        if period is not None:
+            report.notes.append(
+                f"updates {period - 1}, {2 * period - 1}, ...: TRL stepped after every micro-batch, as on the last "
+                "prompt batch of a data pass"
+            )
+        if report.passed:
+            return report
+        reports.append(report)
+    return min(reports, key=lambda report: sum(not row.passed for row in report.rows.values()))
+
+
+def pass_ends(update: int, period: int | None) -> bool:
+    """Whether the update is on the last prompt batch of a pass over the data."""
+    return period is not None and (update + 1) % period == 0

@@ -22,7 +22,16 @@ from rlhf_jax.trainers import common, forward, reward, rloo, rollouts
 from rlhf_jax.types import Rollout, TrainState
 from tests.parity import options as opt
 from tests.parity.options import Refused
-from tests.parity.report import LOSSES, Report, absolute, accumulating, compare_log, distance
+from tests.parity.report import (
+    LOSSES,
+    Report,
+    absolute,
+    accumulating,
+    as_accelerate_stepped,
+    compare_log,
+    distance,
+    pass_ends,
+)
 from tests.parity.samples import credited, truncated
 from tests.parity.weights import compare_weights
 
@@ -55,7 +64,13 @@ class RLOOReplay:
         self.ref_params = ref_params if self.config.beta or self.always_ref else None
         self.nets = forward.Networks(policy, ref, None)
         self.optimizer = common.make_optimizer(self.config)
-        params = jax.tree.map(jnp.asarray, {"policy": params})
+        self.start_params = {"policy": params}
+        self.programs: dict[Any, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """The state before the first update, and an empty report."""
+        params = jax.tree.map(jnp.asarray, self.start_params)
         self.state = TrainState(
             params=params,
             opt_state=accumulating(self.optimizer, 1).init(params),
@@ -64,10 +79,9 @@ class RLOOReplay:
             seed=jnp.uint32(0),
             kl_coef=jnp.float32(0.0),
             tokens=jnp.uint32(0),
-            ref_params=jax.tree.map(jnp.array, ref_params) if self.config.sync_ref_model else None,
+            ref_params=jax.tree.map(jnp.array, self.ref_params) if self.config.sync_ref_model else None,
         )
         self.report = Report()
-        self.programs: dict[Any, Any] = {}
 
     def read_options(self) -> RLOOConfig:
         """The config that does what TRL did."""
@@ -324,6 +338,11 @@ class Legacy(RLOOReplay):
 
     def run(self) -> Report:
         """All updates, then the weights they ended with."""
+        return as_accelerate_stepped(self.run_stepping, self.cut, len(self.logs))
+
+    def run_stepping(self, period: int | None) -> Report:
+        """As `run`, with passes over the data of that many updates."""
+        self.begin()
         c = self.config
         groups = c.batch_size // c.num_generations
         self.adjacent = np.arange(c.batch_size).reshape(c.num_generations, groups).T.reshape(-1)
@@ -351,13 +370,9 @@ class Legacy(RLOOReplay):
             shuffles = np.stack([back[self.trace[f"permutation_{update * epochs + i}"]] for i in range(epochs)])
             shuffles = jnp.asarray(shuffles, jnp.int32)
             rate = common.learning_rate(c, jnp.int32(update), len(self.logs))
-            fixed = {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
-
-            def attempt(steps: int, accum: int, now=(experience, shuffles, rate), fixed=fixed):
-                state, metrics = self.program("_learn", steps, accum)(self.state, *now)
-                return state, {**metrics, **fixed}
-
-            self.state, metrics = self.report.nearer(attempt, self.cut, log, where)
+            learn = self.program("_learn", *self.cut.stepped(pass_ends(update, period)))
+            self.state, metrics = learn(self.state, experience, shuffles, rate)
+            metrics |= {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
             self.compare_metrics(where, metrics, log, float(np.mean(np.abs(experience.advantages))))
         return self.finish()
 

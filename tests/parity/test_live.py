@@ -1,4 +1,4 @@
-"""The real TRL trains beside ours, from the same weights, on the same crafted responses; and what sweeps are made of."""
+"""The real TRL trains beside ours, from the same weights, on the same crafted responses; and what sweeps are of."""
 
 import importlib
 import importlib.util

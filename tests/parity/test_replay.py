@@ -320,22 +320,33 @@ def test_batches_are_cut_and_stepped_as_accelerate_does(minibatches, micro, accu
     assert (old.micro, old.micros, old.accum, old.steps) == (micro, accum * minibatches, accum, minibatches)
 
 
-def test_of_two_ways_to_step_the_one_nearer_to_the_log_is_taken():
+def test_of_all_ways_to_step_the_one_that_replays_is_taken():
+    """A pass over the data ends with every second update."""
     cut = options.stepping({"micro": 4, "accum": 2}, "case")
+    assert (cut.stepped(False), cut.stepped(True)) == ((1, 1), (2, 2))
     tried = []
 
-    def attempt(steps, accum):
-        tried.append((steps, accum))
-        return f"{steps} steps", {"val/ratio": 1.0 + 0.1 * steps, "objective/kl": 3.0}
+    def run(period):
+        tried.append(period)
+        found = report.Report()
+        for update in range(4):
+            wrong = report.pass_ends(update, period) != (update in (1, 3))
+            found.add(f"metric {update}", 1.0 if wrong else 0.0, 0.5, f"update {update}")
+        return found
 
-    found = report.Report()
-    assert found.nearer(attempt, cut, {"val/ratio": 1.1, "objective/kl": 9.0}, "update 0")[0] == "1 steps"
-    assert not found.notes
-    state, metrics = found.nearer(attempt, cut, {"val/ratio": 1.2}, "update 1")
-    assert (state, metrics["val/ratio"]) == ("2 steps", 1.2) and "update 1" in found.notes[0]
-    assert tried == [(1, 1), (2, 2)] * 2
-    assert found.nearer(attempt, options.stepping({"micro": 4}, "case"), {"val/ratio": 9.0}, "")[0] == "1 steps"
-    assert len(tried) == 5
+    found = report.as_accelerate_stepped(run, cut, 4)
+    assert found.passed and tried == [None, 1, 2] and "updates 1, 3, ..." in found.notes[0]
+    tried.clear()
+    without = report.as_accelerate_stepped(run, options.stepping({"micro": 4}, "case"), 4)
+    assert tried == [None] and not without.passed and not without.notes
+
+    def never(period):
+        found = run(period)
+        found.add("weights", 1.0, 0.5, "")
+        return found
+
+    nearest = report.as_accelerate_stepped(never, cut, 4)
+    assert [name for name, row in nearest.rows.items() if not row.passed] == ["weights"]
 
 
 def test_warm_up_is_read_in_steps_or_as_a_share_of_the_run():
