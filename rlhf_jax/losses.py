@@ -39,8 +39,8 @@ def logprobs_from_logits(logits: Array, tokens: Array) -> Array:
     """log softmax(logits)[token] = logits[token] - logsumexp(logits).
 
     Args: logits [..., V] float, already divided by the temperature; tokens [...] int, 0..V-1. Returns float32 [...].
-    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch; the largest logit is taken off first, so that
-    large logits keep their digits, as in torch's log_softmax.
+    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch; the largest logit is taken off first, so
+    that large logits keep their digits, as in torch's log_softmax.
     """
     logits, tokens = _float(logits), jnp.asarray(tokens)
     chex.assert_type(tokens, int)

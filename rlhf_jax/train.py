@@ -16,7 +16,19 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import arithmetic, command, compare, configfile, distributed, folder, metrics, model_card, plan, tables
+from rlhf_jax import (
+    arithmetic,
+    command,
+    compare,
+    compile_cache,
+    configfile,
+    distributed,
+    folder,
+    metrics,
+    model_card,
+    plan,
+    tables,
+)
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve, stage_name, stages_of
@@ -45,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
     try:
         distributed.initialize("auto")
+        compile_cache.switch_on()
         run(command.parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

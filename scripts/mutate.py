@@ -70,7 +70,41 @@ PRELOADED = [
     *("transformers.models.gpt_neox.modeling_gpt_neox", "safetensors", "tokenizers", "scipy.stats", "tyro"),
 ]
 # (file, function, snippet, mutated snippet, why no test can see it); the snippets are parts of the lines as listed.
-EQUIVALENT: list[tuple[str, str, str, str, str]] = []
+MASKED = "stands where the mask replaces the result"
+EQUIVALENT: list[tuple[str, str, str, str, str]] = [
+    ("rlhf_jax/losses.py", "<module>", "= 1.0", "= 0.0", "the same fill stands on both sides of every difference"),
+    ("rlhf_jax/losses.py", "clipped_value_loss", "_float(x), 0)", "_float(x), 1)", MASKED),
+    ("rlhf_jax/losses.py", "clipped_policy_loss", "_float(advantages), 0)", "_float(advantages), 1)", MASKED),
+    ("rlhf_jax/losses.py", "cross_entropy", "labels, 0)", "labels, 1)", MASKED),
+    ("rlhf_jax/losses.py", "cross_entropy", "logits, 0)", "logits, 1)", MASKED),
+    (
+        "rlhf_jax/losses.py",
+        "entropy_from_logits",
+        "(shifted), 0,",
+        "(shifted), 1,",
+        "is multiplied by a probability of 0",
+    ),
+    (
+        "rlhf_jax/losses.py",
+        "logprobs_from_logits",
+        "[..., 0]",
+        "[..., 1]",
+        "an index beyond the one entry is clamped to it",
+    ),
+    (
+        *("rlhf_jax/losses.py", "_below_largest"),
+        *("jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))", "logits.max(axis=-1, keepdims=True)"),
+        "what is subtracted cancels in value and gradient",
+    ),
+    ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),
+    (
+        "rlhf_jax/advantages.py",
+        "gae",
+        "values[:, 0]",
+        "values[:, 1]",
+        "only the shape is taken, and an index is clamped",
+    ),
+]
 
 SHOWN = ("file", "line", "function", "operator", "original", "mutated")
 COLUMNS = ("mutants", "killed", "timeout", "survived", "equivalent", "not run")

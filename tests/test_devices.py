@@ -97,7 +97,7 @@ def main(folder: str, mesh: str) -> None:
 
 def start(folder: pathlib.Path, devices: int, mesh: str) -> subprocess.Popen:
     """Begins `main` in a process that sees so many devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, "-m", "tests.test_devices", str(folder), mesh],
         # XLA's pool has a thread a device, and collectives hold theirs until all devices have come: with two of them at

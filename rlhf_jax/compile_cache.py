@@ -1,0 +1,53 @@
+"""Compiled programs kept on disk, so that the second start of a run compiles nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import jax
+
+LARGEST = 4 * 2**30  # bytes; the programs that were not used for longest go first
+WORTH_KEEPING = 0.3  # seconds of compilation
+
+
+def folder() -> pathlib.Path:
+    """~/.cache/rlhf_jax/compiled (or in XDG_CACHE_HOME), one folder each jaxlib and processor.
+
+    A program for the CPU holds instructions of the CPU that it was compiled on: a home directory that machines share
+    must not give it to another.
+    """
+    try:
+        processor = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        processor = "".join(
+            sorted(line for line in set(processor.splitlines()) if line.startswith(("flags", "Features")))
+        )
+    except OSError:
+        processor = platform.processor() + platform.platform()
+    mark = hashlib.sha256((platform.machine() + processor).encode()).hexdigest()[:12]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base, "rlhf_jax", "compiled", f"{importlib.metadata.version('jaxlib')}-{mark}")
+
+
+def switch_on() -> str | None:
+    """Keeps compiled programs in `folder`, unless JAX was told another place, or none (JAX_ENABLE_COMPILATION_CACHE=0).
+
+    Returns:
+      The folder, or None where it is JAX's own or cannot be written.
+    """
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return None
+    place = folder()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(place, os.W_OK):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_compilation_cache_max_size", LARGEST)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    return str(place)

@@ -1,0 +1,82 @@
+"""Compiled programs are kept on disk by the command, where JAX was not told otherwise."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from rlhf_jax import compile_cache
+
+NAMES = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_enable_compilation_cache",
+)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """JAX without a cache, and an empty cache folder of the user's."""
+    before = {name: getattr(jax.config, name) for name in NAMES}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_go_to_the_users_cache(home):
+    place = compile_cache.switch_on()
+    assert pathlib.Path(place).is_dir() and pathlib.Path(place).is_relative_to(home / "rlhf_jax")
+    assert jax.config.jax_compilation_cache_dir == place
+    assert place == str(compile_cache.folder())
+
+
+def test_a_place_that_jax_was_told_stays(home):
+    jax.config.update("jax_compilation_cache_dir", str(home / "mine"))
+    assert compile_cache.switch_on() is None
+    assert jax.config.jax_compilation_cache_dir == str(home / "mine")
+
+
+def test_jax_may_be_told_to_keep_nothing(home):
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert compile_cache.switch_on() is None and not list(home.iterdir())
+
+
+def test_a_home_that_cannot_be_written_is_no_error(home, monkeypatch):
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
+    assert compile_cache.switch_on() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_another_processor_has_a_folder_of_its_own(home, monkeypatch):
+    own = compile_cache.folder()
+    monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
+    assert compile_cache.folder().parent == own.parent and compile_cache.folder() != own
+
+
+def test_the_second_start_of_a_command_finds_its_programs(tmp_path):
+    """The loop of the command is not needed for that: what it switches on before."""
+    code = """
+import jax, jax.numpy as jnp
+from rlhf_jax import compile_cache
+compile_cache.switch_on()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+seen = []
+jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
+jax.jit(lambda x: jnp.tanh(x) @ x)(jnp.ones((8, 8))).block_until_ready()
+print(seen.count("/jax/compilation_cache/cache_hits"), seen.count("/jax/compilation_cache/cache_misses"))
+"""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    (hits, misses), (hits_again, misses_again) = (map(int, run) for run in runs)
+    assert hits == 0 and misses > 0
+    assert hits_again == misses and misses_again == 0
