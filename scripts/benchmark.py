@@ -10,7 +10,8 @@ holds. An update's seconds are the median of those after the first, which compil
 
 MFU is the work of `benchmark_work.work` over seconds and the fastest matrix product that either library reached on the
 machine; padding, and a prompt computed again for each response, are no work. TRL's RLOO scores decoded text, whose
-tokens are not exactly the sampled ones.
+tokens are not exactly the sampled ones, and cuts a response at an eos that came by chance. TRL's `update` is what its
+other phases leave of a whole update, logging and data included.
 
 On a GPU (`accelerate launch --mixed_precision`) TRL's weights stay float32, as ours; tf32 is on for both. Its PPO
 samples and evaluates values outside of mixed precision; its frozen models are given to it in bfloat16. The GPU commands
@@ -38,7 +39,7 @@ from typing import Any
 
 import benchmark_work
 import jax
-from benchmark_case import PHASES, Case
+from benchmark_case import PHASES, Case, available_cores
 from benchmark_report import SYSTEMS, below, keep, machine, phase_table, ratios, report, spread, stored
 
 from rlhf_jax import UserError, data, metrics, models
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="which, with commas between")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU where there is one")
-    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that a process may use")
+    parser.add_argument("--cores", type=int, default=available_cores(), help="that a process may use")
     parser.add_argument("--phase", choices=(*PHASES, "all"), help="time our phases one by one")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one of our updates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
@@ -111,6 +112,8 @@ def check(args: argparse.Namespace) -> list[str]:
         raise UserError(f"--prompts {args.prompts}: no such file")
     if args.check and (args.baseline is None or set(systems) != set(SYSTEMS)):
         raise UserError("--check needs --baseline FILE and both systems")
+    if args.baseline is not None and args.phase not in (None, "all"):
+        raise UserError(f"--baseline is of whole updates, and --phase {args.phase} makes none: leave one of them away")
     if "trl" in systems and importlib.util.find_spec("trl") is None:
         raise UserError(
             "TRL is not installed: pip install trl==1.12.0 torch, or measure ours alone with --systems ours"
@@ -170,8 +173,8 @@ def synthetic_texts(case: Case, tokenizer) -> list[str]:
     return found
 
 
-def prepare(case: Case, work: Path, pairs: int) -> tuple[benchmark_work.Shape, list[list[int]]]:
-    """Writes case, prompts and starting models to `work`: (shape, prompt lengths of each pair's batch).
+def prepare(case: Case, work: Path, pairs: int) -> tuple[models.Model, list[list[int]]]:
+    """Writes case, prompts and starting models to `work`: (policy's model, prompt lengths of each pair's batch).
 
     Raises:
       UserError: too few prompts fit.
@@ -196,7 +199,7 @@ def prepare(case: Case, work: Path, pairs: int) -> tuple[benchmark_work.Shape, l
         params = jax.device_get(model.init(jax.random.key(seed), heads=(kind,)))
         hf.save(work / "start" / folder, model, params, kind=kind, extra_config=ids)
         data.save_tokenizer(tokenizer, str(work / "start" / folder))
-    return benchmark_work.Shape.of(model.config), lengths
+    return model, lengths
 
 
 # --- measurements
@@ -217,10 +220,8 @@ def environment(case: Case) -> dict[str, str]:
     """Of the children: no hub, no stored programs, threads as many as cores."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    env |= {
-        "OMP_NUM_THREADS": str(case.cores),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), env.get("PYTHONPATH")))),
-    }
+    paths = (str(HERE.parent), env.get("PYTHONPATH"))
+    env |= {"OMP_NUM_THREADS": str(case.cores), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if case.device == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
         env["ACCELERATE_MIXED_PRECISION"] = "bf16" if case.dtype == "bfloat16" else "no"
@@ -279,8 +280,9 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
         below(stored(args.baseline), case, {name: {"median": float("inf")} for name in ("speed", "memory")})
     work.mkdir(parents=True, exist_ok=True)
     about = {"machine": machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["command"] = shlex.join([sys.executable, *sys.argv])
-    shape, lengths = prepare(case, work, args.pairs)
+    about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
+    model, lengths = prepare(case, work, args.pairs)
+    shape = benchmark_work.Shape.of(model.config)
     micros, pairs = {"ours": args.micro, "trl": args.trl_micro}, []
     fixed = {name: rows is not None for name, rows in micros.items()}
     for pair in range(args.pairs):
@@ -296,6 +298,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     if args.json:
         whole = {"case": case.name, "options": vars(case), **about, "pairs": pairs, "phases": table}
         whole |= {"prompt_tokens": lengths, "ratios": each, "ratio": found}
+        whole["forward_flops"] = benchmark_work.both_counts(model, case.batch, case.query_length + case.response_length)
         write_atomically(str(args.json), metrics.json_text(whole, indent=2) + "\n")
     if args.check:
         problems = below(stored(args.baseline), case, found)

@@ -114,7 +114,7 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     Buckets are those of a whole data set with prompts up to query_length, not of the few prompts of this batch.
     """
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
-    quiet |= {"logging_steps": 0, "run_dir": run_dir, "resume": "never"}
+    quiet |= {"run_dir": run_dir, "resume": "never"}
     models = {"sft_model_path": str(work / "start/policy"), "reward_model_path": str(work / "start/reward")}
     quarters = tuple(sorted({-(-case.query_length * i // 32) * 8 for i in (1, 2, 3, 4)}))
     data = {"query_length": case.query_length, "length_buckets": quarters, "shuffle_dataset": False}
@@ -125,7 +125,7 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
 def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
     """Arguments of TRL's PPOConfig or RLOOConfig that say what `settings` does, at TRL's fastest.
 
-    Its PPO takes an optimizer step where a minibatch's micro-batches are accumulated, its RLOO one a pass.
+    Micro-batches are accumulated, so that both take one optimizer step a pass.
     """
     values = settings(case)
     micro = micro or case.batch
@@ -148,6 +148,11 @@ def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
 
 
 # --- what both children need
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_cores(count: int) -> None:

@@ -33,7 +33,7 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax import configfile, folder, metrics, train
+from rlhf_jax import arithmetic, configfile, folder, metrics, train
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import in_chunks
@@ -244,6 +244,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
     """Everything this process has to tell."""
     compiling = CompileClock()
     config = config_of(case, work, micro, str(work / f"run-{pair}"))
+    arithmetic.check(configfile.checked_types(config))
     began = time.perf_counter()
     stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": micro or case.batch, "load_seconds": time.perf_counter() - began}

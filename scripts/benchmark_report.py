@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import benchmark_work
-from benchmark_case import LOOP, Case
+from benchmark_case import LOOP, Case, available_cores
 
 from rlhf_jax import UserError, metrics
 from rlhf_jax.folder import write_atomically
@@ -49,7 +49,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
     """A row a phase and system: seconds (median of all updates but first ones), tokens a second, FLOP/s, MFU.
 
-    Decoding has bytes a second and their share of bandwidth too.
+    Decoding has bytes a second and their share of bandwidth too. The work is the same for both, though TRL's PPO saves
+    a pass of the policy in `experience`: it keeps the logits that it sampled from.
     """
     results = [result for pair in pairs for result in pair.values()]
     peak = max(result["matmul_flops"] for result in results)
@@ -61,8 +62,9 @@ def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], leng
     for pair in pairs:
         for system, result in pair.items():
             for line in result.get("loop", [])[1:]:
-                for phase in LOOP:
-                    found.setdefault((phase, system, "loop"), []).append(line[phase])
+                for phase in (*LOOP, "reference", "value"):
+                    if phase in line:
+                        found.setdefault((phase, system, "loop"), []).append(line[phase])
             for phase, times in result.get("phases", {}).items():
                 found.setdefault((phase, system, "alone"), []).append(times["seconds"])
     rows = []
@@ -119,7 +121,7 @@ def machine() -> dict[str, Any]:
         pass
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "load": os.getloadavg(),
         "python": platform.python_version(),
     }

@@ -127,3 +127,10 @@ def counted_by_xla(model, rows: int, length: int) -> float:
 
     shapes = (jax.ShapeDtypeStruct((rows, length), kind) for kind in (jnp.int32, jnp.bool_))
     return jax.jit(forward).lower(params, *shapes).cost_analysis()["flops"]
+
+
+def both_counts(model, rows: int, length: int) -> dict[str, float]:
+    """FLOPs of that forward pass by formula and by XLA: how far the one may be trusted."""
+    logits, pairs = rows * length, rows * blocked(length)
+    formula = Shape.of(model.config).forward(rows * length, pairs, logits)
+    return {"rows": rows, "length": length, "formula": formula, "xla": counted_by_xla(model, rows, length)}

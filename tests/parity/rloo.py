@@ -139,6 +139,7 @@ class Current(RLOOReplay):
                 "logging_steps is to be 1)"
             )
         generations = range(sum(name.startswith("completion_ids_") for name in self.trace.files))
+        self.names = self.function_names()
         # One width for all generations, so that there is one program; padding changes nothing.
         self.widths = [max(self.trace[f"{x}_ids_{g}"].shape[1] for g in generations) for x in ("prompt", "completion")]
         return opt.rloo_config(self.options, steps, rows, self.folder.name)
@@ -273,26 +274,40 @@ class Current(RLOOReplay):
             # What belongs to generation batches is logged with the first step after them.
             metrics = {**stats, "learning_rate": rate, "num_tokens": tokens}
             for name in {name for one in found for name in one}:
-                there = [one[name] for one in found if not math.isnan(one[name])]
-                metrics[name] = sum(there) / len(there) if there else math.nan
+                metrics[name] = mean_of_numbers([one[name] for one in found])
             self.compare_metrics(where, metrics, self.logs[step], size)
         return self.finish()
 
     def reward_metrics(self, each) -> dict[str, float]:
         """rewards/NAME/mean and std under the names in the logs, which are in the order of the functions."""
+        columns = [column[~np.isnan(column)] for column in np.asarray(each).T]
+        stats = {
+            "mean": [column.mean() if len(column) else np.nan for column in columns],
+            "std": [column.std(ddof=1) if len(column) > 1 else np.nan for column in columns],
+        }
+        return {
+            f"rewards/{name}/{kind}": mean_of_numbers([values[i] for i, own in enumerate(self.names) if own == name])
+            for name in self.names
+            for kind, values in stats.items()
+        }
+
+    def function_names(self) -> list[str]:
+        """The name under which each reward function was logged, functions of one name together (models without one)."""
         keys = list(dict.fromkeys(name for log in self.logs for name in log))
         names = [name[len("rewards/") : -len("/mean")] for name in keys if name.endswith("/mean")]
         names = [name for name in names if f"rewards/{name}/std" in keys]
-        if len(names) != each.shape[1]:
-            raise Refused(
-                f"{self.folder.name}: logs has rewards/NAME/mean of {len(names)} names for {each.shape[1]} functions"
-            )
-        found = {}
-        for name, column in zip(names, np.asarray(each).T, strict=True):
-            there = column[~np.isnan(column)]
-            found[f"rewards/{name}/mean"] = there.mean() if len(there) else np.nan
-            found[f"rewards/{name}/std"] = there.std(ddof=1) if len(there) > 1 else np.nan
-        return found
+        functions = self.trace["rewards_per_func_0"].shape[1]
+        if len(names) == functions:
+            return names
+        if len(names) == 1:
+            return names * functions
+        raise Refused(f"{self.folder.name}: logs has rewards/NAME/mean of {len(names)} names for {functions} functions")
+
+
+def mean_of_numbers(values: list[float]) -> float:
+    """The mean of those that are not nan, as TRL's log takes it; nan for none."""
+    there = [float(x) for x in values if not math.isnan(x)]
+    return sum(there) / len(there) if there else math.nan
 
 
 class Legacy(RLOOReplay):

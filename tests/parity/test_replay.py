@@ -262,6 +262,22 @@ def test_the_options_or_else_the_trace_decide_which_trainer_is_replayed(tmp_path
     assert rloo.replay_of(CASES / "rloo_small", BASE).func is rloo.Current
 
 
+def test_functions_of_one_name_are_logged_together():
+    fake = object.__new__(rloo.Current)
+    fake.folder, fake.trace = CASES, {"rewards_per_func_0": np.zeros((4, 2))}
+    fake.logs = [{"rewards//mean": 1.0, "rewards//std": 1.0, "reward": 0.0, "completions/mean_length": 3.0}]
+    fake.names = fake.function_names()
+    assert fake.names == ["", ""]
+    each = np.array([[1.0, np.nan], [3.0, np.nan]])
+    assert fake.reward_metrics(each) == {"rewards//mean": 2.0, "rewards//std": pytest.approx(math.sqrt(2))}
+    each[0, 1] = 6.0  # one number has a mean and no deviation
+    assert fake.reward_metrics(each) == {"rewards//mean": 4.0, "rewards//std": pytest.approx(math.sqrt(2))}
+    fake.trace = {"rewards_per_func_0": np.zeros((4, 3))}
+    fake.logs[0] |= {"rewards/other/mean": 0.0, "rewards/other/std": 0.0}
+    with pytest.raises(options.Refused, match="2 names for 3 functions"):
+        fake.function_names()
+
+
 def test_a_log_that_skips_optimizer_steps_is_refused(tmp_path, capsys):
     shutil.copytree(CASES / "rloo_small", tmp_path / "case")
     case = json.loads((tmp_path / "case" / "case.json").read_text())
