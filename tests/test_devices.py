@@ -157,6 +157,8 @@ def test_metrics_do_not_depend_on_the_devices(folder, mesh, algorithm):
         assert set(line) == set(expected)
         # RLOO's loss is a mean of advantages of either sign that cancel: its rounding is theirs.
         cancelling = {name for name in expected if algorithm == "rloo" and "loss" in name}
+        # They measure rounding, which is another one on another mesh.
+        cancelling |= {"val/first_ratio_error", "policy/first_approxkl"}
         far = {
             name: (line[name], value)
             for name, value in expected.items()

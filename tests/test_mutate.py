@@ -227,9 +227,10 @@ def test_larger():
     assert core.larger(1, 2) == core.larger(2, 1) == 2
 """
 DRIVER = f"""
-import pathlib, sys
+import pathlib, signal, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import mutate
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a job in the background
 table = [("toy/core.py", "larger", ">", ">=", "both are the larger one")]
 suite = {{"toy/core.py": ["tests/test_first.py", "tests/test_last*.py"]}}
 sys.exit(mutate.main(project=mutate.Project(pathlib.Path("project").resolve(), suite, [], table, 3.0)))

@@ -187,6 +187,11 @@ def _entries(result: Any, rows: int) -> list:
 # --- threads
 
 
+def _slice_of(deadline: float) -> float:
+    """Seconds of one wait of several."""
+    return min(max(deadline - time.monotonic(), 0.0), 0.2)
+
+
 class _Worker:
     """A daemon thread that runs one job after another, and is left to itself when a job hangs."""
 
@@ -364,7 +369,10 @@ class HostRewards:
         self._worker = self._worker or _Worker()
         self._worker.put(run.in_thread)
         try:
-            run.ended.wait(run.timeout)
+            deadline = time.monotonic() + run.timeout
+            # In slices: a Ctrl-C that comes just before a wait is seen only after it.
+            while not run.ended.wait(_slice_of(deadline)) and time.monotonic() < deadline:
+                pass
         finally:  # also when Ctrl-C ends the wait
             if not run.ended.is_set():
                 self._worker.close()
@@ -374,7 +382,9 @@ class HostRewards:
 
     def _await(self, future: concurrent.futures.Future, runs: Sequence[_Run], deadline: float) -> None:
         try:
-            future.result(max(deadline - time.monotonic(), 0.0))
+            while not concurrent.futures.wait([future], _slice_of(deadline)).done and time.monotonic() < deadline:
+                pass
+            future.result(0)
         except TimeoutError:
             self._loop.close()
             self._loop = None
