@@ -127,6 +127,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def busy(about: dict[str, Any]) -> str | None:
+    """A warning where other jobs took more than half a core when it began: torch's threads spin while they wait for one
+    another, so that a loaded machine makes TRL on several cores many times slower, and the ratio says nothing."""
+    load = about["load"][0]
+    if load < 0.5:
+        return None
+    return f"warning: the load was {load:.1f} before anything ran: only an idle machine gives ratios worth telling"
+
+
 def stored(path: Path) -> dict[str, Any]:
     """The bounds of a baseline file by case name; none where there is no file."""
     try:

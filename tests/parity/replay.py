@@ -36,7 +36,7 @@ from tests.parity import rloo
 from tests.parity.options import Refused
 from tests.parity.report import Report, accumulating, as_accelerate_stepped, compare_log, distance, pass_ends
 from tests.parity.samples import credited, truncated
-from tests.parity.weights import compare_weights
+from tests.parity.weights import compare_weights, sum_of_rates
 
 ARRAYS = 1e-5
 CLOCKS = ("eps", "epoch")  # wall-clock and data set size: not of the algorithm
@@ -163,9 +163,11 @@ class Replay:
             self.compare_experience(update, rollout, scores, experience)
             self.learn(update, log, experience, found, pass_ends(update, period))
         heads = self.nets.policy.config.num_attention_heads
+        steps = self.config.num_ppo_epochs * self.cut.micros
+        rates = steps * sum_of_rates(self.config, len(self.logs))
         for role, kind in (("policy", "causal"), ("value", "scalar")):
             params, epsilon = self.state.params[role], self.config.adam_epsilon
-            compare_weights(self.report, self.folder, role, kind, params, heads, epsilon)
+            compare_weights(self.report, self.folder, role, kind, params, heads, epsilon, rates)
         return self.report
 
     def compare_experience(self, update: int, rollout: Rollout, scores, experience) -> None:

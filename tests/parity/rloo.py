@@ -33,7 +33,7 @@ from tests.parity.report import (
     pass_ends,
 )
 from tests.parity.samples import credited, truncated
-from tests.parity.weights import compare_weights
+from tests.parity.weights import compare_weights, sum_of_rates
 
 ARRAYS = 1e-5
 CLOCKS = ("eps", "epoch", "step_time", "step", "total_flos")
@@ -97,6 +97,10 @@ class RLOOReplay:
     def _experience(self, params, ref, rollout, scores, scorable):
         return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, self.config, self.eos)
 
+    def steps_of_a_rate(self) -> int:
+        """Optimizer steps of one step of the schedule."""
+        return 1
+
     def reference(self):
         """The reference as it is now."""
         return self.ref_params if self.state.ref_params is None else self.state.ref_params
@@ -111,7 +115,8 @@ class RLOOReplay:
         """The final weights."""
         heads = self.nets.policy.config.num_attention_heads
         params, epsilon = self.state.params["policy"], self.config.adam_epsilon
-        compare_weights(self.report, self.folder, "policy", "causal", params, heads, epsilon)
+        rates = self.steps_of_a_rate() * sum_of_rates(self.config, len(self.logs))
+        compare_weights(self.report, self.folder, "policy", "causal", params, heads, epsilon, rates)
         return self.report
 
 
@@ -323,6 +328,10 @@ class Legacy(RLOOReplay):
             self.stop = self.eos
         self.cut = opt.legacy_stepping(self.options, self.folder.name)
         return opt.legacy_rloo_config(self.options, len(self.logs), self.folder.name)
+
+    def steps_of_a_rate(self) -> int:
+        """See `RLOOReplay.steps_of_a_rate`."""
+        return self.config.num_iterations * self.cut.micros
 
     def _learn(self, steps, accum, state, experience, shuffles, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
