@@ -18,8 +18,8 @@ samples and evaluates values outside of mixed precision; its frozen models are g
 were not run: no such machine was at hand.
 
 --phase NAME times one of our phases alone ('all': each, after the updates); --profile DIR writes a trace of one of our
-updates for TensorBoard or Perfetto. --baseline FILE stores the ratios with bounds at 60 % of them; with --check the
-ratios are held to the bounds stored there (exit code 1 below them).
+updates for TensorBoard or Perfetto. --baseline FILE stores the ratios with bounds at 60 % of the least; with --check
+the ratios are held to the bounds stored there (exit code 1 below them).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 import benchmark_work
 import jax
 from benchmark_case import PHASES, Case, available_cores
-from benchmark_report import SYSTEMS, below, keep, machine, phase_table, ratios, report, spread, stored
+from benchmark_report import SYSTEMS, below, busy, keep, machine, phase_table, ratios, report, spread, stored
 
 from rlhf_jax import UserError, data, metrics, models
 from rlhf_jax.data import synthetic
@@ -291,7 +291,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
         if len(kinds) > 1:
             raise UserError(f"the systems ran on {' and '.join(sorted(kinds))}: install both for one, or --device cpu")
     table = phase_table(case, shape, pairs, lengths)
-    print(report(case, pairs, table), flush=True)
+    print("\n".join(filter(None, (report(case, pairs, table), busy(about["machine"])))), flush=True)
     both = set(systems) == set(SYSTEMS) and "updates" in pairs[0]["ours"]
     each = ratios(pairs) if both else []
     found = {name: spread([row[name] for row in each]) for name in (each[0] if each else ())}

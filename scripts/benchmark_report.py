@@ -18,7 +18,7 @@ from rlhf_jax.folder import write_atomically
 
 SYSTEMS = ("ours", "trl")
 SLACK = 0.6
-"""A stored bound is this share of the measured ratio, so that noise does not break it."""
+"""A stored bound is this share of the least ratio of the pairs, so that noise does not break it."""
 
 
 def seconds_of(result: dict[str, Any]) -> float:
@@ -162,6 +162,6 @@ def below(bounds: dict[str, Any], case: Case, found: dict[str, dict[str, float]]
 def keep(path: Path, case: Case, found: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
     """Stores the ratios of a case and bounds below them, in place of older ones."""
     names = ("speed", "memory")
-    entry = {"bounds": {name: round(SLACK * found[name]["median"], 3) for name in names}}
+    entry = {"bounds": {name: round(SLACK * found[name]["low"], 3) for name in names}}
     entry |= {"measured": {name: found[name] for name in names}, **about}
     write_atomically(str(path), metrics.json_text({**stored(path), case.name: entry}, indent=2) + "\n")

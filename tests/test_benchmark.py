@@ -24,7 +24,7 @@ import benchmark_trl  # noqa: E402
 import benchmark_work  # noqa: E402
 
 BOUNDS = ROOT / "tests" / "benchmark_bounds.json"
-SMALL = "--shape 2x128x4 --batch 8 --epochs 2 --query_length 64 --response_length 16 --updates 3 --pairs 1 --cores 1"
+SMALL = "--shape 2x128x4 --batch 8 --epochs 2 --query_length 64 --response_length 16 --updates 6 --pairs 1 --cores 1"
 CASES = {
     "ppo": benchmark_case.Case(algo="ppo", shape="2x128x4", batch=8, epochs=3, updates=5),
     "rloo": benchmark_case.Case(algo="rloo", shape="2x128x4", batch=8, epochs=3, updates=5, dtype="bfloat16"),
@@ -34,8 +34,10 @@ CASES = {
 # --- the small case of CI
 
 
-def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd):
+@pytest.mark.benchmark
+def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd, monkeypatch):
     pytest.importorskip("trl")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the tests: programs that are not optimised
     words = [*SMALL.split(), "--device", "cpu", "--baseline", str(BOUNDS), "--check"]
     code = benchmark.main(words)
     shown = capfd.readouterr()
@@ -43,6 +45,7 @@ def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd):
     assert "no ratio is below its bound" in shown.out
 
 
+@pytest.mark.benchmark
 def test_all_phases_of_rloo_are_timed_and_a_trace_is_written(tmp_path, capfd):
     words = "--algo rloo --shape 1x16x2 --batch 4 --num_generations 2 --epochs 1 --query_length 48 --response_length 4"
     words = [*words.split(), *"--updates 2 --pairs 1 --systems ours --device cpu --cores 1 --phase all".split()]
@@ -256,6 +259,11 @@ def test_phases_are_medians_without_first_updates_against_the_faster_library():
     assert rows["generate", "trl"]["tokens_per_second"] == 4.0  # 2 rows of 4 in 2 s
     read = benchmark_work.decode_bytes(shape, [3, 5], 1, 4, "float32")
     assert rows["decode", "ours"]["bandwidth_share"] == pytest.approx(read / 0.5 / 1e9)
+
+
+def test_busy_machine_is_told():
+    assert benchmark_report.busy({"load": (0.2, 3.0, 5.0)}) is None
+    assert "the load was 2.5 before anything ran" in benchmark_report.busy({"load": (2.5, 0.0, 0.0)})
 
 
 def test_clock_of_trl_books_wrapped_calls_and_leaves_the_rest_to_the_update():
