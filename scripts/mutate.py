@@ -57,7 +57,7 @@ SUITE = {  # file -> test files, the fastest and sharpest first; a pattern may m
         *(*RLOO, *PPO, "tests/test_train.py"),
     ],
     "rlhf_jax/generate.py": ["tests/test_generate.py", *PPO, *RLOO],
-    "rlhf_jax/trainers/common.py": [*PPO, *RLOO, "tests/test_train.py"],
+    "rlhf_jax/trainers/common.py": ["tests/test_common.py", *PPO, *RLOO, "tests/test_train.py"],
     "rlhf_jax/trainers/forward.py": [*PPO, *RLOO, "tests/test_rloo_stage.py"],
     "rlhf_jax/trainers/ppo.py": [*PPO, "tests/test_train.py"],
     "rlhf_jax/trainers/reward.py": [*PPO, "tests/test_rloo_stage.py", "tests/test_train.py"],

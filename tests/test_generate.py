@@ -239,6 +239,24 @@ def test_the_repetition_penalty_ignores_padding(model, params):
     np.testing.assert_array_equal(first.response, second.response)
 
 
+def test_the_repetition_penalty_counts_what_was_generated_as_transformers_does(pair):
+    theirs, model, params = pair
+    batch = prompts(6)
+    c = batch.tokens.shape[1]
+    batch = dataclasses.replace(batch, lengths=np.full_like(batch.lengths, c))  # transformers counts padding as well
+    out = theirs.generate(
+        input_ids=torch.tensor(batch.tokens.astype(np.int64)),
+        attention_mask=torch.ones(6, c, dtype=torch.long),
+        generation_config=GenerationConfig(
+            max_new_tokens=12, do_sample=False, repetition_penalty=1.7, eos_token_id=None, pad_token_id=96
+        ),
+    )
+    ours = run(model, params, batch, jax.random.key(0), gen.Sampling(12, 0.0, fill_id=96, repetition_penalty=1.7))
+    plain = run(model, params, batch, jax.random.key(0), gen.Sampling(12, 0.0, fill_id=96))
+    assert (np.asarray(ours.response) != np.asarray(plain.response)).any()
+    np.testing.assert_array_equal(np.asarray(ours.response), out[:, c:].numpy())
+
+
 def test_generation_compiles_once_per_shape(model, params):
     fresh = jax.jit(lambda *args: gen.generate(*args), static_argnums=(0, 4))
     for seed in range(3):

@@ -206,8 +206,11 @@ def test_dense_rewards_land_where_they_were_given(world):
     config = dataclasses.replace(CONFIG, lam=1.0, kl_coef=0.0, missing_eos_penalty=None)
     dense = jnp.arange(B * T, dtype=jnp.float32).reshape(B, T)
     params, ref, rollout, _ = world
-    experience, _ = experience_of((params, ref, rollout, jnp.zeros(B)), config, dense)
+    experience, found = experience_of((params, ref, rollout, jnp.ones(B)), config, dense)
     inside = np.asarray(adv.response_mask(rollout.lengths, T))
+    summed = np.where(inside, dense, 0.0).sum(axis=1)
+    assert float(found["objective/scores"]) == pytest.approx(summed.mean() + 1, rel=1e-5)
+    experience, _ = experience_of((params, ref, rollout, jnp.zeros(B)), config, dense)
     expected = np.cumsum(np.where(inside, dense, 0.0)[:, ::-1], axis=1)[:, ::-1]
     np.testing.assert_allclose(np.asarray(experience.returns)[:, 0], expected[:, 0], rtol=1e-4, atol=1e-4)
 
