@@ -96,6 +96,10 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         *("jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))", "logits.max(axis=-1, keepdims=True)"),
         "what is subtracted cancels in value and gradient",
     ),
+    (
+        *("rlhf_jax/trainers/common.py", "accumulate", "(micro_batches)[0]", "(micro_batches)[1]"),
+        "all leaves have as many micro-batches",
+    ),
     ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),
     (
         "rlhf_jax/advantages.py",

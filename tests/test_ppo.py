@@ -12,7 +12,7 @@ from rlhf_jax import advantages as adv
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
-from rlhf_jax.trainers import common, ppo, reward
+from rlhf_jax.trainers import common, forward, ppo, reward
 from rlhf_jax.types import PromptBatch, TrainState
 
 V, C, T, B = 61, 9, 7, 8
@@ -147,6 +147,38 @@ def test_trls_mean_of_micro_means_does_depend_on_them(world):
     a, _ = run_update(world[0], experience, dataclasses.replace(config, micro_batch_size=4))
     b, _ = run_update(world[0], experience, dataclasses.replace(config, micro_batch_size=1))
     assert distance(a.params, b.params) > 1e-4
+
+
+def test_what_a_token_weighs_by_hand():
+    """Two micro-batches of two rows of lengths 2, 0 and 3, 1 in 4 columns; values have one column more."""
+    lengths = jnp.array([[2, 0], [3, 1]], jnp.int32)
+
+    def weights(aggregation, position="after_eos"):
+        config = dataclasses.replace(CONFIG, loss_aggregation=aggregation, score_position=position)
+        found = ppo.loss_weights(lengths, 4, config)
+        assert found["count"].tolist() == [6, 6] and found["micros"].tolist() == [2, 2]
+        assert found["policy"].shape == found["value"].shape == (2, 2, 4)
+        return [np.asarray(found[name][:, :, 0]) for name in ("policy", "value")]
+
+    policy, value = weights("token_mean")
+    np.testing.assert_allclose([policy, value], [np.full((2, 2), 1 / 6), np.full((2, 2), 1 / 10)], rtol=1e-6)
+    policy, value = weights("token_mean_micro")
+    np.testing.assert_allclose(policy, [[1 / 4] * 2, [1 / 8] * 2], rtol=1e-6)
+    np.testing.assert_allclose(value, [[1 / 8] * 2, [1 / 12] * 2], rtol=1e-6)
+    policy, value = weights("seq_mean")
+    np.testing.assert_allclose(policy, [[1 / 8, 1 / 4], [1 / 12, 1 / 4]], rtol=1e-6)
+    np.testing.assert_allclose(value, [[1 / 12, 1 / 4], [1 / 16, 1 / 8]], rtol=1e-6)
+    policy, value = weights("token_mean", "eos")
+    np.testing.assert_allclose(value, policy, rtol=0)
+
+
+def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
+    params, ref, rollout, _ = world
+    config = dataclasses.replace(CONFIG, rollout_batch_size=None)
+    _, found = experience_of(world, config)
+    kl = jax.jit(lambda p, r: forward.sequence_kl(NETS, p, r, rollout, config))(params, ref)
+    assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
+    assert float(kl.mean()) == pytest.approx(float(found["objective/kl"]), rel=1e-4)
 
 
 def test_rollout_batch_size_never_changes_the_experience(world):
