@@ -100,6 +100,10 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         *("rlhf_jax/trainers/common.py", "accumulate", "(micro_batches)[0]", "(micro_batches)[1]"),
         "all leaves have as many micro-batches",
     ),
+    (
+        *("rlhf_jax/trainers/common.py", "accumulate", "x: x[0], micro_batches), jnp", "x: x[1], micro_batches), jnp"),
+        "an index beyond the one micro-batch is clamped to it",
+    ),
     ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),
     (
         "rlhf_jax/advantages.py",
