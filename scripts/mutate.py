@@ -104,6 +104,10 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         *("rlhf_jax/trainers/common.py", "accumulate", "x: x[0], micro_batches), jnp", "x: x[1], micro_batches), jnp"),
         "an index beyond the one micro-batch is clamped to it",
     ),
+    (
+        *("rlhf_jax/trainers/forward.py", "response_logprobs", "+ 1e-7", "- 1e-7"),
+        "a temperature of another 2e-7 is below float32's rounding of the result",
+    ),
     ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),
     (
         "rlhf_jax/advantages.py",

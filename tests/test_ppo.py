@@ -221,6 +221,16 @@ def test_the_first_optimizer_step_sees_ratio_one(world):
         assert float(metrics["policy/first_approxkl"]) <= 1e-9
 
 
+def test_the_ratio_error_is_that_of_the_worst_token(world):
+    params, _, rollout, _ = world
+    experience, _ = experience_of(world)
+    row = int(jnp.argmax(rollout.lengths))
+    off = experience.replace(logprobs=experience.logprobs.at[row, 1].add(0.5))
+    config = dataclasses.replace(CONFIG, num_mini_batches=1, micro_batch_size=2)
+    _, metrics = run_update(params, off, config)
+    assert float(metrics["val/first_ratio_error"]) == pytest.approx(1 - np.exp(-0.5), rel=1e-4)
+
+
 def test_eos_itself_gets_credit(world):
     # Only eos decides the score here: with the score on eos the advantage of that action is the largest.
     params, ref, rollout, _ = world
