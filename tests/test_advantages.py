@@ -60,6 +60,12 @@ def test_whitening_by_hand_with_and_without_its_mean():
     close(advantages.masked_whiten(x, mask, ddof=0, shift_mean=False), [[1, 3, 0]])
 
 
+def test_variances_are_over_n_minus_1_unless_told():
+    x, mask = jnp.array([1.0, 2.0, 4.0]), jnp.ones(3, bool)
+    close(advantages.masked_var(x, mask), 7 / 3)
+    close(advantages.masked_whiten(x, mask), advantages.masked_whiten(x, mask, ddof=1))
+
+
 def test_whitening_one_element_or_none_gives_zeros_and_zero_gradients():
     x = jnp.array([1.0, 2.0, 3.0])
     for mask in (jnp.zeros(3, bool), jnp.array([False, True, False])):
