@@ -14,6 +14,7 @@ already are not run again. Exit status 1 if a case does not replay.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -40,7 +41,9 @@ def record(trainer: str, setting: Setting, legacy_python: str | None) -> None:
       RuntimeError: it did not finish.
     """
     if trainer != "rloo_legacy":
-        importlib.import_module(f"tests.parity.recording.{trainer}").record(setting)
+        # TRL's own lines and bars would bury ours.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            importlib.import_module(f"tests.parity.recording.{trainer}").record(setting)
         return
     flags = [
         f"--{name}={getattr(setting, name)}" for name in ("updates", "micro", "accum", "prompts", "seed", "layers")
