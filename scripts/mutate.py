@@ -105,6 +105,10 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "an index beyond the one micro-batch is clamped to it",
     ),
     (
+        *("rlhf_jax/generate.py", "generate.body", "(0, t - 1), (b, 1)", "(1, t - 1), (b, 1)"),
+        "a slice of all rows is clamped to begin at the first",
+    ),
+    (
         *("rlhf_jax/trainers/forward.py", "response_logprobs", "+ 1e-7", "- 1e-7"),
         "a temperature of another 2e-7 is below float32's rounding of the result",
     ),

@@ -27,6 +27,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 

@@ -19,9 +19,11 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MODULES = {"ppo": "ppo", "rloo": "rloo", "rloo_legacy": "legacy"}

@@ -116,7 +116,8 @@ def test_pairs_have_batches_of_their_own_that_fit_and_repeat_at_the_end(tmp_path
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_trl_on_a_gpu_is_launched_by_accelerate_in_the_same_precision(device, tmp_path):
+def test_trl_on_a_gpu_is_launched_by_accelerate_in_the_same_precision(device, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     case = dataclasses.replace(CASES["rloo"], device=device)
     words = benchmark.command("trl", case, tmp_path, 1, 4)
     assert words[-3:] == ["1", "--micro", "4"]

@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import numpy as np
