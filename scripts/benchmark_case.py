@@ -4,6 +4,7 @@ JAX, so that its memory is its own.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -68,6 +69,18 @@ class Case:
         return cls(**json.loads((work / "case.json").read_text(encoding="utf-8")))
 
 
+def child_arguments() -> tuple[Case, argparse.Namespace]:
+    """What a child process was started with: the case, and work, pair and micro; it has only its cores from here on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--pair", type=int, default=0)
+    parser.add_argument("--micro", type=int)
+    args = parser.parse_args()
+    case = Case.read(args.work)
+    use_cores(case.cores)
+    return case, args
+
+
 # Hyper-parameters of both systems by our names, which are TRL's but for those of `renamed`.
 SAME = {
     "learning_rate": 3e-6,
@@ -116,8 +129,13 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     quiet |= {"run_dir": run_dir, "resume": "never"}
     models = {"sft_model_path": str(work / "start/policy"), "reward_model_path": str(work / "start/reward")}
-    quarters = tuple(sorted({-(-case.query_length * i // 32) * 8 for i in (1, 2, 3, 4)}))
-    data = {"query_length": case.query_length, "length_buckets": quarters, "shuffle_dataset": False}
+    from rlhf_jax.data.batches import default_buckets  # TRL's process does without the package
+
+    data = {
+        "query_length": case.query_length,
+        "length_buckets": default_buckets(case.query_length),
+        "shuffle_dataset": False,
+    }
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
     return {**settings(case), **quiet, **models, **data, **rest}
 

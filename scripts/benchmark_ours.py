@@ -7,7 +7,6 @@ WORK is what benchmark.py prepared. The result goes to WORK/ours-N.json.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -24,12 +23,12 @@ from benchmark_case import (
     COPY_ENTRIES,
     Case,
     best_rate,
+    child_arguments,
     leave,
     matrix_sizes,
     our_options,
     peak_rss_mib,
     rows_of,
-    use_cores,
 )
 from jax.errors import JaxRuntimeError
 
@@ -284,13 +283,7 @@ def stage_phases(case: Case) -> list[str]:
 
 def main() -> None:
     """One measurement; memory that runs out is a result, not an error."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--pair", type=int, default=0)
-    parser.add_argument("--micro", type=int)
-    args = parser.parse_args()
-    case = Case.read(args.work)
-    use_cores(case.cores)
+    case, args = child_arguments()
     try:
         result = measure(case, args.work, args.pair, args.micro)
     except (JaxRuntimeError, MemoryError) as error:

@@ -7,7 +7,6 @@ WORK is what benchmark.py prepared. The result goes to WORK/trl-N.json. Imports 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 import warnings
@@ -19,12 +18,12 @@ from benchmark_case import (
     COPY_ENTRIES,
     Case,
     best_rate,
+    child_arguments,
     leave,
     matrix_sizes,
     peak_rss_mib,
     rows_of,
     trl_options,
-    use_cores,
 )
 
 
@@ -241,13 +240,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
 
 def main() -> None:
     """One measurement; memory that runs out is a result, not an error."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--pair", type=int, default=0)
-    parser.add_argument("--micro", type=int)
-    args = parser.parse_args()
-    case = Case.read(args.work)
-    use_cores(case.cores)
+    case, args = child_arguments()
     warnings.filterwarnings("ignore")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import torch

@@ -27,7 +27,6 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -118,6 +117,7 @@ def main() -> int:
     parser.add_argument("--legacy_python", help="interpreter with trl==0.17.0")
     parser.add_argument("--report", type=Path, help="only print the summary of this file")
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
     path = args.report or args.out
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if args.report is None:

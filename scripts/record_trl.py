@@ -23,7 +23,6 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MODULES = {"ppo": "ppo", "rloo": "rloo", "rloo_legacy": "legacy"}
@@ -55,6 +54,7 @@ def parse(arguments: list[str] | None = None):
 
 def main() -> None:
     """Checks TRL's version and records."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
     import trl
 
     trainer, setting = parse()

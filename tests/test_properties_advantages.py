@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rlhf_jax import advantages as adv
+from tests.properties import near, same, with_gradients
 
 torch = pytest.importorskip("torch")
 few = settings(max_examples=25, deadline=None)
@@ -46,38 +47,6 @@ def trl():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         return pytest.importorskip("trl.experimental.ppo.ppo_trainer")
-
-
-def near(actual, wanted, tolerance, scale=1.0):
-    """||actual - wanted|| <= tolerance * max(||wanted||, scale); scale: of the numbers that were summed."""
-    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
-    assert actual.shape == wanted.shape
-    gap, bound = np.linalg.norm(actual - wanted), tolerance * max(np.linalg.norm(wanted), scale)
-    assert gap <= bound, (gap, bound, actual, wanted)
-
-
-def with_gradients(function):
-    """Jitted: (function, gradients in its first arrays, for a weighted sum of what it returns)."""
-
-    def run(weights, given, *rest):
-        out, back = jax.vjp(lambda *given: function(*given, *rest), *given)
-        return out, back(weights.astype(out.dtype))
-
-    return jax.jit(run)
-
-
-def same(ours, theirs, given, *rest, precision, seed=0, scale=1.0):
-    """Value and gradients of `with_gradients` and of torch in float64; rest: masks, lengths."""
-    dtype, tolerance = precision
-    tensors = [torch.tensor(x, requires_grad=True) for x in given]
-    wanted = theirs(*tensors, *(torch.tensor(x) for x in rest))
-    weights = np.random.default_rng(seed).normal(size=tuple(wanted.shape))
-    back = torch.autograd.grad(wanted, tensors, torch.tensor(weights), allow_unused=True)
-    value, gradients = ours(weights, tuple(x.astype(dtype) for x in given), *rest)
-    assert value.dtype == dtype
-    near(value, wanted.detach(), tolerance, scale)
-    for gradient, other in zip(gradients, back, strict=True):
-        near(gradient, np.zeros(gradient.shape) if other is None else other, 4 * tolerance, scale)
 
 
 # ------------------------------------------------------------------------------------------------- cuts and their masks
@@ -170,7 +139,8 @@ def test_whitening_and_its_gradient_are_trls(trl, precision, ddof, shift_mean):
         deviation = spread(x, mask, ddof)
         assume(deviation > 1e-2)
         scale = np.linalg.norm(x) / deviation
-        same(ours, theirs, [x], mask, precision=precision, seed=seed, scale=scale * max(1, 1 / deviation))
+        size = scale * max(1, 1 / deviation)
+        same(ours, theirs, [x], mask, precision=precision, seed=seed, scale=size, gradient_scale=size)
 
     run()
 
@@ -378,7 +348,8 @@ def test_what_was_paid_before_is_the_whole_less_what_is_to_come(precision):
     @given(arrays(B, 2, T), seeds)
     def run(costs, seed):
         scale = np.linalg.norm(costs)
-        same(ours, theirs, [costs], precision=precision, seed=seed, scale=max(scale, 1))
+        size = max(scale, 1)
+        same(ours, theirs, [costs], precision=precision, seed=seed, scale=size, gradient_scale=size)
         assert not np.asarray(adv.paid_before(costs.astype(precision[0])))[..., 0].any()
 
     run()

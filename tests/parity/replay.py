@@ -35,7 +35,7 @@ from tests.parity import options as opt
 from tests.parity import rloo
 from tests.parity.options import Refused
 from tests.parity.report import Report, accumulating, as_accelerate_stepped, compare_log, distance, pass_ends
-from tests.parity.samples import credited, truncated
+from tests.parity.samples import credited, rollout_of
 from tests.parity.weights import compare_weights, sum_of_rates
 
 ARRAYS = 1e-5
@@ -115,24 +115,12 @@ class Replay:
     # ------------------------------------------------------------------------------------------------ what was sampled
 
     def rollout(self, update: int) -> Rollout:
-        """TRL's samples as ours. Masks come from ids, as in TRL: a pad that was sampled ends its row and is not
-        attended, eos that fills a row is."""
+        """TRL's samples, see `samples.rollout_of`."""
         ids = self.trace[f"query_responses_{update}"]
         context = int(self.trace[f"context_length_{update}"])
         # Left padding changes nothing, and with one width for all updates there is less to compile.
         prompts = np.pad(ids[:, :context], ((0, 0), (self.widest - context, 0)), constant_values=self.pad)
-        response = ids[:, context:]
-        cut = truncated(response, self.stop, self.pad)
-        lengths = np.asarray(adv.first_true(cut == self.pad))
-        return Rollout(
-            prompt_tokens=jnp.asarray(prompts, jnp.int32),
-            prompt_lengths=jnp.asarray((prompts != self.pad).sum(1), jnp.int32),
-            response=jnp.asarray(response, jnp.int32),
-            lengths=jnp.asarray(lengths),
-            ended=jnp.asarray((cut == self.stop).any(1)) if self.stop is not None else jnp.zeros(len(cut), bool),
-            logprobs=jnp.zeros(response.shape, jnp.float32),
-            response_mask=jnp.asarray(response != self.pad),
-        )
+        return rollout_of(prompts, ids[:, context:], self.stop, self.pad)
 
     def credited(self, scores: jax.Array, rollout: Rollout) -> jax.Array:
         """Scores that come out as TRL's once the trainer has taken off its missing-eos penalty."""

@@ -32,7 +32,7 @@ from tests.parity.report import (
     distance,
     pass_ends,
 )
-from tests.parity.samples import credited, truncated
+from tests.parity.samples import credited, rollout_of
 from tests.parity.weights import compare_weights, sum_of_rates
 
 ARRAYS = 1e-5
@@ -66,7 +66,6 @@ class RLOOReplay:
         self.optimizer = common.make_optimizer(self.config)
         self.start_params = {"policy": params}
         self.programs: dict[Any, Any] = {}
-        self.begin()
 
     def begin(self) -> None:
         """The state before the first update, and an empty report."""
@@ -256,6 +255,7 @@ class Current(RLOOReplay):
 
     def run(self) -> Report:
         """All micro-batches, then the weights they ended with."""
+        self.begin()
         a_generation = self.config.batch_size // self.micro * self.config.num_iterations
         current, tokens = None, 0.0
         for step in range(len(self.logs)):
@@ -321,6 +321,12 @@ class Legacy(RLOOReplay):
     parts = (*RLOOReplay.parts, "ref", "reward")
     always_ref = True
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        rows, group = self.config.batch_size, self.config.num_generations
+        self.adjacent = np.arange(rows).reshape(group, rows // group).T.reshape(-1)
+        self.reward_model, self.reward_params = hf.load(folder / "reward", kind="scalar")
+
     def read_options(self) -> RLOOConfig:
         """See `options.legacy_rloo_config`."""
         self.stop = self.options.get("stop_token_id")
@@ -345,20 +351,10 @@ class Legacy(RLOOReplay):
         return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
 
     def rollout(self, update: int) -> Rollout:
-        """TRL's samples, groups side by side. Masks come from ids, as in TRL."""
+        """TRL's samples, groups side by side, see `samples.rollout_of`."""
         ids = self.trace[f"query_responses_{update}"][self.adjacent]
         context = int(self.trace[f"context_length_{update}"])
-        prompts, response = ids[:, :context], ids[:, context:]
-        cut = truncated(response, self.stop, self.pad)
-        return Rollout(
-            prompt_tokens=jnp.asarray(prompts, jnp.int32),
-            prompt_lengths=jnp.asarray((prompts != self.pad).sum(1), jnp.int32),
-            response=jnp.asarray(response, jnp.int32),
-            lengths=jnp.asarray(adv.first_true(cut == self.pad)),
-            ended=jnp.asarray((cut == self.stop).any(1)) if self.stop is not None else jnp.zeros(len(cut), bool),
-            logprobs=jnp.zeros(response.shape, jnp.float32),
-            response_mask=jnp.asarray(response != self.pad),
-        )
+        return rollout_of(ids[:, :context], ids[:, context:], self.stop, self.pad)
 
     def run(self) -> Report:
         """All updates, then the weights they ended with."""
@@ -368,14 +364,11 @@ class Legacy(RLOOReplay):
         """As `run`, with passes over the data of that many updates."""
         self.begin()
         c = self.config
-        groups = c.batch_size // c.num_generations
-        self.adjacent = np.arange(c.batch_size).reshape(c.num_generations, groups).T.reshape(-1)
         back = np.argsort(self.adjacent)
-        self.reward_model, reward_params = hf.load(self.folder / "reward", kind="scalar")
         for update, log in enumerate(self.logs):
             where = f"update {update}"
             rollout = self.rollout(update)
-            scores = self.program("_score")(reward_params, rollout)
+            scores = self.program("_score")(self.reward_params, rollout)
             chunk = self.options.get("local_rollout_forward_batch_size", opt.FORWARD_BATCH)
             calls = -(-c.batch_size // chunk)
             recorded = [self.trace[f"get_reward_{i}"] for i in range(update * calls, (update + 1) * calls)]

@@ -27,6 +27,32 @@ def truncated(response: np.ndarray, stop: int | None, pad: int) -> np.ndarray:
     return np.where(kept, response, pad)
 
 
+def rollout_of(prompts: np.ndarray, response: np.ndarray, stop: int | None, pad: int) -> Rollout:
+    """TRL's samples as ours.
+
+    Masks come from ids, as in TRL: a pad that was sampled ends its row and is not attended, eos that fills a row is.
+
+    Args:
+      prompts: [B, C] ids, left-padded.
+      response: [B, T] ids as sampled.
+      stop: the stop token, or None.
+      pad: id.
+
+    Returns:
+      A Rollout of B rows.
+    """
+    cut = truncated(response, stop, pad)
+    return Rollout(
+        prompt_tokens=jnp.asarray(prompts, jnp.int32),
+        prompt_lengths=jnp.asarray((prompts != pad).sum(1), jnp.int32),
+        response=jnp.asarray(response, jnp.int32),
+        lengths=jnp.asarray(adv.first_true(cut == pad)),
+        ended=jnp.asarray((cut == stop).any(1)) if stop is not None else jnp.zeros(len(cut), bool),
+        logprobs=jnp.zeros(response.shape, jnp.float32),
+        response_mask=jnp.asarray(response != pad),
+    )
+
+
 def credited(
     scores: jax.Array, rollout: Rollout, penalty: float | None, stop: int | None, eos: int, pad: int
 ) -> jax.Array:
