@@ -41,6 +41,7 @@ setup(
             "torch==2.13.0",
             "trl==1.12.0",
             "requests>=2.30,<3",
+            "matplotlib>=3.9,<4",
         ],
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],

@@ -6,11 +6,11 @@ import dataclasses
 import math
 
 from rlhf_jax.checks import RANGES, chain, combinations, out_of_range, sampling_options
-from rlhf_jax.config import Config, Pipeline, PolicyConfig, RLOOConfig, StageConfig, stages_of
+from rlhf_jax.config import Config, Pipeline, PolicyConfig, RewardConfig, RLOOConfig, StageConfig, stages_of
 from rlhf_jax.types import UserError
 
 __all__ = ["RANGES", "Arithmetic", "batch_arithmetic", "batch_lines", "check", "check_devices", "check_devices_of"]
-__all__ += ["check_rows", "eval_updates", "sampling_options"]
+__all__ += ["check_rows", "eval_updates", "sampling_options", "with_micro_batch"]
 
 
 def check(config: Config) -> None:
@@ -125,6 +125,33 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
         requested=asked,
         generations=generations,
     )
+
+
+MICRO_TOKENS = {"cpu": 2048}
+OTHER_MICRO_TOKENS = 16384
+"""Padded tokens of an automatic micro-batch on a device: of a CPU (whose caches like few), of any other."""
+
+
+def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> StageConfig:
+    """The config with a micro_batch_size: the most rows that divide the minibatch, spread over the devices and have no
+    more tokens than MICRO_TOKENS allows. What is given stays; so does the whole minibatch where the size of its
+    micro-batches changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
+
+    Args:
+      config: a stage's.
+      row_shards: devices that rows are spread over.
+      platform: of the devices, 'cpu', 'gpu' or 'tpu'.
+    """
+    if config.micro_batch_size is not None or config.micro_batches_show:
+        return config
+    width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
+    # A pair is two sequences; a group goes through together.
+    width *= 2 if isinstance(config, RewardConfig) else 1
+    unit = row_shards * getattr(config, "num_generations", 1)
+    most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // width
+    minibatch = batch_arithmetic(config).minibatch
+    fitting = [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0 and rows <= max(most, unit)]
+    return dataclasses.replace(config, micro_batch_size=max(fitting, default=minibatch))
 
 
 def eval_updates(config: StageConfig, total_updates: int) -> int:

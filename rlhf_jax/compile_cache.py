@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the second start of a run compiles nothing."""
+"""Compiled programs kept on disk, so that the second start of a run compiles nothing; and the seconds that it costs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ def folder() -> pathlib.Path:
     mark = hashlib.sha256((platform.machine() + processor).encode()).hexdigest()[:12]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return pathlib.Path(base, "rlhf_jax", "compiled", f"{importlib.metadata.version('jaxlib')}-{mark}")
+
+
+class Clock:
+    """Seconds that JAX spends on making programs, as it reports them: tracing, lowering, XLA or reading from disk."""
+
+    # Tracing is reported for inner functions as well and would count twice: lowering and XLA are nearly all of it.
+    EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
+
+    def __init__(self):
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event: str, seconds: float, **_: object) -> None:
+        if event.rsplit("/", 1)[-1] in self.EVENTS:
+            self.seconds += seconds
+
+    def since_last(self) -> float:
+        """Seconds since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Stops listening."""
+        jax.monitoring.unregister_event_duration_listener(self._hear)
 
 
 def switch_on() -> str | None:

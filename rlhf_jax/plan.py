@@ -89,7 +89,8 @@ def show(config: StageConfig) -> None:
     """
     mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
     print(configfile.to_json(config))
-    for line in arithmetic.batch_lines(config):
+    platform = mesh.devices.flat[0].platform
+    for line in arithmetic.batch_lines(arithmetic.with_micro_batch(config, sharding.row_shards(mesh), platform)):
         print(line)
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     device = mesh.devices.flat[0]

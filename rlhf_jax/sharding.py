@@ -21,6 +21,7 @@ from rlhf_jax.types import UserError
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = P(("data", "fsdp"))
+PINNED = "pinned_host"
 
 Rules = Sequence[tuple[str, P]]
 
@@ -196,9 +197,60 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(put, batch)
 
 
-def constrain(x: Any, spec: P, mesh: Mesh) -> Any:
-    """Asks the compiler, inside jit, to lay each leaf of `x` out by `spec`."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+def to_host_memory(params: Any, option: str) -> Any:
+    """Params in their devices' pinned host memory, sharded as they were; `resident` brings them back.
+
+    Args:
+      params: pytree of jax.Arrays.
+      option: what asked for it, for the error.
+
+    Raises:
+      UserError: the devices have no such memory.
+    """
+
+    def move(x):
+        device = next(iter(x.sharding.device_set))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        if PINNED not in kinds:
+            raise UserError(
+                f"--{option}: {device.device_kind} has no {PINNED} memory ({', '.join(sorted(kinds))}); leave it away"
+            )
+        return jax.device_put(x, x.sharding.with_memory_kind(PINNED))
+
+    return jax.tree.map(move, params)
+
+
+def resident(params: Any) -> Any:
+    """Params on their devices: those of `to_host_memory` as copies, which go when they are no longer used."""
+
+    def back(x):
+        return jax.device_put(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == PINNED else x
+
+    return jax.tree.map(back, params)
+
+
+def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
+    """Asks the compiler, inside jit, to spread an axis of rows over `data` and `fsdp`.
+
+    After a gather it would otherwise lay all rows on every device, and each would do the work of all.
+
+    Args:
+      batch: pytree of arrays, or of None; those whose rows do not divide over the devices stay as they are.
+      mesh: None: no mesh, nothing is asked.
+      axis: which axis counts rows.
+
+    Returns:
+      The batch.
+    """
+    if mesh is None or row_shards(mesh) == 1:
+        return batch
+
+    def spread(x):
+        if x.shape[axis] % row_shards(mesh):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[None] * axis, *ROWS)))
+
+    return jax.tree.map(spread, batch)
 
 
 def fetch(tree: Any) -> Any:

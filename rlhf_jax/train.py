@@ -143,7 +143,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     warnings = arithmetic.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
     run_folder = folder.RunFolder.open(config.run_dir, options, config.resume)
-    for line in (*stage.report, *arithmetic.batch_lines(config, stage.rows), *warnings):
+    for line in (*stage.report, *arithmetic.batch_lines(stage.config, stage.rows), *warnings):
         say(f"{name}: {line}")
     checkpoints = Checkpoints(run_folder.checkpoints, config.save_total_limit)
     state, start = stage.state, checkpoints.latest() or 0
@@ -191,6 +191,7 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     config = stage.config
     patience = Patience(stage, config, run_folder)
     step, began = start, time.perf_counter()
+    compiling = compile_cache.Clock()
     eval_updates = arithmetic.eval_updates(config, stage.total_steps)
 
     def evaluate():
@@ -200,6 +201,8 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             callback.on_evaluate(step, values, control)
         return values
 
+    if step < stage.total_steps:
+        say(f"{stage.name}: compiling; the first update takes longer than all others")
     if config.eval_on_start and step == 0:
         evaluate()
     saved = step
@@ -209,7 +212,11 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             state, found, seconds = stage.train_step(state, step)
             step += 1
             timings = {f"time/{phase}": value for phase, value in seconds.items()}
+            timings["time/compile"] = compiling.since_last()
             timings["step_time"] = time.perf_counter() - started
+            if step == start + 1:
+                took = f"{timings['step_time']:.1f} s, {timings['time/compile']:.1f} s of them compiling"
+                say(f"{stage.name}: the first update took {took}")
             # TRL's eps: episodes a second since the run (here: this process) began, everything included.
             timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
             logger.log(step, found, timings)
@@ -235,6 +242,8 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             save(stage, checkpoints, logger, step, state)
             say(f"{stage.name}: stopped by an error after update {step}, which is saved; the same command continues")
         raise
+    finally:
+        compiling.close()
     return state, step
 
 

@@ -56,13 +56,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "rloo"), default="ppo")
-    parser.add_argument("--shape", default="14m", help="a Pythia size, 14m to 12b, or LAYERSxWIDTHxHEADS")
+    parser.add_argument("--shape", default="14m", help="a Pythia size, or LAYERSxWIDTHxHEADS[xROWS]")
     counts = [("batch", 16, "responses an update"), ("epochs", 4, "passes of learning over them")]
     counts += [("query_length", 512, "most tokens of a prompt"), ("response_length", 53, "tokens of each response")]
     counts += [("num_generations", 4, "RLOO: responses to a prompt"), ("updates", 3, "of each process")]
     for name, default, text in (*counts, ("pairs", 3, "processes of each system")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
-    parser.add_argument("--micro", type=int, help="our rows a gradient pass; default: the most that fit")
+    parser.add_argument("--micro", type=int, help="our rows a gradient pass; default: as in every run")
     parser.add_argument("--trl_micro", type=int, help="TRL's; default: the most that fit")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
     parser.add_argument("--prompts", default="synthetic", help="JSON lines with 'prompt', or 'synthetic'")
@@ -131,12 +131,17 @@ def has_cuda() -> bool:
 
 
 def model_of(shape: str, tokenizer):
-    """The model of a shape: a Pythia size with its published rows, or LAYERSxWIDTHxHEADS with the tokenizer's.
+    """The model of a shape: a Pythia size with its published rows, or LAYERSxWIDTHxHEADS, the tokenizer's rows or ROWS.
 
     Raises:
       UserError: no such shape, or the tokenizer has more ids than rows.
     """
     rows = 128 * -(-tokenizer.vocab_size // 128)
+    if shape.count("x") == 3:
+        shape, given = shape.rsplit("x", 1)
+        if not given.isdecimal() or int(given) < rows:
+            raise UserError(f"--shape ...x{given}: the tokenizer needs {rows} rows or more")
+        return models.custom_shape(shape, int(given))
     if "x" in shape:
         return models.custom_shape(shape, rows)
     if shape in gpt_neox.PYTHIA_SHAPES and rows > gpt_neox.PYTHIA_SHAPES[shape][3]:

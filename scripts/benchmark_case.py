@@ -124,18 +124,14 @@ def settings(case: Case) -> dict[str, Any]:
 def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict[str, Any]:
     """Fields of our PPOConfig or RLOOConfig: the settings, and a run that does nothing but train.
 
-    Buckets are those of a whole data set with prompts up to query_length, not of the few prompts of this batch.
+    Padded lengths are those of a whole data set with prompts up to query_length, not of the few prompts of this batch.
     """
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     quiet |= {"run_dir": run_dir, "resume": "never"}
     models = {"sft_model_path": str(work / "start/policy"), "reward_model_path": str(work / "start/reward")}
-    from rlhf_jax.data.batches import default_buckets  # TRL's process does without the package
-
-    data = {
-        "query_length": case.query_length,
-        "length_buckets": default_buckets(case.query_length),
-        "shuffle_dataset": False,
-    }
+    quarters = (2, 3, 4) if case.query_length >= 256 else (4,)
+    buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
+    data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
     return {**settings(case), **quiet, **models, **data, **rest}
 

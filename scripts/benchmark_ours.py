@@ -32,7 +32,7 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax import arithmetic, configfile, folder, metrics, train
+from rlhf_jax import arithmetic, compile_cache, configfile, folder, metrics, train
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import in_chunks
@@ -40,31 +40,11 @@ from rlhf_jax.stages import STAGES
 from rlhf_jax.trainers import common, forward, rloo
 
 REPEATS = 3
-# What jax.monitoring calls tracing's, lowering's and XLA's seconds.
-COMPILING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
 
 
 def config_of(case: Case, work: Path, micro: int | None, run_dir: str):
     """Our config of the case."""
     return CONFIGS[case.algo](**our_options(case, work, micro, run_dir))
-
-
-class CompileClock:
-    """Seconds that JAX spends on making programs, as it reports them."""
-
-    def __init__(self):
-        self.seconds = dict.fromkeys(COMPILING, 0.0)
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-
-    def _hear(self, event: str, seconds: float, **_: Any) -> None:
-        name = event.rsplit("/", 1)[-1]
-        if name in self.seconds:
-            self.seconds[name] += seconds
-
-    @property
-    def total(self) -> float:
-        """Lowering and XLA. Tracing is left out: the report counts inner functions twice."""
-        return sum(self.seconds[name] for name in COMPILING[1:])
 
 
 class Peak(Callback):
@@ -241,20 +221,20 @@ def bandwidth() -> float:
 
 def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
     """Everything this process has to tell."""
-    compiling = CompileClock()
+    compiling = compile_cache.Clock()
     config = config_of(case, work, micro, str(work / f"run-{pair}"))
     arithmetic.check(configfile.checked_types(config))
     began = time.perf_counter()
     stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
-    result: dict[str, Any] = {"micro": micro or case.batch, "load_seconds": time.perf_counter() - began}
+    result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
     state = stage.state
     try:
         wanted = () if case.phase is None else tuple(stage_phases(case))
         if case.phase in (None, "all"):
-            before = compiling.total
+            compiling.since_last()
             state, lines, peak = updates(stage, work)
             result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
-            result |= {"compile_seconds": compiling.total - before, **peak}
+            result |= {"compile_seconds": compiling.seconds, **peak}
         if case.profile and pair == 0:
             if "updates" not in result:
                 state, _, _ = stage.train_step(state, 0)  # the trace is of an update, not of its compilation
@@ -264,7 +244,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
         if wanted:
             result["phases"] = phases(stage, state, wanted)
             if "updates" not in result:
-                result |= {"compile_seconds": compiling.total, **memory()}
+                result |= {"compile_seconds": compiling.seconds, **memory()}
     finally:
         stage.close()
     device = jax.devices()[0]

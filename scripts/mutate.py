@@ -86,7 +86,7 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "rlhf_jax/losses.py",
-        "logprobs_from_logits",
+        "_chosen",
         "[..., 0]",
         "[..., 1]",
         "an index beyond the one entry is clamped to it",
@@ -109,7 +109,7 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "a slice of all rows is clamped to begin at the first",
     ),
     (
-        *("rlhf_jax/trainers/forward.py", "response_logprobs", "+ 1e-7", "- 1e-7"),
+        *("rlhf_jax/trainers/forward.py", "response_logprobs.of", "+ 1e-7", "- 1e-7"),
         "a temperature of another 2e-7 is below float32's rounding of the result",
     ),
     ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from rlhf_jax import compile_cache
@@ -80,3 +81,15 @@ print(seen.count("/jax/compilation_cache/cache_hits"), seen.count("/jax/compilat
     (hits, misses), (hits_again, misses_again) = (map(int, run) for run in runs)
     assert hits == 0 and misses > 0
     assert hits_again == misses and misses_again == 0
+
+
+def test_the_clock_hears_of_a_new_program_and_not_of_an_old_one():
+    clock, program = compile_cache.Clock(), jax.jit(lambda x: x * 3 + 5)
+    assert clock.since_last() == 0
+    program(jnp.ones(3))
+    assert clock.since_last() > 0
+    program(jnp.ones(3))
+    assert clock.since_last() == 0
+    clock.close()
+    jax.jit(lambda x: x * 5 + 3)(jnp.ones(3))
+    assert clock.seconds == 0

@@ -141,6 +141,36 @@ def test_micro_batches_never_change_the_result(world):
                 assert abs(float(value) - float(metrics[0][name])) <= 1e-4 * max(reference, 0.01), name
 
 
+def test_prompts_cut_to_their_length_never_change_the_result(world, monkeypatch):
+    """Micro-batches of like length in three widths, against whole ones; and judged as they are learned from."""
+    plain, cut = (
+        dataclasses.replace(CONFIG, micro_batch_size=2, length_buckets=buckets, num_mini_batches=1)
+        for buckets in ((C,), (3, 5, C))
+    )
+    widths, evaluate = set(), ppo.evaluate_actor_critic
+
+    def seen(nets, params, tokens, *rest):
+        widths.add(tokens.shape[1])
+        return evaluate(nets, params, tokens, *rest)
+
+    monkeypatch.setattr(ppo, "evaluate_actor_critic", seen)
+    wanted, judged = experience_of(world, plain)
+    assert widths == {C + T}
+    experience, found = experience_of(world, cut)
+    assert widths == {3 + T, 5 + T, C + T}
+    assert distance(experience, wanted) < 1e-5
+    for name, value in found.items():
+        np.testing.assert_allclose(value, judged[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    widths.clear()
+    ours, metrics = run_update(world[0], wanted, cut, 0.1, 0, optax.identity())
+    assert widths == {3 + T, 5 + T, C + T}
+    theirs, others = run_update(world[0], wanted, plain, 0.1, 0, optax.identity())
+    assert distance(ours.params, theirs.params) < 1e-5
+    for name, value in metrics.items():
+        if name not in ("val/first_ratio_error", "policy/first_approxkl"):
+            assert abs(float(value) - float(others[name])) <= 1e-4 * max(abs(float(others[name])), 0.01), name
+
+
 def test_trls_mean_of_micro_means_does_depend_on_them(world):
     config = dataclasses.replace(CONFIG, loss_aggregation="token_mean_micro")
     experience, _ = experience_of(world, config)

@@ -414,8 +414,9 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     moved = flat(state.params) - start
     lone = rloo.apart(experience)
     assert lone.lengths.shape == (B, 1)
-    for size, given, order in ((None, lone, rows), (2, lone, rows), (G, experience, shuffles)):
-        other = dataclasses.replace(c, micro_batch_size=size, gradient_checkpointing=size == 2)
+    cases = ((None, lone, rows, None), (2, lone, rows, (3, 5)), (G, experience, shuffles, None))
+    for size, given, order, buckets in (*cases, (G, experience, shuffles, (2, 3, 4))):
+        other = dataclasses.replace(c, micro_batch_size=size, gradient_checkpointing=size == 2, length_buckets=buckets)
         found, others = run_update(other, given, rates=rates, shuffles=order)
         assert distance(flat(found.params), flat(state.params)) < 1e-5
         assert distance(flat(found.params) - start, moved) < 3e-5

@@ -138,6 +138,19 @@ def test_a_placed_tree_survives_the_donation_of_its_copy():
     np.testing.assert_array_equal(first["w"], np.arange(4096))
 
 
+def test_params_wait_in_host_memory_and_come_back(monkeypatch):
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    params = sharding.place({"w": np.arange(8, dtype=np.float32)}, sharding.replicated(mesh))
+    away = sharding.to_host_memory(params, "offload_frozen pinned_host")
+    assert away["w"].sharding.memory_kind == "pinned_host"
+    here = sharding.resident(away)
+    assert here["w"].sharding == params["w"].sharding and sharding.resident(params)["w"] is params["w"]
+    np.testing.assert_array_equal(here["w"], np.arange(8))
+    monkeypatch.setattr(sharding, "PINNED", "nowhere")
+    with pytest.raises(UserError, match=r"--offload_frozen nowhere: .* has no nowhere memory \(.*device.*\); leave"):
+        sharding.to_host_memory(params, "offload_frozen nowhere")
+
+
 def test_a_step_on_one_device_compiles_once():
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     where = sharding.shardings({"bias": shape(4)}, RULES, mesh)
@@ -152,7 +165,7 @@ ON_EIGHT = """
     import jax, jax.numpy as jnp, numpy as np, optax, sys
     from rlhf_jax import sharding
     from rlhf_jax.checkpoint import Checkpoints
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import NamedSharding, PartitionSpec as P
 
     mesh = sharding.make_mesh(-1, 2, 2)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
@@ -174,7 +187,8 @@ ON_EIGHT = """
     placed = sharding.shard_batch(batch, mesh)
     assert placed["x"].sharding.spec == sharding.ROWS and placed["scale"].sharding.is_fully_replicated
     def loss(p, b):
-        y = sharding.constrain(b["x"] @ p["kernel"] + p["bias"][None, :], P(("data", "fsdp"), "tensor"), mesh)
+        y = b["x"] @ p["kernel"] + p["bias"][None, :]
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P(("data", "fsdp"), "tensor")))
         return b["scale"] * jnp.mean(y**2)
     tx = optax.adam(1e-2)
     opt_where = sharding.shardings(jax.eval_shape(tx.init, params), rules, mesh)

@@ -5,6 +5,7 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -171,6 +172,46 @@ def test_each_program_of_ppo_compiles_once(sft, tmp_path):
         state, _, seconds = stage.train_step(state, step)
     assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
     assert set(seconds) == {"generate", "score", "experience", "update", "reward/wordiness"}
+    assert set(stage._ahead) == {3}  # prepared while the last update ran
+    np.testing.assert_array_equal(stage._ahead[3].tokens, stage.train_data.batch(config.seed, 3, 8).tokens)
+
+
+def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp_path):
+    from rlhf_jax.stages import PPOStage
+
+    stage = PPOStage(ppo_config(tmp_path / "x", sft.run_dir, dtype="bfloat16"), reward_funcs=[wordiness])
+    policy = stage.state.params["policy"]
+    assert {x.dtype for x in jax.tree.leaves(policy)} == {jnp.dtype("float32")}
+    matrices = [x for x in jax.tree.leaves(stage.ref_params) if x.ndim > 1 and x.shape[-1] > 1]
+    assert jnp.dtype("bfloat16") in {x.dtype for x in matrices}
+    size = sum(x.nbytes for x in jax.tree.leaves(stage.ref_params))
+    assert size < 0.52 * sum(x.nbytes for x in jax.tree.leaves(policy))
+    prompts = stage.train_data.batch(0, 0, 8)
+    rollout = stage.roll(policy, prompts, stage.state.seed, stage.state.step, None, 1)
+    # The reference is the policy's start: were it rounded otherwise than the forward pass rounds, a KL would show.
+    np.testing.assert_array_equal(stage._kl({"policy": policy}, stage.ref_params, rollout), 0)
+
+
+def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, tmp_path):
+    from rlhf_jax.stages import PPOStage
+
+    model, policy = hf.load(sft.paths["policy"], kind="causal")
+    path, updates = str(tmp_path / "reward"), []
+    scalar = {"backbone": policy["backbone"], "score": model.init_score(jax.random.key(0))}
+    hf.save(path, model, jax.device_get(scalar), kind="scalar")
+    data.save_tokenizer(data.load_tokenizer(sft.paths["policy"]), path)
+    for where in ("none", "pinned_host"):
+        config = ppo_config(tmp_path / where, sft.run_dir, reward_model_path=path, offload_frozen=where)
+        stage = PPOStage(config)
+        waiting = {x.sharding.memory_kind for x in jax.tree.leaves((stage.ref_params, stage.scorer.models[0].params))}
+        assert waiting == {"device" if where == "none" else "pinned_host"}
+        state = stage.state
+        for step in range(2):
+            state, metrics, _ = stage.train_step(state, step)
+        updates.append((jax.device_get(state.params), jax.device_get(metrics)))
+        assert stage._experience._cache_size() == stage._update._cache_size() == 1
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(stage.ref_params)} == waiting
+    jax.tree.map(np.testing.assert_array_equal, *updates)
 
 
 def test_a_callback_sees_every_update_and_may_stop(tmp_path):

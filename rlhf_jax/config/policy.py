@@ -64,7 +64,11 @@ class PolicyConfig(StageConfig):
     num_train_epochs: float = 3.0
     """Passes over the prompts when total_episodes is not given."""
     rollout_batch_size: int | None = None
-    """Rows generated and scored at a time, over all devices; default: batch_size."""
+    """Rows generated and scored at a time, over all devices; default: batch_size. Log-probabilities and values go
+    micro_batch_size at a time, if that is less."""
+    offload_frozen: Literal["none", "pinned_host"] = "none"
+    """Where reference and reward models wait between the phases that need them: on the device, or in the host's memory
+    (a copy over the bus each time)."""
     shuffle_dataset: bool = True
     """Take the prompts in a new order each pass; false: as they come."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -105,6 +109,11 @@ class PolicyConfig(StageConfig):
     """Only one row a prompt in these tables."""
     metrics: Literal["correct", "trl"] = "correct"
     """trl: metrics that TRL leaves unmasked or takes after the KL, as TRL logs them."""
+
+    @property
+    def micro_batches_show(self) -> bool:
+        """With TRL's metrics, whose variance is over micro-batches."""
+        return self.metrics == "trl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +161,11 @@ class PPOConfig(PolicyConfig):
     """Where the score lands: one position after eos (OpenAI, TRL) or on eos itself."""
     loss_aggregation: Literal["token_mean", "token_mean_micro", "seq_mean"] = "token_mean"
     """Mean over all tokens of the minibatch; mean of micro-batch means (TRL's); mean over rows of token means."""
+
+    @property
+    def micro_batches_show(self) -> bool:
+        """With TRL's metrics, and with a mean of micro-batch means."""
+        return super().micro_batches_show or self.loss_aggregation == "token_mean_micro"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,13 +72,15 @@ class StageConfig:
     query_overflow: Literal["truncate", "drop"] = "truncate"
     """Longer prompts: cut the post paragraph-wise as OpenAI did, or drop the row as TRL does."""
     length_buckets: tuple[int, ...] | None = None
-    """Padded lengths that batches are rounded up to; default: quarters of the longest."""
+    """Padded lengths of rows. SFT and reward model: of a batch; default: quarters of the longest. PPO and RLOO: of the
+    prompts of a micro-batch, in one program; default: half, three quarters and all of the longest."""
 
     # --- batches and optimizer
     batch_size: int = 64
     """Rows (PPO: episodes) an update, over all devices."""
     micro_batch_size: int | None = None
-    """Rows a forward and backward pass, over all devices; default: the whole minibatch. Never changes the result."""
+    """Rows a forward and backward pass, over all devices; default: as many as make 2,048 tokens on a CPU, 16,384 on
+    another device. Never changes the result."""
     learning_rate: float = 3e-6
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -105,6 +107,11 @@ class StageConfig:
     """Devices that share params and optimizer state."""
     mesh_tensor: int = 1
     """Devices that split heads and hidden units."""
+
+    @property
+    def micro_batches_show(self) -> bool:
+        """Whether it is seen in the loss or the metrics which rows share a micro-batch."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

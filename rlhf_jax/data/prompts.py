@@ -37,11 +37,13 @@ class PromptData(batches.Batched[PromptBatch]):
         return (self.tokens,)
 
     def _take(self, rows: np.ndarray) -> PromptBatch:
-        """tokens [B, C] int32 with C a bucket, lengths [B] int32, rows [B] int32."""
+        """tokens [B, C] int32 with C the same for all batches, so that a run has one program; lengths [B] int32, rows
+        [B] int32."""
         chosen = [self.tokens[i] for i in rows]
-        lengths = batches.lengths_of(chosen)
-        width = batches.bucket(int(lengths.max()), self.buckets)
-        return PromptBatch(batches.pad_left(chosen, width, self.pad_id), lengths, rows.astype(np.int32))
+        width = batches.bucket(self.report.longest, self.buckets)
+        return PromptBatch(
+            batches.pad_left(chosen, width, self.pad_id), batches.lengths_of(chosen), rows.astype(np.int32)
+        )
 
     @property
     def conversational(self) -> bool:

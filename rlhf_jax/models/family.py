@@ -166,10 +166,10 @@ class Model:
         out = jnp.einsum("...d,do->...o", hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
         return out + score["bias"][0].astype(jnp.float32) if "bias" in score else out
 
-    def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
-        """The same params with "layers" a list of L dicts, matrices in `dtype`, for prefill and decode (inside jit).
+    def rounded(self, params: Params, dtype: Any) -> Params:
+        """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
 
-        Layer norms and the scalar head stay as they are: the training forward uses them in float32 too.
+        Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too.
         """
 
         def cast(path: tuple, leaf: Array) -> Array:
@@ -177,7 +177,11 @@ class Model:
             keep = "score" in names or any("norm" in name for name in names)
             return leaf if keep else leaf.astype(dtype)
 
-        params = jax.tree_util.tree_map_with_path(cast, params)
+        return jax.tree_util.tree_map_with_path(cast, params)
+
+    def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
+        """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit)."""
+        params = self.rounded(params, dtype)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]

@@ -240,8 +240,11 @@ def hidden(
             rate = config.attention_dropout if site[0] == _DROP_ATTENTION else config.hidden_dropout
             return x if keys is None or rate == 0 else row_dropout(x, rate, keys, index, *site)
 
+        dropping = keys is not None and config.attention_dropout > 0
+        drop_weights = (lambda x, start: drop(x, _DROP_ATTENTION, start)) if dropping else None
+
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, mask, lambda x, start: drop(x, _DROP_ATTENTION, start)), None
+            return causal_attention(query, key, value, mask, drop_weights), None
 
         return block.apply({"params": params}, x, rope, attend_fn, drop)
 

@@ -252,7 +252,7 @@ class Scorer:
         b = len(rows)
         limit = b if limit is None else limit
         readers = [m for m in self.models if m.tokenizer is None]
-        scores, dense, finite = self._on_device([m.params for m in readers], rollout, group)
+        scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
         wanted = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
         host, finite = sharding.fetch((wanted, finite))
         names = [m.name for m in readers] + self._device_names
@@ -279,7 +279,7 @@ class Scorer:
                     buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < longest) + (longest,),
                 )
                 placed = sharding.shard_batch((tokens, text_lengths), self._mesh)
-                by_model[model.name] = self._texts(i, model.params, *placed)
+                by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
                 names.append(model.name)
                 finite.append(np.isfinite(sharding.fetch(by_model[model.name])))
                 seconds[model.name] = time.perf_counter() - began

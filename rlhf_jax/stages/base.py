@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import models, sharding
+from rlhf_jax import arithmetic, models, sharding
 from rlhf_jax.data import load_tokenizer
 from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Params, TrainState, UserError
@@ -34,8 +34,9 @@ class Stage:
     """Names of the learning rate among the metrics."""
 
     def __init__(self, config, *, optimizer=None):
-        self.config = config
         self.mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+        platform = self.mesh.devices.flat[0].platform
+        self.config = config = arithmetic.with_micro_batch(config, sharding.row_shards(self.mesh), platform)
         self.batch_sharding = sharding.batch_sharding(self.mesh)
         self.custom_optimizer = optimizer is not None
         self.optimizer = optimizer if self.custom_optimizer else common.make_optimizer(config)

@@ -74,7 +74,7 @@ class LookingStage(base.Stage):
             rollout = batch.rollout
             kl = None
             if self.ref_params is not None:
-                kl = self._kl({"policy": params}, self.ref_params, rollout)
+                kl = self._kl({"policy": params}, sharding.resident(self.ref_params), rollout)
             scores = jnp.where(batch.scored.scorable, self.whole_scores(batch), jnp.nan)
             host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, kl))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])

@@ -57,7 +57,9 @@ class PolicyStage(LookingStage):
         self._eval_seed = self.place_batch(np.uint32(config.seed ^ 0x5EED))
         self.scorer.load_weights(self.place_params)
         self._load_weights()
+        self._settle_frozen()
         self._compile()
+        self._ahead: dict[int, Any] = {}
         self.shown: Any = None  # a batch and its advantages, which `training_completions` shows once
 
     @property
@@ -148,9 +150,23 @@ class PolicyStage(LookingStage):
             _, ref = hf.load(c.ref_model_path, kind="causal", revision=c.ref_model_revision)
         return policy, lambda: self.place_params(self.ref, jax.tree.map(np.array, ref))
 
+    def _settle_frozen(self):
+        """Reference and reward models in the compute dtype (bfloat16: half the memory), and where they wait."""
+        dtype, where = jnp.dtype(self.config.dtype), self.config.offload_frozen
+        rounded = jax.jit(lambda model, params: model.rounded(params, dtype), static_argnums=0)
+
+        def settled(model, params):
+            params = params if dtype == jnp.float32 else rounded(model, params)
+            return params if where == "none" else sharding.to_host_memory(params, f"offload_frozen {where}")
+
+        if self.ref_params is not None:
+            self.ref_params = settled(self.ref, self.ref_params)
+        for reader in self.scorer.models:
+            reader.params = settled(reader.model, reader.params)
+
     def reference(self, state):
-        """The reference's params: the state's own where training moves them."""
-        return self.ref_params if state.ref_params is None else state.ref_params
+        """The reference's params, on the device: the state's own where training moves them."""
+        return sharding.resident(self.ref_params) if state.ref_params is None else state.ref_params
 
     # --- programs
 
@@ -222,7 +238,7 @@ class PolicyStage(LookingStage):
     def train_step(self, state, step):
         """Prompts, rollout, scores, experience, update; seconds of each."""
         c, clock = self.config, Clock()
-        prompts = self.train_data.batch(c.seed, step, self.rows_per_update)
+        prompts = self._prompts(step)
         rollout = self.roll(state.params["policy"], prompts, state.seed, state.step, None, self.group)
         rollout = clock.wait("generate", rollout)
         rows = np.repeat(prompts.rows, self.group)
@@ -239,8 +255,16 @@ class PolicyStage(LookingStage):
             # Copies: the update may give these buffers away.
             advantages = jnp.array(experience.advantages)
             self.shown = Batch(rollout, scored, self.train_data, rows), advantages
-        state, metrics = clock.wait("update", self._update(state, experience, found))
+        learned = self._update(state, experience, found)
+        self._ahead = {step + 1: self._prompts(step + 1)}  # while the device works
+        state, metrics = clock.wait("update", learned)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
+
+    def _prompts(self, step: int):
+        """The host's batch of an update: the one prepared during the last, or a new one."""
+        if step not in self._ahead:
+            return self.train_data.batch(self.config.seed, step, self.rows_per_update)
+        return self._ahead[step]
 
     def roll(self, policy, prompts, seed, step, temperature, group):
         """Responses of a policy to a batch of prompts from the host."""

@@ -44,7 +44,7 @@ class PPOStage(PolicyStage):
             else:
                 value = self.policy if first is None else first.model
             self._check_same_ids(value, "value_model_path")
-        self.nets = forward.Networks(self.policy, self.ref, value)
+        self.nets = forward.Networks(self.policy, self.ref, value, self.mesh)
 
     def _load_weights(self):
         c = self.config

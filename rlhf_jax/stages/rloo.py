@@ -28,7 +28,7 @@ class RLOOStage(PolicyStage):
         self.shared_prompts = c.shared_prompts and not self.dropout
         if self.dropout and c.shared_prompts:
             self.report.append("the policy has dropout, so updates compute each prompt once a response")
-        self.nets = forward.Networks(self.policy, self.ref, None)
+        self.nets = forward.Networks(self.policy, self.ref, None, self.mesh)
 
     def _load_weights(self):
         c = self.config

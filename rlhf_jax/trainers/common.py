@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from rlhf_jax import sharding
 from rlhf_jax.types import Array, Params
 
 
@@ -159,6 +160,100 @@ def groups_at_once(rows: int | None, group: int, groups: int) -> int | None:
     return None if rows is None else math.gcd(groups, max(rows // group, 1))
 
 
+class Cuts(NamedTuple):
+    """Ways to make a micro-batch narrower, and which of them each micro-batch takes."""
+
+    functions: tuple[Callable, ...]  # micro-batch -> micro-batch with fewer columns of padding
+    choice: Array  # [N] int32, the function of each micro-batch
+
+
+def switch(choice: Array, branches: Sequence[Callable], *operands: Any) -> Any:
+    """`lax.switch`, and just a call where there is one branch."""
+    return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(choice, branches, *operands)
+
+
+def prompt_widths(config, columns: int) -> tuple[int, ...]:
+    """Columns that prompts are cut to, ascending; the last is all of them.
+
+    Args:
+      config: length_buckets; None: half, three quarters and all, where prompts have 256 columns or more (each width is
+        a program of its own within the step, and short prompts are not worth it).
+      columns: C.
+    """
+    widths = config.length_buckets
+    if widths is None:
+        widths = [-(-columns * quarters // 32) * 8 for quarters in (2, 3)] if columns >= 256 else ()
+    return (*sorted({width for width in widths if width < columns}), columns)
+
+
+def narrowest(lengths: Array, widths: Sequence[int]) -> Array:
+    """Which of `widths` is the least that holds all of a micro-batch's prompts: lengths [N, m] -> [N] int32."""
+    return jnp.searchsorted(jnp.array(widths), jnp.max(lengths, axis=1)).astype(jnp.int32)
+
+
+def together_by_length(lengths: Array, config) -> Array:
+    """An order of rows in which those with prompts of like length are neighbours, so that micro-batches can be narrow.
+
+    Rows stay as they are where it matters which of them share a micro-batch.
+
+    Args:
+      lengths: [M] int32.
+      config: a PPOConfig or RLOOConfig.
+
+    Returns:
+      [M] int32.
+    """
+    if config.micro_batches_show:
+        return jnp.arange(lengths.shape[0])
+    return jnp.argsort(lengths)
+
+
+def by_prompt_length(
+    function: Callable,
+    batch: Any,
+    lengths: Array,
+    rows: int | None,
+    cut: Callable,
+    widths: Sequence[int],
+    mesh: Any | None = None,
+) -> Any:
+    """Applies `function` to `rows` rows at a time, those with prompts of like length together and cut to their width.
+
+    Args:
+      function: pytree [b, ...] -> pytree [b, ...].
+      batch: pytree [B, ...].
+      lengths: [B] int32, of the prompts.
+      rows: b; divides B. None: all.
+      cut: (pytree [b, ...], a width) -> the same with prompts of that many columns.
+      widths: ascending; the last is that of `batch`.
+      mesh: over which rows are spread, or None.
+
+    Returns:
+      function(batch), as if called once.
+    """
+    count = lengths.shape[0]
+    rows = count if rows is None else min(rows, count)
+    if rows == count:
+        return function(batch)
+    order = jnp.argsort(lengths)
+    parts = sharding.spread_rows(split_micro(jax.tree.map(lambda x: x[order], batch), rows), mesh, axis=1)
+    choice = narrowest(lengths[order].reshape(-1, rows), widths)
+
+    def of(item):
+        branches = [lambda part, width=width: function(cut(part, width)) for width in widths]
+        return switch(item[0], branches, item[1])
+
+    out = jax.lax.map(of, (choice, parts))
+    back = jnp.argsort(order)
+    return sharding.spread_rows(jax.tree.map(lambda x: x.reshape((count,) + x.shape[2:])[back], out), mesh)
+
+
+def rows_judged(config, rows: int) -> int | None:
+    """Rows of a batch of `rows` that are judged at a time: rollout_batch_size, or the micro_batch_size if less."""
+    sizes = [size for size in (config.rollout_batch_size, config.micro_batch_size) if size and rows % size == 0]
+    return min(sizes, default=None)
+
+
 def total(function: Callable, micro_batches: Any) -> Any:
     """Sums a function's pytree over micro-batches by `lax.scan`, as `accumulate` does, without gradients.
 
@@ -180,7 +275,7 @@ def total(function: Callable, micro_batches: Any) -> Any:
     return jax.lax.scan(body, zeros, (jnp.arange(n), micro_batches))[0]
 
 
-def accumulate(loss_fn: Callable, params: Params, micro_batches: Any) -> tuple[Params, Any]:
+def accumulate(loss_fn: Callable, params: Params, micro_batches: Any, cuts: Cuts | None = None) -> tuple[Params, Any]:
     """Sums gradients and metrics of `loss_fn` over micro-batches by `lax.scan`, in float32.
 
     `loss_fn` divides by counts of the whole minibatch itself, so that the sum is the minibatch's own gradient.
@@ -189,21 +284,29 @@ def accumulate(loss_fn: Callable, params: Params, micro_batches: Any) -> tuple[P
       loss_fn: (params, micro_batch, index) -> (loss [], metrics pytree).
       params: what to differentiate.
       micro_batches: pytree [N, m, ...].
+      cuts: how each micro-batch is cut before `loss_fn` sees it; its backward pass is as narrow.
 
     Returns:
       (gradients, metrics summed over N)
     """
     n = jax.tree.leaves(micro_batches)[0].shape[0]
     grad_fn = jax.grad(loss_fn, has_aux=True)
+    cuts = cuts or Cuts((lambda micro: micro,), jnp.zeros(n, jnp.int32))
+
+    def gradient(choice, params, micro, index):
+        # The gradient is taken within each branch: that of a switch would keep the residuals of all its branches.
+        branches = [lambda params, micro, index, cut=cut: grad_fn(params, cut(micro), index) for cut in cuts.functions]
+        return switch(choice, branches, params, micro, index)
+
     if n == 1:
-        return grad_fn(params, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
+        return gradient(cuts.choice[0], params, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
 
     def body(carry, item):
-        index, micro = item
-        grads, metrics = grad_fn(params, micro, index)
+        index, choice, micro = item
+        grads, metrics = gradient(choice, params, micro, index)
         return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, (grads, metrics)), None
 
     shapes = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], micro_batches), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-    total, _ = jax.lax.scan(body, zeros, (jnp.arange(n), micro_batches))
+    total, _ = jax.lax.scan(body, zeros, (jnp.arange(n), cuts.choice, micro_batches))
     return total

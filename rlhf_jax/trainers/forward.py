@@ -10,16 +10,22 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
+from rlhf_jax.generate import in_chunks
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
+
+LOGIT_POSITIONS = 1024
+"""Rows of logits at a time: 206 MB of float32 with Pythia's vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The models of a run; static under jit. `value` is None when the policy carries the value head."""
+    """The models of a run; static under jit. `value` is None when the policy carries the value head; `mesh` is where
+    rows are spread, None where there is one device."""
 
     policy: Any
     ref: Any
     value: Any | None
+    mesh: Any | None = None
 
 
 def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
@@ -46,8 +52,35 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
     Returns:
       (log-probabilities [b, T] float32, entropies [b, T] float32)
     """
-    logits = model.logits(params, hidden) / (temperature + 1e-7)
-    return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
+
+    def of(rows):
+        hidden, response = rows
+        if hidden.dtype == jnp.float32:
+            # The few hidden states rather than the many logits; in half precision that would round them once more.
+            logits = model.logits(params, hidden / (temperature + 1e-7))
+        else:
+            logits = model.logits(params, hidden) / (temperature + 1e-7)
+        return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
+
+    return by_positions(of, (hidden, response))
+
+
+def by_positions(function, rows):
+    """Applies `function`, which makes logits, to so many rows at a time that there are about LOGIT_POSITIONS of them.
+
+    Args:
+      function: pytree of [r, T, ...] -> pytree of [r, T].
+      rows: pytree of [b, T, ...]. Up to LOGIT_POSITIONS positions go at once; of more, logits are made again in the
+        backward pass, so that there is never more than one chunk of them.
+
+    Returns:
+      function(rows), as if called once.
+    """
+    b, t = jax.tree.leaves(rows)[0].shape[:2]
+    if b * t <= LOGIT_POSITIONS:
+        return function(rows)
+    chunk = max(r for r in range(1, b + 1) if b % r == 0 and (r == 1 or r * t <= LOGIT_POSITIONS))
+    return in_chunks(jax.checkpoint(function), rows, chunk)
 
 
 def response_hidden(model, params, tokens, mask, t, config):

@@ -6,12 +6,14 @@ whose names are not the papers' are TRL's.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax import losses
-from rlhf_jax.generate import in_chunks
+from rlhf_jax import losses, sharding
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.trainers import common
 from rlhf_jax.trainers.forward import Networks, evaluate_actor_critic, full_sequence, response_hidden, response_logprobs
@@ -59,14 +61,7 @@ def make_experience(
     inside = adv.response_mask(rollout.lengths, t)
     valued = adv.value_mask(rollout.lengths, t)
 
-    def look(rows):
-        tokens, mask = rows
-        logprobs, _, values = evaluate_actor_critic(nets, params, tokens, mask, t, config)
-        ref_hidden = response_hidden(nets.ref, ref_params, tokens, mask, t, config)
-        ref_logprobs, _ = response_logprobs(nets.ref, ref_params, ref_hidden, tokens[:, -t:], config.temperature)
-        return logprobs, ref_logprobs, values
-
-    logprobs, ref_logprobs, values = in_chunks(look, (tokens, mask), config.rollout_batch_size)
+    logprobs, ref_logprobs, values = judge(nets, params, ref_params, tokens, mask, t, config)
     if config.old_logprobs == "sampler":
         logprobs = rollout.logprobs
     # The same fill on both sides: KL 0 and ratio 1 outside the response.
@@ -117,6 +112,49 @@ def make_experience(
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }
     return experience, metrics
+
+
+def judge(
+    nets: Networks, params: Params, ref_params: Params, tokens: Array, mask: Array, t: int, config
+) -> tuple[Array, Array, Array]:
+    """What the models say of prompts and responses, some rows at a time.
+
+    Args:
+      nets, params, ref_params: the trained models and the reference.
+      tokens, mask: [B, C + T], of `full_sequence`.
+      t: T.
+      config: a PPOConfig.
+
+    Returns:
+      (log-probabilities, the reference's, values), each [B, T] float32; outside the response they mean nothing.
+    """
+
+    def look(rows):
+        tokens, mask = rows
+        logprobs, _, values = evaluate_actor_critic(nets, params, tokens, mask, t, config)
+        ref_hidden = response_hidden(nets.ref, ref_params, tokens, mask, t, config)
+        ref_logprobs, _ = response_logprobs(nets.ref, ref_params, ref_hidden, tokens[:, -t:], config.temperature)
+        return logprobs, ref_logprobs, values
+
+    return common.by_prompt_length(
+        look,
+        (tokens, mask),
+        prompt_lengths(mask, t),
+        common.rows_judged(config, tokens.shape[0]),
+        lambda rows, width: last_columns(rows, width + t),
+        common.prompt_widths(config, tokens.shape[1] - t),
+        nets.mesh,
+    )
+
+
+def prompt_lengths(mask: Array, t: int) -> Array:
+    """Tokens of the prompts in mask [B, C + T]: [B] int32."""
+    return jnp.sum(mask[:, :-t], axis=1)
+
+
+def last_columns(rows: Any, width: int) -> Any:
+    """The last `width` columns of each array of a pytree [b, S]."""
+    return jax.tree.map(lambda x: x[:, -width:], rows)
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
@@ -244,7 +282,7 @@ def look(nets: Networks, params: Params, experience: Experience, config) -> Metr
     Returns:
       As `update`'s, without what needs a step; each [] float32.
     """
-    micros = common.split_micro(experience, config.micro_batch_size)
+    micros = sharding.spread_rows(common.split_micro(experience, config.micro_batch_size), nets.mesh, axis=1)
     weights = loss_weights(micros.lengths, experience.logprobs.shape[1], config)
 
     def of(micro, index):
@@ -281,10 +319,21 @@ def update(
     minibatch = b // config.num_mini_batches
     t = experience.logprobs.shape[1]
 
+    of_prompts = prompt_lengths(experience.mask, t)
+    widths = common.prompt_widths(config, experience.tokens.shape[1] - t)
+
+    def cut(micro, width):
+        part, scale = micro
+        tokens, mask = last_columns((part.tokens, part.mask), width + t)
+        return part.replace(tokens=tokens, mask=mask), scale
+
     def minibatch_step(carry, rows):
         params, opt_state = carry
-        batch = jax.tree.map(lambda x: x[rows], experience)
-        micros = common.split_micro(batch, config.micro_batch_size)
+        rows = rows[common.together_by_length(of_prompts[rows], config)]
+        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, of_prompts))
+        micros, lengths = common.split_micro((batch, lengths), config.micro_batch_size)
+        micros = sharding.spread_rows(micros, nets.mesh, axis=1)
+        cuts = common.Cuts(tuple(functools.partial(cut, width=w) for w in widths), common.narrowest(lengths, widths))
         weights = loss_weights(micros.lengths, t, config)
         n = micros.lengths.shape[0]
 
@@ -297,7 +346,7 @@ def update(
             spread = metrics["val/ratio"] * (n if config.metrics == "trl" else 1)
             return loss, (metrics, jnp.where(own, error, 0.0), jnp.where(own, spread, 0.0))
 
-        grads, (metrics, errors, ratios) = common.accumulate(loss_fn, params, (micros, weights))
+        grads, (metrics, errors, ratios) = common.accumulate(loss_fn, params, (micros, weights), cuts)
         params, opt_state, norm = common.apply_gradients(optimizer, params, opt_state, grads, rate)
         ratios = ratios if config.metrics == "trl" else metrics["val/ratio"][None]
         return (params, opt_state), ({**metrics, "grad_norm": norm}, jnp.max(errors), ratios)

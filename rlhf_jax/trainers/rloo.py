@@ -8,12 +8,13 @@ A row of length -1 is absent: it fills a batch up, and is in no mean. Line numbe
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax import losses
-from rlhf_jax.generate import in_chunks
+from rlhf_jax import losses, sharding
 from rlhf_jax.trainers import common
 from rlhf_jax.trainers.forward import Networks, group_logprobs
 from rlhf_jax.trainers.rollouts import grouped, objective_metrics, penalize_missing_eos, reward_metrics
@@ -95,8 +96,10 @@ def make_experience(
             return logprobs, logprobs
         return logprobs, group_logprobs(nets.ref, ref_params, rows, config)[0]
 
-    at_once = common.groups_at_once(config.rollout_batch_size, size, groups)
-    logprobs, ref_logprobs = (x.reshape(-1, t) for x in in_chunks(look, looked, at_once))
+    at_once = common.groups_at_once(common.rows_judged(config, groups * size), size, groups)
+    widths = common.prompt_widths(config, looked.prompt_tokens.shape[1])
+    found = common.by_prompt_length(look, looked, looked.prompt_lengths, at_once, cut_prompts, widths, nets.mesh)
+    logprobs, ref_logprobs = (x.reshape(-1, t) for x in found)
     if config.old_logprobs == "sampler":
         logprobs = rollout.logprobs
     logprobs = jnp.where(inside, logprobs, 0.0)
@@ -144,6 +147,11 @@ def make_experience(
     else:
         found["kl"] = adv.masked_mean(kl, learned)
     return experience, found
+
+
+def cut_prompts(rows: GroupExperience, width: int) -> GroupExperience:
+    """The same with the last `width` columns of the prompts."""
+    return rows.replace(prompt_tokens=rows.prompt_tokens[:, -width:])
 
 
 def clip_range(given: tuple[float, ...]) -> tuple[float, float]:
@@ -278,10 +286,13 @@ def by_micro_batch(nets: Networks, minibatch: GroupExperience, config):
 
     Returns:
       (function of (params, (micro-batch, dropout keys or None), index) -> (loss, sums and extremes [N] in its slot),
-      micro-batches [N, ...])
+      micro-batches [N, ...], how each is cut)
     """
     groups, size = minibatch.lengths.shape
+    order = common.together_by_length(minibatch.prompt_lengths, config)
+    minibatch = jax.tree.map(lambda x: x[order], minibatch)
     micros = common.split_micro(minibatch, common.groups_at_once(config.micro_batch_size, size, groups))
+    micros = sharding.spread_rows(micros, nets.mesh, axis=1)
     n = micros.lengths.shape[0]
     rows = jnp.maximum(jnp.sum(minibatch.lengths >= 0), 1).astype(jnp.float32)
 
@@ -292,7 +303,13 @@ def by_micro_batch(nets: Networks, minibatch: GroupExperience, config):
         own = jnp.arange(n) == index
         return loss, jax.tree.map(lambda x: jnp.where(own, x, 0.0), (sums, ends))
 
-    return loss_fn, micros
+    def cut(item, width):
+        micro, keys = item
+        return cut_prompts(micro, width), keys
+
+    widths = common.prompt_widths(config, micros.prompt_tokens.shape[2])
+    functions = tuple(functools.partial(cut, width=width) for width in widths)
+    return loss_fn, micros, common.Cuts(functions, common.narrowest(micros.prompt_lengths, widths))
 
 
 def look(nets: Networks, params: Params, experience: GroupExperience, config) -> Metrics:
@@ -306,7 +323,7 @@ def look(nets: Networks, params: Params, experience: GroupExperience, config) ->
     Returns:
       As `update`'s of one step, without grad_norm; each [] float32.
     """
-    loss_fn, micros = by_micro_batch(nets, experience, config)
+    loss_fn, micros, _ = by_micro_batch(nets, experience, config)
     sums, ends = common.total(lambda micro, index: loss_fn(params, (micro, None), index)[1], micros)
     stats = step_metrics(sums, ends, experience.logprobs.shape[2], config)
     return {name: x for name, x in stats.items() if name not in ("ratios", "val/ratio_error")}
@@ -351,12 +368,12 @@ def update(
     def step(carry, item):
         params, opt_state, ref = carry
         chosen, rate, number = item
-        loss_fn, micros = by_micro_batch(nets, jax.tree.map(lambda x: x[chosen], experience), config)
+        loss_fn, micros, cuts = by_micro_batch(nets, jax.tree.map(lambda x: x[chosen], experience), config)
         keys = None
         if dropout_key is not None:
             keys = common.row_keys(jax.random.fold_in(dropout_key, number), part)
             keys = keys.reshape(micros.lengths.shape[0], -1)
-        grads, (sums, ends) = common.accumulate(loss_fn, params, (micros, keys))
+        grads, (sums, ends) = common.accumulate(loss_fn, params, (micros, keys), cuts)
         params, opt_state, norm = common.apply_gradients(optimizer, params, opt_state, grads, rate)
         if config.sync_ref_model:
             due = (state.step * steps + number + 1) % config.ref_model_sync_steps == 0

@@ -209,7 +209,7 @@ class Current(RLOOReplay):
           (state, metrics, loss of each micro-batch [accum])
         """
         config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
-        loss_fn, micros = rloo.by_micro_batch(self.nets, rows, config)
+        loss_fn, micros, _ = rloo.by_micro_batch(self.nets, rows, config)
         share = common.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
         order = jnp.arange(self.micro * self.accum)[None]
         optimizer = accumulating(self.optimizer, 1)
