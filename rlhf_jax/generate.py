@@ -121,18 +121,24 @@ def generate(
     Returns:
       Rollout of B rows with T = sampling.max_new_tokens.
     """
+    return respond(model, model.unstack(params, dtype), prompts, key, sampling, group=group, rows=rows, dtype=dtype)
+
+
+def respond(
+    model, layers, prompts: PromptBatch, key: Array, sampling: Sampling, *, group: int = 1, rows=None, dtype=jnp.float32
+):
+    """`generate` with params by `model.unstack`, which a rollout of several chunks lays out for decoding only once."""
     c = prompts.tokens.shape[1]
     b = prompts.tokens.shape[0] * group
     t_max = sampling.max_new_tokens
     rows = jnp.arange(b) if rows is None else rows
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    layers = model.unstack(params, dtype)
     prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
     hidden, prefix = model.prefill(layers, prompts.tokens, prompt_mask, dtype)
     hidden, lengths_of_prompts = jnp.repeat(hidden, group, axis=0), jnp.repeat(prompts.lengths, group)
 
     def sample(hidden, t, seen):
-        logits = process_logits(model.logits(layers, hidden), seen, sampling)
+        logits = process_logits(model.next_logits(layers, hidden), seen, sampling)
         if sampling.temperature > 0:
             token = draw(jax.vmap(jax.random.fold_in, (0, None))(row_keys, t), logits)
         else:

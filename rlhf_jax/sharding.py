@@ -7,6 +7,7 @@ placement of their arguments; no mesh is ever set globally.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -53,6 +54,64 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     elif fixed != len(devices):
         raise UserError(f"{product} = {fixed}, but there are {len(devices)} devices: set one of them to -1")
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the axes of a model's arrays are called, and the mesh axes that split them. Hashable: static under jit.
+
+    The names: `rows` of a batch; `data`, the rows where `fsdp` splits something else; `draws`, the rows where nothing
+    else is split; `fsdp` and `tensor`, the two ways that a matrix is split; `vocabulary`, split both ways.
+
+    Attributes:
+      mesh: the run's.
+      folded: the model's heads do not divide by `tensor`. Its devices share params as those on `fsdp` do, and rows too.
+    """
+
+    mesh: Mesh
+    folded: bool = False
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes behind a name; None: of no split."""
+        return _mesh_axes(name, self.folded)
+
+
+def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
+    if folded:
+        named = {"rows": AXES, "fsdp": ("fsdp", "tensor"), "tensor": ()}
+    else:
+        named = {"rows": ("data", "fsdp"), "fsdp": ("fsdp",), "tensor": ("tensor",)}
+    return {None: (), "data": ("data",), "draws": AXES, "vocabulary": ("fsdp", "tensor"), **named}[name]
+
+
+def rules_of(names: Sequence[tuple[str, tuple[str | None, ...]]], folded: bool = False) -> Rules:
+    """A family's rules, (pattern, names of axes), as (pattern, PartitionSpec)."""
+
+    def spec(axes: Sequence[tuple[str, ...]]) -> P:
+        return P(*(None if not found else found[0] if len(found) == 1 else found for found in axes))
+
+    return tuple((pattern, spec([_mesh_axes(name, folded) for name in row])) for pattern, row in names)
+
+
+def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
+    """Asks the compiler, inside jit, to lay an array as its axes' names say.
+
+    Args:
+      layout: None, or one of a single device: nothing is asked.
+      x: an array.
+      names: of its first axes, as in `Layout`; the others are whole. Rows that do not divide are left to the compiler.
+
+    Returns:
+      The array.
+    """
+    if layout is None or layout.mesh.size == 1:
+        return x
+    entries: list[Any] = []
+    for size, name in zip(x.shape, names, strict=False):
+        choices = [layout.axes(name)] + ([ROWS[0]] if name in ("rows", "draws") else [])
+        fitting = [axes for axes in choices if size % math.prod(layout.mesh.shape[axis] for axis in axes) == 0]
+        entries.append((fitting[0] or None) if fitting else P.UNCONSTRAINED)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
 
 
 def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> Any:

@@ -45,7 +45,8 @@ from benchmark_report import SYSTEMS, below, busy, keep, machine, phase_table, r
 from rlhf_jax import UserError, data, metrics, models
 from rlhf_jax.data import synthetic
 from rlhf_jax.folder import write_atomically
-from rlhf_jax.models import gpt_neox, hf
+from rlhf_jax.models import hf
+from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 2048
@@ -144,7 +145,7 @@ def model_of(shape: str, tokenizer):
         return models.custom_shape(shape, int(given))
     if "x" in shape:
         return models.custom_shape(shape, rows)
-    if shape in gpt_neox.PYTHIA_SHAPES and rows > gpt_neox.PYTHIA_SHAPES[shape][3]:
+    if shape in PYTHIA_SHAPES and rows > PYTHIA_SHAPES[shape][3]:
         raise UserError(f"--tokenizer has {tokenizer.vocab_size} ids, more than the rows of Pythia {shape}")
     return models.pythia(shape)
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from rlhf_jax import arithmetic, configfile, models
-from rlhf_jax.models import gpt_neox
+from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
 from rlhf_jax.types import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -346,7 +346,7 @@ def test_wrong_line_of_a_prompts_file_is_named(tmp_path, capsys):
 
 def test_pythia_shapes_keep_their_published_rows():
     tokenizer = benchmark.data.load_tokenizer("synthetic")
-    for name, (layers, width, heads, rows) in gpt_neox.PYTHIA_SHAPES.items():
+    for name, (layers, width, heads, rows) in PYTHIA_SHAPES.items():
         config = benchmark.model_of(name, tokenizer).config
         assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, width, heads)
         assert config.vocab_size == rows

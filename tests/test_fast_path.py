@@ -128,6 +128,8 @@ def test_the_slope_of_gelu_is_the_formulas_and_all_that_is_kept():
 class Head:
     """A causal head alone."""
 
+    layout = None
+
     @staticmethod
     def logits(params, hidden):
         return hidden.astype(jnp.float32) @ params

@@ -119,8 +119,8 @@ def test_the_loop_ends_when_every_row_has_ended(model, params):
     certain = {**params, "embed_out": {"kernel": params["embed_out"]["kernel"] * 0}}
 
     class Certain(type(model)):
-        def logits(self, params, hidden):
-            return super().logits(params, hidden) + jnp.where(jnp.arange(V) == 5, 50.0, 0.0)[None]
+        def next_logits(self, params, hidden):
+            return super().next_logits(params, hidden) + jnp.where(jnp.arange(V) == 5, 50.0, 0.0)[None]
 
         def decode(self, *args):
             jax.debug.callback(lambda: calls.append(1))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.models import HEADS, custom_shape, gpt_neox, layers, pythia
+from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
 from rlhf_jax.types import UserError
 from tests.models_common import distance, padded_rows, random_params
 
@@ -83,7 +84,7 @@ def grouped(seed=0, group=3, context=7, length=5):
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_responses_after_shared_prompts_equal_the_full_forward_in_value_and_gradient(parallel, remat):
     model = custom_shape("2x32x4", 61, use_parallel_residual=parallel, rotary_pct=0.5)
     apart, whole = grouped()
@@ -184,7 +185,7 @@ def test_one_dropout_key_becomes_a_key_a_row_and_gradients_flow():
     np.testing.assert_array_equal(one, run_hidden(tokens, mask, model, key=keys))
 
     def loss(params):
-        return model.hidden(params, tokens, mask, dropout_key=key, remat=True)[..., 0].sum()
+        return model.hidden(params, tokens, mask, dropout_key=key, remat="full")[..., 0].sum()
 
     grads = jax.jit(jax.grad(loss))(PARAMS)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
@@ -219,7 +220,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("shape", gpt_neox.PYTHIA_SHAPES)
+@pytest.mark.parametrize("shape", PYTHIA_SHAPES)
 def test_every_pythia_shape_has_the_published_number_of_parameters(shape):
     params = jax.eval_shape(pythia(shape).init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PUBLISHED[shape]

@@ -113,7 +113,7 @@ def test_gradients_equal_torch(parallel):
         return (model.logits(params, model.hidden(params, tokens, mask, remat=remat)) * weight).sum()
 
     # With recomputation for one of the two forms of residual; it may not change anything.
-    grads = jax.tree.map(np.asarray, jax.jit(jax.grad(loss), static_argnums=1)(params, parallel))
+    grads = jax.tree.map(np.asarray, jax.jit(jax.grad(loss), static_argnums=1)(params, "full" if parallel else "none"))
     layers = grads["backbone"]["layers"]
     for index, layer in enumerate(torch_model.gpt_neox.layers):
         ours = layers["attention"]["query_key_value"]["kernel"][index].T

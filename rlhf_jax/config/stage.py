@@ -43,6 +43,9 @@ class StageConfig:
     """Compute precision; master weights and reductions stay float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing_policy: Literal["full", "dots"] = "full"
+    """What gradient_checkpointing computes again: full, all within a layer; dots, all but the outcomes of matrix
+    products, which is faster and keeps more."""
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
@@ -93,6 +96,8 @@ class StageConfig:
     """AdamW's second decay."""
     adam_epsilon: float = 1e-8
     """AdamW's epsilon (N+ uses 1e-5)."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's first moment; bfloat16 saves 2 bytes a param."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     weight_decay_on: Literal["matrices", "all"] = "matrices"
@@ -107,6 +112,11 @@ class StageConfig:
     """Devices that share params and optimizer state."""
     mesh_tensor: int = 1
     """Devices that split heads and hidden units."""
+
+    @property
+    def remat(self) -> str:
+        """What the backward pass computes again: 'none', 'dots' or 'full'."""
+        return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
 
     @property
     def micro_batches_show(self) -> bool:

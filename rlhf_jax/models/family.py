@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.models import gpt_neox, gpt_neox_hf
+from rlhf_jax.models.gpt_neox_config import PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
+from rlhf_jax.models.layers import product
+from rlhf_jax.sharding import Layout, constrain, rules_of
 from rlhf_jax.types import Array, Params, UserError
 
 HEADS = ("causal", "scalar")
@@ -22,20 +27,20 @@ class Family:
 
     name: str  # model_type in config.json
     init_backbone: Callable  # config, key -> params
-    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key= -> [B, S, D]
+    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout= -> [B, S, D]
     hidden_after_prompts: (
-        Callable  # config, backbone, prompts, mask, responses, mask, dtype=, remat= -> [P, D], [B, T, D]
+        Callable  # config, backbone, prompts, mask, responses, mask, dtype=, remat=, layout= -> [P, D], [B, T, D]
     )
-    prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype -> [P, D], prefix
-    empty_cache: Callable  # config, rows, slots, dtype -> cache
-    decode: Callable  # config, backbone, prefix, its mask, cache, tokens, positions, index, dtype -> [B, D], cache
+    prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype, layout -> [P, D], prefix
+    empty_cache: Callable  # config, rows, slots, dtype, layout -> cache
+    decode: Callable  # config, backbone, prefix, mask, cache, tokens, positions, index, dtype, layout -> [B, D], cache
     config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
     config_to_hf: Callable  # config, kind -> dict
     tensors: Callable  # config -> the checkpoint's backbone tensors and where each goes
     prefix: str  # of the backbone's tensors in a checkpoint with a head
     ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
     architectures: tuple[str, ...]  # class names in config.json that are understood
-    param_rules: tuple[tuple[str, P], ...]  # regular expression on the path -> sharding
+    param_rules: tuple[tuple[str, tuple], ...]  # regular expression on the path -> names of its axes (`Layout`)
 
 
 FAMILIES: dict[str, Family] = {
@@ -53,7 +58,7 @@ FAMILIES: dict[str, Family] = {
         prefix=gpt_neox_hf.PREFIX,
         ignored=gpt_neox_hf.IGNORED,
         architectures=gpt_neox_hf.ARCHITECTURES,
-        param_rules=gpt_neox.PARAM_RULES,
+        param_rules=PARAM_RULES,
     )
 }
 
@@ -68,6 +73,14 @@ class Model:
 
     family: Family
     config: Any
+    layout: Layout | None = None
+    """Where its arrays lie in a run; None: on one device."""
+
+    def on(self, mesh: Mesh) -> Model:
+        """The model laid out on a mesh; where its heads do not divide by the axis `tensor`, that is folded into `fsdp`,
+        so that a small model does not limit the mesh of a large one."""
+        folded = self.config.num_attention_heads % mesh.shape["tensor"] != 0
+        return dataclasses.replace(self, layout=Layout(mesh, folded))
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
@@ -123,17 +136,17 @@ class Model:
         mask: Array,
         *,
         dtype: Any = jnp.float32,
-        remat: bool = False,
+        remat: str = "none",
         dropout_key: Array | None = None,
     ) -> Array:
         """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
-        changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row.
+        changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
+        the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'.
         """
-        return self.family.hidden(
-            self.config, params["backbone"], tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key
-        )
+        options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
+        return self.family.hidden(self.config, params["backbone"], tokens, mask, **options)
 
     def hidden_after_prompts(
         self,
@@ -144,21 +157,32 @@ class Model:
         mask: Array,
         *,
         dtype: Any = jnp.float32,
-        remat: bool = False,
+        remat: str = "none",
     ) -> tuple[Array, Array]:
         """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
         responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
-        return self.family.hidden_after_prompts(
-            self.config, params["backbone"], prompts, prompt_mask, responses, mask, dtype=dtype, remat=remat
-        )
+        options = {"dtype": dtype, "remat": remat, "layout": self.layout}
+        given = (params["backbone"], prompts, prompt_mask, responses, mask)
+        return self.family.hidden_after_prompts(self.config, *given, **options)
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
-        if "embed_out" in params:
-            kernel, equation = params["embed_out"]["kernel"], "...d,dv->...v"
-        else:
-            kernel, equation = params["backbone"]["embed_in"]["embedding"], "...d,vd->...v"
-        return jnp.einsum(equation, hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        # Each device makes its columns for the rows of all: rows are small, the kernel is not.
+        hidden = constrain(self.layout, hidden, "data")
+        names = (None, "vocabulary")
+        kernel = constrain(self.layout, self._causal_kernel(params), *names)
+        logits = product(self.layout, names, jnp.dtype(jnp.float32), hidden, kernel, None)
+        return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
+
+    def next_logits(self, unstacked: Params, hidden: Array) -> Array:
+        """`logits` of one position a row, from `unstack`ed params, all columns of a row on one device: [B, D] ->
+        float32 [B, V]."""
+        kernel = self._causal_kernel(unstacked)
+        logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
+
+    def _causal_kernel(self, params: Params) -> Array:
+        return params["embed_out"]["kernel"] if "embed_out" in params else params["backbone"]["embed_in"]["embedding"].T
 
     def scalars(self, params: Params, hidden: Array) -> Array:
         """Scores or values: hidden [..., D] -> float32 [...], computed in float32."""
@@ -180,8 +204,18 @@ class Model:
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
-        """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit)."""
+        """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
+        gathered, once: `tensor` alone splits the weights that make tokens."""
         params = self.rounded(params, dtype)
+
+        def gathered(path: str, leaf: Array) -> Array:
+            names = next((row for pattern, row in self.family.param_rules if re.search(pattern, path)), ())
+            names = ["tensor" if name == "vocabulary" else None if name == "fsdp" else name for name in names]
+            return constrain(self.layout, leaf, *names, *[None] * (leaf.ndim - len(names)))
+
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: gathered(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), params
+        )
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
@@ -191,11 +225,11 @@ class Model:
         self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
     ) -> tuple[Array, list[Params]]:
         """Run prompts [P, C]: last column's hidden states [P, D], and per layer {"k", "v"} [P, H, C, K]."""
-        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, dtype)
+        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, dtype, self.layout)
 
     def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
         """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K]."""
-        return self.family.empty_cache(self.config, rows, slots, dtype)
+        return self.family.empty_cache(self.config, rows, slots, dtype, self.layout)
 
     def decode(
         self,
@@ -211,14 +245,13 @@ class Model:
         """A token a row into cache slot `index`: tokens, positions [B], prefix_mask [P, C] -> [B, D], cache.
 
         B is a multiple of P: row i answers prompt i // (B / P)."""
-        return self.family.decode(
-            self.config, unstacked["backbone"], prefix, prefix_mask, cache, tokens, positions, index, dtype
-        )
+        given = (unstacked["backbone"], prefix, prefix_mask, cache, tokens, positions, index, dtype)
+        return self.family.decode(self.config, *given, self.layout)
 
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
         """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
-        return self.family.param_rules
+        return rules_of(self.family.param_rules, self.layout is not None and self.layout.folded)
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:
@@ -226,9 +259,9 @@ def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model
 
     `overrides` are fields of the family's config. UserError for an unknown size.
     """
-    if shape not in gpt_neox.PYTHIA_SHAPES:
-        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(gpt_neox.PYTHIA_SHAPES)}.")
-    layers, width, heads, rows = gpt_neox.PYTHIA_SHAPES[shape]
+    if shape not in PYTHIA_SHAPES:
+        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(PYTHIA_SHAPES)}.")
+    layers, width, heads, rows = PYTHIA_SHAPES[shape]
     return _gpt_neox(layers, width, heads, vocab_size=rows if vocab_size is None else vocab_size, **overrides)
 
 
@@ -247,6 +280,6 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
 
 def _gpt_neox(layers: int, width: int, heads: int, **fields: Any) -> Model:
     fields = {"intermediate_size": 4 * width, **fields}
-    config = gpt_neox.GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
+    config = GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
     gpt_neox_hf.check(config, f"model shape {layers}x{width}x{heads}")
     return Model(FAMILIES["gpt_neox"], config)

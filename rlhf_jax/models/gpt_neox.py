@@ -13,85 +13,52 @@ arXiv:2104.09864.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
+from rlhf_jax.models.gpt_neox_config import GPTNeoXConfig
 from rlhf_jax.models.layers import (
     attend_after_prefix,
     causal_attention,
     gelu,
+    product,
     rotary_angles,
     rotate,
     row_dropout,
 )
+from rlhf_jax.sharding import Layout, constrain
 from rlhf_jax.types import Array, Params
 
 # Where a block's dropout is applied; part of the key, so that no two masks are the same.
 _DROP_ATTENTION, _DROP_POST_ATTENTION, _DROP_POST_MLP, _DROP_EMBEDDING = range(4)
 
 
-@dataclasses.dataclass(frozen=True)
-class GPTNeoXConfig:
-    """Everything that shapes the function; names are transformers' (rotary_* as in transformers 4)."""
-
-    vocab_size: int = 50304
-    hidden_size: int = 128
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 4
-    intermediate_size: int = 512
-    max_position_embeddings: int = 2048
-    rotary_pct: float = 0.25
-    rotary_emb_base: float = 10000.0
-    use_parallel_residual: bool = True
-    attention_bias: bool = True
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    tie_word_embeddings: bool = False
-
-    @property
-    def head_size(self) -> int:
-        """K."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_ndims(self) -> int:
-        """Leading dimensions of a head that are rotated."""
-        return int(self.head_size * self.rotary_pct)
-
-
-# Sharding of every param, by its path. QKV's last axis is head-major (H, 3, K), so "tensor" splits whole heads there.
-# The first axis of a layer's params is L and is never split: the scan slices it.
-PARAM_RULES: tuple[tuple[str, P], ...] = (
-    (r"(^|/)backbone/embed_in/embedding$", P("tensor", "fsdp")),
-    (r"(^|/)backbone/layers/attention/query_key_value/kernel$", P(None, "fsdp", "tensor")),
-    (r"(^|/)backbone/layers/attention/query_key_value/bias$", P(None, "tensor")),
-    (r"(^|/)backbone/layers/attention/dense/kernel$", P(None, "tensor", "fsdp")),
-    (r"(^|/)backbone/layers/attention/dense/bias$", P()),
-    (r"(^|/)backbone/layers/mlp/dense_h_to_4h/kernel$", P(None, "fsdp", "tensor")),
-    (r"(^|/)backbone/layers/mlp/dense_h_to_4h/bias$", P(None, "tensor")),
-    (r"(^|/)backbone/layers/mlp/dense_4h_to_h/kernel$", P(None, "tensor", "fsdp")),
-    (r"(^|/)backbone/layers/mlp/dense_4h_to_h/bias$", P()),
-    (r"(^|/)backbone/layers/(input|post_attention)_layernorm/(scale|bias)$", P()),
-    (r"(^|/)backbone/final_layer_norm/(scale|bias)$", P()),
-    (r"(^|/)embed_out/kernel$", P("fsdp", "tensor")),
-    (r"(^|/)score/(kernel|bias)$", P()),
-)
+_WIDE, _NARROW = ("fsdp", "tensor"), ("tensor", "fsdp")  # kernels to heads or hidden units, and back
 
 
 # --- the block -------------------------------------------------------------------------------------------------------
 
 
-def _dense(config: GPTNeoXConfig, features: int, bias: bool, dtype: Any, name: str) -> nn.Dense:
-    init = nn.initializers.normal(config.initializer_range)
-    return nn.Dense(features, use_bias=bias, dtype=dtype, kernel_init=init, name=name)
+class Dense(nn.Module):
+    """x @ kernel + bias by `layers.product`; `names` are those of the kernel's axes."""
+
+    features: int
+    names: tuple[str | None, ...]
+    bias: bool
+    std: float
+    dtype: Any = jnp.float32
+    layout: Layout | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., F]."""
+        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
+        return product(self.layout, self.names, jnp.dtype(self.dtype), x.astype(self.dtype), kernel, bias)
 
 
 def _layer_norm(config: GPTNeoXConfig, dtype: Any) -> nn.LayerNorm:
@@ -104,17 +71,24 @@ class Attention(nn.Module):
 
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
+    layout: Layout | None = None
 
     @nn.compact
     def __call__(self, x: Array, rope: tuple[Array, Array], attend_fn: Callable) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K]."""
         config = self.config
-        qkv = _dense(config, 3 * config.hidden_size, config.attention_bias, self.dtype, "query_key_value")(x)
+        shared = {
+            "bias": config.attention_bias,
+            "std": config.initializer_range,
+            "dtype": self.dtype,
+            "layout": self.layout,
+        }
+        qkv = Dense(3 * config.hidden_size, _WIDE, name="query_key_value", **shared)(x)
         qkv = qkv.reshape(*x.shape[:-1], config.num_attention_heads, 3, config.head_size)
+        qkv = constrain(self.layout, qkv, "rows", *[None] * (x.ndim - 2), "tensor")
         query, key, value = (qkv[..., i, :] for i in range(3))
         out, kept = attend_fn(rotate(query, rope), rotate(key, rope), value)
-        dense = _dense(config, config.hidden_size, config.attention_bias, self.dtype, "dense")
-        return dense(out.reshape(x.shape)), kept
+        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out.reshape(x.shape)), kept
 
 
 class MLP(nn.Module):
@@ -122,14 +96,16 @@ class MLP(nn.Module):
 
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
+    layout: Layout | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""
         config = self.config
-        up = _dense(config, config.intermediate_size, True, self.dtype, "dense_h_to_4h")
-        down = _dense(config, config.hidden_size, True, self.dtype, "dense_4h_to_h")
-        return down(gelu(up(x)))
+        shared = {"bias": True, "std": config.initializer_range, "dtype": self.dtype, "layout": self.layout}
+        up = Dense(config.intermediate_size, _WIDE, name="dense_h_to_4h", **shared)(x)
+        up = constrain(self.layout, up, "rows", *[None] * (x.ndim - 2), "tensor")
+        return Dense(config.hidden_size, _NARROW, name="dense_4h_to_h", **shared)(gelu(up))
 
 
 class Block(nn.Module):
@@ -137,13 +113,14 @@ class Block(nn.Module):
 
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
+    layout: Layout | None = None
 
     def setup(self) -> None:
         """Submodules carry the checkpoint's names."""
         self.input_layernorm = _layer_norm(self.config, self.dtype)
         self.post_attention_layernorm = _layer_norm(self.config, self.dtype)
-        self.attention = Attention(self.config, self.dtype)
-        self.mlp = MLP(self.config, self.dtype)
+        self.attention = Attention(self.config, self.dtype, self.layout)
+        self.mlp = MLP(self.config, self.dtype, self.layout)
 
     def __call__(
         self,
@@ -153,6 +130,7 @@ class Block(nn.Module):
         drop: Callable[[Array, int], Array] = lambda x, site: x,
     ) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache)."""
+        x = constrain(self.layout, x, "rows")
         attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn)
         attended = drop(attended, _DROP_POST_ATTENTION)
         if self.config.use_parallel_residual:
@@ -188,9 +166,14 @@ def _rope(config: GPTNeoXConfig, positions: Array) -> tuple[Array, Array]:
     return rotary_angles(positions, config.rotary_ndims, config.rotary_emb_base)
 
 
-def _embed(backbone: Params, tokens: Array, dtype: Any) -> Array:
+def _embed(backbone: Params, tokens: Array, dtype: Any, layout: Layout | None, split: bool = True) -> Array:
+    """[B, ...] -> [B, ..., D]. `split`: `fsdp` splits the table, so each device looks its columns up for the rows of
+    all, and then they are dealt out; the table itself, which is larger than a layer, is never gathered."""
+    names = ("data", "fsdp") if split else ("rows", None)
+    tokens = constrain(layout, tokens, names[0])
     # Out-of-range ids become NaN rather than somebody else's row.
-    return jnp.take(backbone["embed_in"]["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+    x = jnp.take(backbone["embed_in"]["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+    return constrain(layout, constrain(layout, x, names[0], *[None] * (x.ndim - 2), names[1]), "rows")
 
 
 def _final_norm(config: GPTNeoXConfig, backbone: Params, x: Array, dtype: Any) -> Array:
@@ -210,6 +193,14 @@ def prepare(tokens: Array, mask: Array) -> tuple[Array, Array]:
     return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
 
 
+def _remade(body: Callable, remat: str) -> Callable:
+    """A scan's body, of which the backward pass makes again what `remat` says."""
+    if remat == "none":
+        return body
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
 def hidden(
     config: GPTNeoXConfig,
     backbone: Params,
@@ -217,21 +208,23 @@ def hidden(
     mask: Array,
     *,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
     dropout_key: Array | None = None,
+    layout: Layout | None = None,
 ) -> Array:
     """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
-    `backbone` has stacked layers. `remat` recomputes a layer's activations in the backward pass. `dropout_key` (one
-    key, or one per row) turns on the config's dropout. What comes out at masked positions is finite and means nothing.
+    `backbone` has stacked layers. `remat`: what the backward pass makes again, 'none', 'dots' (all but the outcomes of
+    matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per row) turns on the config's
+    dropout. What comes out at masked positions is finite and means nothing.
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)
     keys = None if dropout_key is None else _row_keys(dropout_key, tokens.shape[0])
-    x = _embed(backbone, tokens, dtype)
+    x = _embed(backbone, tokens, dtype, layout)
     if keys is not None and config.hidden_dropout > 0:
         x = row_dropout(x, config.hidden_dropout, keys, config.num_hidden_layers, _DROP_EMBEDDING)
-    block = Block(config, dtype)
+    block = Block(config, dtype, layout)
 
     def body(x: Array, layer: tuple[Params, Array]) -> tuple[Array, None]:
         params, index = layer
@@ -248,8 +241,7 @@ def hidden(
 
         return block.apply({"params": params}, x, rope, attend_fn, drop)
 
-    if remat:
-        body = jax.checkpoint(body, prevent_cse=False)
+    body = _remade(body, remat)
     x, _ = jax.lax.scan(body, x, (backbone["layers"], jnp.arange(config.num_hidden_layers)))
     return _final_norm(config, backbone, x, dtype)
 
@@ -263,7 +255,8 @@ def hidden_after_prompts(
     mask: Array,
     *,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
+    layout: Layout | None = None,
 ) -> tuple[Array, Array]:
     """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
 
@@ -276,7 +269,7 @@ def hidden_after_prompts(
     ropes = _rope(config, positions), _rope(config, own_positions + lengths[:, None])
     columns = jnp.arange(responses.shape[1])
     keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
-    block = Block(config, dtype)
+    block = Block(config, dtype, layout)
 
     def body(streams: tuple[Array, Array], params: Params) -> tuple[tuple[Array, Array], None]:
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -292,15 +285,19 @@ def hidden_after_prompts(
         response, _ = block.apply({"params": params}, streams[1], ropes[1], attend_response)
         return (prompt, response), None
 
-    if remat:
-        body = jax.checkpoint(body, prevent_cse=False)
-    streams = _embed(backbone, prompts, dtype), _embed(backbone, responses, dtype)
+    body = _remade(body, remat)
+    streams = tuple(_embed(backbone, ids, dtype, layout) for ids in (prompts, responses))
     (prompt, response), _ = jax.lax.scan(body, streams, backbone["layers"])
     return _final_norm(config, backbone, prompt[:, -1], dtype), _final_norm(config, backbone, response, dtype)
 
 
 def prefill(
-    config: GPTNeoXConfig, backbone: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
+    config: GPTNeoXConfig,
+    backbone: Params,
+    tokens: Array,
+    mask: Array,
+    dtype: Any = jnp.float32,
+    layout: Layout | None = None,
 ) -> tuple[Array, list[Params]]:
     """Run the prompts and keep their keys and values.
 
@@ -309,10 +306,13 @@ def prefill(
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)
-    x, prefix, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+    x, prefix, block = _embed(backbone, tokens, dtype, layout, split=False), [], Block(config, dtype, layout)
+
+    def lay(x: Array) -> Array:
+        return constrain(layout, x.swapaxes(1, 2), "rows", "tensor")
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
-        return causal_attention(query, key, value, mask), {"k": key.swapaxes(1, 2), "v": value.swapaxes(1, 2)}
+        return causal_attention(query, key, value, mask), {"k": lay(key), "v": lay(value)}
 
     for layer in backbone["layers"]:
         x, kept = block.apply({"params": layer}, x, rope, attend_fn)
@@ -320,10 +320,13 @@ def prefill(
     return _final_norm(config, backbone, x[:, -1], dtype), prefix
 
 
-def empty_cache(config: GPTNeoXConfig, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
+def empty_cache(
+    config: GPTNeoXConfig, rows: int, slots: int, dtype: Any = jnp.float32, layout: Layout | None = None
+) -> list[Params]:
     """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K], zero."""
     shape = (rows, config.num_attention_heads, slots, config.head_size)
-    return [{"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)} for _ in range(config.num_hidden_layers)]
+    empty = constrain(layout, jnp.zeros(shape, dtype), "rows", "tensor")
+    return [{"k": empty, "v": empty} for _ in range(config.num_hidden_layers)]
 
 
 def decode(
@@ -336,6 +339,7 @@ def decode(
     positions: Array,
     index: Array,
     dtype: Any = jnp.float32,
+    layout: Layout | None = None,
 ) -> tuple[Array, list[Params]]:
     """One token a row: tokens [B] and rotary positions [B] int32, written to cache slot `index` (a scalar).
 
@@ -343,11 +347,12 @@ def decode(
     up to `index` are attended. Returns the hidden states [B, D] and the cache with the slot filled.
     """
     rope = _rope(config, positions)
-    x, new_cache, block = _embed(backbone, tokens, dtype), [], Block(config, dtype)
+    x, new_cache, block = _embed(backbone, tokens, dtype, layout, split=False), [], Block(config, dtype, layout)
     keep = (jnp.arange(cache[0]["k"].shape[2]) <= index)[None, None, None, :]
 
     def write(buffer: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
+        kept = jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
+        return constrain(layout, kept, "rows", "tensor")
 
     for layer, before, old in zip(backbone["layers"], prefix, cache, strict=True):
 
@@ -363,20 +368,3 @@ def decode(
         x, kept = block.apply({"params": layer}, x, rope, attend_fn)
         new_cache.append(kept)
     return _final_norm(config, backbone, x, dtype), new_cache
-
-
-# --- shapes ----------------------------------------------------------------------------------------------------------
-
-# Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows of the published files.
-PYTHIA_SHAPES: dict[str, tuple[int, int, int, int]] = {
-    "14m": (6, 128, 4, 50304),
-    "31m": (6, 256, 8, 50304),
-    "70m": (6, 512, 8, 50304),
-    "160m": (12, 768, 12, 50304),
-    "410m": (24, 1024, 16, 50304),
-    "1b": (16, 2048, 8, 50304),
-    "1.4b": (24, 2048, 16, 50304),
-    "2.8b": (32, 2560, 32, 50304),
-    "6.9b": (32, 4096, 32, 50432),
-    "12b": (36, 5120, 40, 50688),
-}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from rlhf_jax.models.gpt_neox import GPTNeoXConfig
+from rlhf_jax.models.gpt_neox_config import GPTNeoXConfig
 from rlhf_jax.types import UserError
 
 PREFIX = "gpt_neox."

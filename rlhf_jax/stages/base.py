@@ -141,6 +141,11 @@ class Stage:
         return jax.tree.map(lambda x: x.sharding, self.state)
 
 
+def rules_of(models: dict[str, Any]) -> sharding.Rules:
+    """The sharding rules of a TrainState's params, {role: params}, each by those of its own model."""
+    return tuple((f"^{role}.*?{rule}", spec) for role, model in models.items() for rule, spec in model.param_rules)
+
+
 def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     """The tokenizer of a stage: its own option, else the model's.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax import data, sharding
 from rlhf_jax.arithmetic import batch_arithmetic, sampling_options
-from rlhf_jax.generate import Sampling, generate, in_chunks
+from rlhf_jax.generate import Sampling, in_chunks, respond
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import TrainerState
 from rlhf_jax.rewards import scorer as scoring
@@ -43,6 +43,7 @@ class PolicyStage(LookingStage):
         self.report = [str(self.train_data.report)]
         reward_models = scoring.open_models(config, self.tokenizer, self.train_data.conversational)
         for model in reward_models:
+            model.model = model.model.on(self.mesh)
             if model.tokenizer is None:
                 self._check_context(model.model, f"reward model {model.path}")
             else:
@@ -106,9 +107,10 @@ class PolicyStage(LookingStage):
         c = self.config
         if c.scratch_model:
             self.tokenizer = base.open_tokenizer(c, None, None)
-            self.policy = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
+            scratch = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
+            self.policy = scratch.on(self.mesh)
         else:
-            self.policy = hf.load_model(c.sft_model_path, revision=c.model_revision)
+            self.policy = hf.load_model(c.sft_model_path, revision=c.model_revision).on(self.mesh)
             self.tokenizer = base.open_tokenizer(c, c.sft_model_path, self.policy.config.vocab_size)
         rows = self.policy.config.vocab_size
         if c.stop_token_id is not None and c.stop_token_id >= rows:
@@ -118,7 +120,7 @@ class PolicyStage(LookingStage):
             )
         self.ref = self.policy
         if c.ref_model_path is not None:
-            self.ref = hf.load_model(c.ref_model_path, revision=c.ref_model_revision)
+            self.ref = hf.load_model(c.ref_model_path, revision=c.ref_model_revision).on(self.mesh)
         self._check_context(self.policy, c.sft_model_path or c.scratch_model)
         self._check_same_ids(self.ref, "ref_model_path")
 
@@ -188,19 +190,20 @@ class PolicyStage(LookingStage):
             sampling = self.sampling(temperature)
             rows = jnp.arange(batch.lengths.shape[0] * group)
             together = group if self.shared_prompts else 1
+            layers = self.policy.unstack(policy, dtype)
             if together < group:
                 batch = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), batch)
 
             def some(part):
                 prompts, rows = part
-                found = generate(
-                    self.policy, policy, prompts, key, sampling, group=together, rows=rows.reshape(-1), dtype=dtype
-                )
+                options = {"group": together, "rows": rows.reshape(-1), "dtype": dtype}
+                found = respond(self.policy, layers, prompts, key, sampling, **options)
                 return jax.tree.map(lambda x: rollouts.grouped(x, together), found)
 
             at_once = common.groups_at_once(c.rollout_batch_size, together, rows.shape[0] // together)
             found = in_chunks(some, (batch, rollouts.grouped(rows, together)), at_once)
-            return jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
+            found = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
+            return sharding.spread_rows(found, self.mesh)
 
         def experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
             made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)

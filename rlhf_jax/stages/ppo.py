@@ -34,7 +34,7 @@ class PPOStage(PolicyStage):
         if c.value_model == "separate":
             first = self.scorer.models[0] if self.scorer.models else None
             if c.value_model_path is not None:
-                value = hf.load_model(c.value_model_path, revision=c.value_model_revision)
+                value = hf.load_model(c.value_model_path, revision=c.value_model_revision).on(self.mesh)
             elif first is not None and first.tokenizer is not None:
                 raise UserError(
                     f"the value model starts from the reward model {first.path}, which reads text by a tokenizer of "
@@ -64,7 +64,8 @@ class PPOStage(PolicyStage):
         if "value" in trained:
             value = sharding.fetch(trained["value"])
             placed["value"] = self.place_params(self.nets.value, jax.tree.map(np.array, value))
-        self.state = self.initial_state(placed, self.policy.param_rules, c.seed)
+        models = {"policy": self.policy, "value": self.nets.value or self.policy}
+        self.state = self.initial_state(placed, base.rules_of(models), c.seed)
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`ppo.make_experience`."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.arithmetic import batch_arithmetic
+from rlhf_jax.stages import base
 from rlhf_jax.stages.policy import PolicyStage
 from rlhf_jax.trainers import common, forward, rloo
 
@@ -35,7 +36,7 @@ class RLOOStage(PolicyStage):
         policy, place_ref = self.load_policy()
         self.ref_params = place_ref() if c.beta else None
         placed = {"policy": self.place_params(self.policy, jax.tree.map(np.array, policy))}
-        self.state = self.initial_state(placed, self.policy.param_rules, c.seed)
+        self.state = self.initial_state(placed, base.rules_of({"policy": self.policy}), c.seed)
         if c.sync_ref_model:
             # A copy of its own: the update gives the state's buffers away, and samples are held to the first reference.
             self.state = self.state.replace(ref_params=place_ref())

@@ -28,7 +28,7 @@ class SupervisedStage(base.Stage):
         self.report = [str(self.train_data.report)]
         self.total_steps = batch_arithmetic(config, self.rows).updates
         params = {"model": self.place_params(self.model, self._starting_params())}
-        self.state = self.initial_state(params, self.model.param_rules, config.seed)
+        self.state = self.initial_state(params, base.rules_of({"model": self.model}), config.seed)
         self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self._compile()
 
@@ -66,6 +66,7 @@ class SupervisedStage(base.Stage):
             self.model = hf.load_model(c.model_name_or_path, revision=c.model_revision)
             base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
             self.tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
+        self.model = self.model.on(self.mesh)
 
     def _load_params(self, kind: str) -> Params:
         """Params from the config's model, read as `kind`, or fresh ones."""

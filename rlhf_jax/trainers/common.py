@@ -24,7 +24,7 @@ def _decayed(params: Params, which: str) -> Any:
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
-def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def scale_by_adam(b1: float, b2: float, eps: float, mu_dtype: Any = jnp.float32) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015, algorithm 1), eps outside the root, as torch.
 
     optax's own takes 1 - b2**count in float32, which is 1e-5 off in the first steps; expm1 keeps every digit, as
@@ -33,23 +33,25 @@ def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
     Args:
       b1, b2: decays of the two moments, in [0, 1).
       eps: added to the root of the second moment.
+      mu_dtype: what the first moment is kept in; it is computed in float32.
 
     Returns:
       An optax transformation whose updates are to be scaled by -learning_rate.
     """
 
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(count=jnp.int32(0), mu=zeros, nu=jax.tree.map(jnp.zeros_like, params))
+        first = jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype), params)
+        return optax.ScaleByAdamState(count=jnp.int32(0), mu=first, nu=jax.tree.map(jnp.zeros_like, params))
 
     def update(grads, state, params=None):
         del params
         count = state.count + 1
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        mu = jax.tree.map(lambda m, g: b1 * m.astype(g.dtype) + (1 - b1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, grads)
         first, second = (_one_minus_power(b, count) for b in (b1, b2))
         updates = jax.tree.map(lambda m, v: (m / first) / (jnp.sqrt(v / second) + eps), mu, nu)
-        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        kept = jax.tree.map(lambda m: m.astype(mu_dtype), mu)
+        return updates, optax.ScaleByAdamState(count=count, mu=kept, nu=nu)
 
     return optax.GradientTransformation(init, update)
 
@@ -72,7 +74,8 @@ def make_optimizer(config) -> optax.GradientTransformation:
     parts = []
     if config.max_grad_norm is not None:
         parts.append(optax.clip_by_global_norm(config.max_grad_norm))
-    parts.append(scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon))
+    mu_dtype = jnp.dtype(config.adam_mu_dtype)
+    parts.append(scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype))
     if config.weight_decay:
         which = config.weight_decay_on
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax import losses
+from rlhf_jax import losses, sharding
 from rlhf_jax.generate import in_chunks
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
 LOGIT_POSITIONS = 1024
-"""Rows of logits at a time: 206 MB of float32 with Pythia's vocabulary."""
+"""Rows of logits at a time a device: 206 MB of float32 with Pythia's vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +62,28 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
             logits = model.logits(params, hidden) / (temperature + 1e-7)
         return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
 
-    return by_positions(of, (hidden, response))
+    return by_positions(of, (hidden, response), model.layout)
 
 
-def by_positions(function, rows):
-    """Applies `function`, which makes logits, to so many rows at a time that there are about LOGIT_POSITIONS of them.
+def by_positions(function, rows, layout=None):
+    """Applies `function`, which makes logits, to so many rows at a time that each device has about LOGIT_POSITIONS.
 
     Args:
       function: pytree of [r, T, ...] -> pytree of [r, T].
       rows: pytree of [b, T, ...]. Up to LOGIT_POSITIONS positions go at once; of more, logits are made again in the
         backward pass, so that there is never more than one chunk of them.
+      layout: of the model that makes them; None: on one device.
 
     Returns:
       function(rows), as if called once.
     """
     b, t = jax.tree.leaves(rows)[0].shape[:2]
-    if b * t <= LOGIT_POSITIONS:
+    # All devices of a mesh share the logits: they are split by rows and by columns.
+    most, unit = (1, 1) if layout is None else (layout.mesh.size, sharding.row_shards(layout.mesh))
+    most, unit = most * LOGIT_POSITIONS, unit if b % unit == 0 else 1
+    if b * t <= most:
         return function(rows)
-    chunk = max(r for r in range(1, b + 1) if b % r == 0 and (r == 1 or r * t <= LOGIT_POSITIONS))
+    chunk = max(r for r in range(unit, b + 1, unit) if b % r == 0 and (r == unit or r * t <= most))
     return in_chunks(jax.checkpoint(function), rows, chunk)
 
 
@@ -90,12 +94,12 @@ def response_hidden(model, params, tokens, mask, t, config):
       model, params: any head.
       tokens, mask: [b, C + T].
       t: T.
-      config: dtype, gradient_checkpointing.
+      config: dtype, remat.
 
     Returns:
       [b, T, D] in the compute dtype.
     """
-    out = model.hidden(params, tokens, mask, dtype=jnp.dtype(config.dtype), remat=config.gradient_checkpointing)
+    out = model.hidden(params, tokens, mask, dtype=jnp.dtype(config.dtype), remat=config.remat)
     return out[:, -t - 1 : -1]
 
 
@@ -107,7 +111,7 @@ def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: A
       params: {"policy": ...} or {"policy": ..., "value": ...}.
       tokens, mask: [b, C + T].
       t: T.
-      config: temperature, dtype, gradient_checkpointing.
+      config: temperature, dtype, remat.
 
     Returns:
       (log-probabilities, entropies, values), each [b, T] float32.
@@ -129,7 +133,7 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     Args:
       model, params: a causal head.
       rows: p groups; with G = 1 prompt and response go through the model side by side.
-      config: temperature, dtype, gradient_checkpointing.
+      config: temperature, dtype, remat.
       dropout_keys: [p] typed keys, for G = 1; None: no dropout.
 
     Returns:
@@ -139,7 +143,7 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     c = rows.prompt_tokens.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rows.prompt_lengths)[:, None]
     response, mask = rows.response.reshape(p * g, t), rows.mask.reshape(p * g, t)
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.gradient_checkpointing}
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
     if g == 1:
         tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
         both = jnp.concatenate([prompt_mask, mask], axis=1)

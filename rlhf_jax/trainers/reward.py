@@ -10,7 +10,7 @@ from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
-def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: Array, *, dtype, remat=False, key=None):
+def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: Array, *, dtype, remat="none", key=None):
     """The scalar head at one position of each row.
 
     Args:
@@ -120,7 +120,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
             params["model"],
             micro,
             dtype=jnp.dtype(config.dtype),
-            remat=config.gradient_checkpointing,
+            remat=config.remat,
             key=None if config.disable_dropout else both_keys,
         )
         per_pair = losses.pairwise_reward_loss(chosen, rejected, micro.margin, config.center_rewards_coefficient)

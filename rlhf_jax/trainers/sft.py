@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from rlhf_jax import losses
-from rlhf_jax.trainers import common
+from rlhf_jax.trainers import common, forward
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -27,7 +27,7 @@ def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: b
 
 
 def token_losses(
-    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat=False, dropout_key=None
+    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat="none", dropout_key=None
 ) -> Array:
     """Cross-entropy of every next token.
 
@@ -45,7 +45,11 @@ def token_losses(
     s = tokens.shape[1]
     mask = jnp.arange(s)[None, :] < lengths[:, None]
     hidden = model.hidden(params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key)
-    return -losses.logprobs_from_logits(model.logits(params, hidden[:, :-1]), tokens[:, 1:])
+
+    def logprobs(rows):
+        return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
+
+    return -forward.by_positions(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
 
 
 def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, config) -> tuple[TrainState, Metrics]:
@@ -77,7 +81,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
             tokens,
             lengths,
             dtype=jnp.dtype(config.dtype),
-            remat=config.gradient_checkpointing,
+            remat=config.remat,
             dropout_key=None if config.disable_dropout else keys,
         )
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
