@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.models import gpt_neox, gpt_neox_hf
+from rlhf_jax.models.draw import normal
 from rlhf_jax.types import Array, Params, UserError
 
 HEADS = ("causal", "scalar")
@@ -106,7 +107,7 @@ class Model:
         params = {"backbone": self.family.init_backbone(config, backbone_key)}
         if "causal" in heads and not config.tie_word_embeddings:
             shape = (config.hidden_size, config.vocab_size)
-            params["embed_out"] = {"kernel": config.initializer_range * jax.random.normal(out_key, shape)}
+            params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
         if "scalar" in heads:
             params["score"] = self.init_score(score_key, score_std)
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -114,7 +115,7 @@ class Model:
     def init_score(self, key: Array, std: float | None = None) -> Params:
         """A fresh scalar head, {"kernel": [D, 1] float32}; std defaults to initializer_range."""
         std = self.config.initializer_range if std is None else std
-        return {"kernel": std * jax.random.normal(key, (self.config.hidden_size, 1))}
+        return {"kernel": normal(key, (self.config.hidden_size, 1), std=std)}
 
     def hidden(
         self,

@@ -14,6 +14,7 @@ arXiv:2104.09864.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from rlhf_jax.models.draw import normal
 from rlhf_jax.models.layers import (
     attend_after_prefix,
     causal_attention,
@@ -90,7 +92,7 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
 
 
 def _dense(config: GPTNeoXConfig, features: int, bias: bool, dtype: Any, name: str) -> nn.Dense:
-    init = nn.initializers.normal(config.initializer_range)
+    init = functools.partial(normal, std=config.initializer_range)
     return nn.Dense(features, use_bias=bias, dtype=dtype, kernel_init=init, name=name)
 
 
@@ -178,7 +180,7 @@ def init_backbone(config: GPTNeoXConfig, key: Array) -> Params:
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     shape = (config.vocab_size, config.hidden_size)
     return {
-        "embed_in": {"embedding": config.initializer_range * jax.random.normal(embed_key, shape)},
+        "embed_in": {"embedding": normal(embed_key, shape, std=config.initializer_range)},
         "layers": layers,
         "final_layer_norm": {"scale": jnp.ones(config.hidden_size), "bias": jnp.zeros(config.hidden_size)},
     }
