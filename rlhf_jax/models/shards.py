@@ -75,6 +75,7 @@ def read_shards(leaf: Given | Filed, where: NamedSharding) -> jax.Array:
         part = leaf.read(tuple(slice(*end) for end in ends))
         # Not aliased: on a CPU the update would not give such buffers away.
         shards += jax.block_until_ready([jax.device_put(part, device, may_alias=False) for device in devices])
+        del part  # or the next would be read beside it
     return jax.make_array_from_single_device_arrays(leaf.shape, where, shards)
 
 
