@@ -7,7 +7,6 @@ import os
 from rlhf_jax import evaluate
 from rlhf_jax.config import Pipeline, stages_of
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
 from rlhf_jax.stages import STAGES
 
 
@@ -27,8 +26,8 @@ def after_pipeline(config: Pipeline) -> dict:
     stage, label = STAGES[stage_name](stage_config), stage_name.upper()
     held_out, prompts = bool(stage.eval_sets), stage.held_out
     limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
-    _, trained = hf.load(os.path.join(config.run_dir, stage_name, "policy"), kind="causal")
-    policies = {"SFT": stage.state.params["policy"], label: stage.place_params(stage.policy, trained)}
+    trained = stage.weights.load(stage.policy, os.path.join(config.run_dir, stage_name, "policy"), "causal", None)
+    policies = {"SFT": stage.state.params["policy"], label: trained}
     try:
         found = {
             name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()

@@ -7,6 +7,7 @@ import importlib.util
 import os
 
 import jax
+from jax.experimental import multihost_utils
 
 from rlhf_jax.types import UserError
 
@@ -62,3 +63,13 @@ def initialize(mode: str = "auto") -> None:
 def is_main() -> bool:
     """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Returns when every process has come here: what one of them has written is there for all.
+
+    Args:
+      what: the same on all of them; names the place when one does not come.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)

@@ -260,7 +260,7 @@ def to_host_memory(params: Any, option: str) -> Any:
     """Params in their devices' pinned host memory, sharded as they were; `resident` brings them back.
 
     Args:
-      params: pytree of jax.Arrays.
+      params: pytree of jax.Arrays, or of ShapeDtypeStructs with shardings.
       option: what asked for it, for the error.
 
     Raises:
@@ -274,16 +274,23 @@ def to_host_memory(params: Any, option: str) -> Any:
             raise UserError(
                 f"--{option}: {device.device_kind} has no {PINNED} memory ({', '.join(sorted(kinds))}); leave it away"
             )
-        return jax.device_put(x, x.sharding.with_memory_kind(PINNED))
+        return _to_memory(x, PINNED)
 
     return jax.tree.map(move, params)
+
+
+def _to_memory(x: Any, kind: str) -> Any:
+    where = x.sharding.with_memory_kind(kind)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return jax.device_put(x, where)
 
 
 def resident(params: Any) -> Any:
     """Params on their devices: those of `to_host_memory` as copies, which go when they are no longer used."""
 
     def back(x):
-        return jax.device_put(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == PINNED else x
+        return _to_memory(x, "device") if x.sharding.memory_kind == PINNED else x
 
     return jax.tree.map(back, params)
 

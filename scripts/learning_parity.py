@@ -271,7 +271,6 @@ def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]
 def evaluate_all(work: Path, updates: int, prompts: int) -> None:
     """Samples from the SFT policy and every final policy, on the same held-out prompts with the same keys."""
     from rlhf_jax.data import synthetic
-    from rlhf_jax.models import hf
     from rlhf_jax.stages import STAGES
 
     names = [line["name"] for line in lines_of(work / "runs.jsonl") if line["updates"] == updates]
@@ -283,7 +282,7 @@ def evaluate_all(work: Path, updates: int, prompts: int) -> None:
         for name, folder in folders.items():
             if any(line["name"] == name and line["prompts"] == prompts for line in lines_of(path)):
                 continue
-            params = stage.place_params(stage.policy, hf.load(folder, kind="causal")[1])
+            params = stage.weights.load(stage.policy, str(folder), "causal", None)
             found = stage.complete(params, stage.held_out, prompts, config.temperature)
             reward = found["scores"] - config.missing_eos_penalty * ~found["ended"]
             gold = synthetic.gold_reward(found["prompts"], found["completions"])

@@ -399,7 +399,7 @@ def scored(sampled, functions=(), **options):
     c = config(**options)
     models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
     scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
-    scorer.load_weights(stage.place_params)
+    scorer.load_weights(stage.weights)
     return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group, stage.trainer_state(0))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.models import gpt_neox, gpt_neox_hf
+from rlhf_jax.models.draw import normal
 from rlhf_jax.models.gpt_neox_config import PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.layers import product
 from rlhf_jax.sharding import Layout, constrain, rules_of
@@ -119,7 +120,7 @@ class Model:
         params = {"backbone": self.family.init_backbone(config, backbone_key)}
         if "causal" in heads and not config.tie_word_embeddings:
             shape = (config.hidden_size, config.vocab_size)
-            params["embed_out"] = {"kernel": config.initializer_range * jax.random.normal(out_key, shape)}
+            params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
         if "scalar" in heads:
             params["score"] = self.init_score(score_key, score_std)
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -127,7 +128,7 @@ class Model:
     def init_score(self, key: Array, std: float | None = None) -> Params:
         """A fresh scalar head, {"kernel": [D, 1] float32}; std defaults to initializer_range."""
         std = self.config.initializer_range if std is None else std
-        return {"kernel": std * jax.random.normal(key, (self.config.hidden_size, 1))}
+        return {"kernel": normal(key, (self.config.hidden_size, 1), std=std)}
 
     def hidden(
         self,

@@ -13,6 +13,7 @@ arXiv:2104.09864.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models.draw import normal
 from rlhf_jax.models.gpt_neox_config import GPTNeoXConfig
 from rlhf_jax.models.layers import (
     attend_after_prefix,
@@ -56,7 +58,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., F]."""
-        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], self.features))
+        kernel = self.param("kernel", functools.partial(normal, std=self.std), (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
         return product(self.layout, self.names, jnp.dtype(self.dtype), x.astype(self.dtype), kernel, bias)
 
@@ -156,7 +158,7 @@ def init_backbone(config: GPTNeoXConfig, key: Array) -> Params:
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     shape = (config.vocab_size, config.hidden_size)
     return {
-        "embed_in": {"embedding": config.initializer_range * jax.random.normal(embed_key, shape)},
+        "embed_in": {"embedding": normal(embed_key, shape, std=config.initializer_range)},
         "layers": layers,
         "final_layer_norm": {"scale": jnp.ones(config.hidden_size), "bias": jnp.zeros(config.hidden_size)},
     }

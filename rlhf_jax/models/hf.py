@@ -8,16 +8,22 @@ arXiv:2403.17031). Out: what transformers 4 and 5 load with the same logits.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import jax
 import numpy as np
 from huggingface_hub import errors as hub_errors
 
-from rlhf_jax.models.family import FAMILIES, Model
+from rlhf_jax.distributed import is_main
+from rlhf_jax.models.family import FAMILIES, HEADS, Model
+from rlhf_jax.models.shards import Filed, Given, gathered, read_shards, read_whole
 from rlhf_jax.models.weight_files import DTYPES, Source, open_weights, read_json, write_weights
 from rlhf_jax.types import Params, UserError
 
@@ -110,32 +116,62 @@ def load(
     new_head: bool = False,
     head_seed: int = 0,
     head_std: float | None = None,
+    where: Callable[[Model, Params], Any] | None = None,
 ) -> tuple[Model, Params]:
-    """A checkpoint as (model, params), params stacked numpy float32 arrays.
+    """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
 
     kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
     normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
     without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
+    `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
+    own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
     UserError names the file and the key, or the tensor that is missing, extra or misshapen.
     """
-    if kind not in KINDS:
-        raise UserError(f"kind={kind!r} is not supported; kinds: {', '.join(KINDS)}.")
+    _check_kind(kind)
     folder = resolve(name_or_path, revision, subfolder)
     hf = read_json(folder / CONFIG)
     model, offset = _model(hf, folder / CONFIG)
     sources = open_weights(folder)
-    params: Params = {"backbone": _backbone(model, sources, folder)}
+    leaves: Params = {"backbone": _backbone(model, sources, folder)}
     heads = kind.split("+")
     if "causal" in heads and not model.config.tie_word_embeddings:
-        params["embed_out"] = {"kernel": _causal_head(model, sources, folder)}
+        leaves["embed_out"] = {"kernel": _causal_head(model, sources, folder)}
     if "scalar" in heads:
         if new_head:
             std = model.config.initializer_range if head_std is None else head_std
+            # The same on every process.
             noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
-            params["score"] = {"kernel": (std * noise).astype(np.float32)}
+            leaves["score"] = {"kernel": Given((std * noise).astype(np.float32))}
         else:
-            params["score"] = _scalar_head(model, sources, folder, hf, offset)
-    return model, params
+            leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
+    if where is None:
+        return model, jax.tree.map(read_whole, leaves)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
+    return model, jax.tree.map(read_shards, leaves, where(model, shapes))
+
+
+def load_shapes(
+    name_or_path: str | Path, *, kind: str = "causal", revision: str | None = None, new_head: bool = False
+) -> tuple[Model, Params]:
+    """What `load` would give, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
+    _check_kind(kind)
+    path = resolve(name_or_path, revision) / CONFIG
+    hf = read_json(path)
+    model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
+    shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
+    if "scalar" in heads and _is_scalar_model(hf) and not new_head:
+        shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
+    return model, shapes
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise UserError(f"kind={kind!r} is not supported; kinds: {', '.join(KINDS)}.")
+
+
+def _is_scalar_model(hf: dict[str, Any]) -> bool:
+    architectures = hf.get("architectures") or []
+    return "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf)
 
 
 def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
@@ -151,7 +187,7 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
             f"{path}: architectures {unknown[0]!r} is not supported; supported: {', '.join(sorted(known))}."
         )
     base, offset = hf, 0.0
-    if "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf):
+    if _is_scalar_model(hf):
         offset = hf.get("bias") or 0.0
         if not isinstance(offset, int | float):
             raise UserError(f"{path}: bias is {offset!r}; a ScalarModel's offset must be a number.")
@@ -173,7 +209,7 @@ def _prefix(model: Model, sources: dict[str, Source]) -> str:
 
 
 def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
-    """The backbone's arrays; UserError for the first missing, extra or misshapen tensor."""
+    """The backbone's params, not yet read; UserError for the first missing, extra or misshapen tensor."""
     prefix = _prefix(model, sources)
     specs = model.family.tensors(model.config)
     wanted = {prefix + spec.name for spec in specs}
@@ -183,24 +219,21 @@ def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
             raise UserError(
                 f"{sources[name].file}: tensor {name} is not one that {CONFIG} gives the model a place for."
             )
+    found: dict[tuple[str, ...], dict[int | None, Source]] = {}
     backbone: Params = {}
     for spec in specs:
-        array = _read(sources, prefix + spec.name, spec.shape, folder)
-        array = array.T if spec.transpose else array
+        layers = found.setdefault(spec.path, {})
+        layers[spec.layer] = _found(sources, prefix + spec.name, spec.shape, folder)
         *parents, leaf = spec.path
         node = backbone
         for parent in parents:
             node = node.setdefault(parent, {})
-        if spec.layer is None:
-            node[leaf] = array
-        else:
-            if leaf not in node:
-                node[leaf] = np.empty((model.config.num_hidden_layers, *array.shape), np.float32)
-            node[leaf][spec.layer] = array
+        tensors = tuple(layers[layer] for layer in sorted(layers)) if spec.layer is not None else (layers[None],)
+        node[leaf] = Filed(tensors, spec.transpose, stacked=spec.layer is not None)
     return backbone
 
 
-def _read(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder: Path) -> np.ndarray:
+def _found(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder: Path) -> Source:
     if name not in sources:
         files = sorted({source.file.name for source in sources.values()})
         where = folder / files[0] if len(files) == 1 else f"{folder} ({len(files)} weight files)"
@@ -210,10 +243,11 @@ def _read(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder:
         raise UserError(
             f"{source.file}: tensor {name} has shape {list(source.shape)}; {CONFIG} asks for {list(shape)}."
         )
-    return source.read(name)
+    source.check_dtype()
+    return source
 
 
-def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> np.ndarray:
+def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> Filed:
     name = next((name for name in _CAUSAL_HEADS if name in sources), None)
     if name is None:
         raise UserError(
@@ -221,15 +255,15 @@ def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> np.n
             "A policy, a reference or an SFT model needs one."
         )
     shape = (model.config.vocab_size, model.config.hidden_size)
-    return np.ascontiguousarray(_read(sources, name, shape, folder).T)
+    return Filed((_found(sources, name, shape, folder),), transpose=True)
 
 
 def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dict[str, Any], offset: float) -> Params:
     shape = (1, model.config.hidden_size)
     if _SCALAR_WEIGHT in sources:
-        bias = _read(sources, _SCALAR_BIAS, (1,), folder)
-        kernel = _read(sources, _SCALAR_WEIGHT, shape, folder).T.copy()
-        return {"kernel": kernel, "bias": (bias.astype(np.float64) - offset).astype(np.float32)}
+        bias = read_whole(Filed((_found(sources, _SCALAR_BIAS, (1,), folder),)))
+        kernel = Filed((_found(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
+        return {"kernel": kernel, "bias": Given((bias.astype(np.float64) - offset).astype(np.float32))}
     if _SCORE not in sources:
         raise UserError(
             f"{folder} has no scalar head (tensor {_SCORE}, or {_SCALAR_WEIGHT}): it is not a reward model. "
@@ -238,7 +272,7 @@ def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dic
     labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
     if labels != 1:
         raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
-    return {"kernel": _read(sources, _SCORE, shape, folder).T.copy()}
+    return {"kernel": Filed((_found(sources, _SCORE, shape, folder),), transpose=True)}
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -256,8 +290,10 @@ def save(
 ) -> None:
     """Write config.json and safetensors that transformers 4 and 5 load: kind 'causal' or 'scalar'.
 
-    params: stacked arrays of numpy or JAX, addressable here; heads of the other kind are left out. `extra_config` goes
-    into config.json (token ids: bos_token_id, eos_token_id, pad_token_id). dtype 'float32', 'bfloat16' or 'float16'.
+    params: stacked arrays of numpy, or of JAX in any shards; heads of the other kind are left out. Tensors come to the
+    host one by one, and no more than one file's are held. With several processes every one must call it: all take part
+    in the gathering, the first writes. `extra_config` goes into config.json (token ids: bos_token_id, eos_token_id,
+    pad_token_id). dtype 'float32', 'bfloat16' or 'float16'; max_shard_bytes: of a file.
     transformers' classifier has no bias, so the bias c of a scalar head w is folded into the final layer norm's,
     b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores.
     """
@@ -265,28 +301,36 @@ def save(
         raise UserError(f"dtype={dtype!r} cannot be exported; use one of {', '.join(DTYPES)}.")
     # Both names of the dtype: transformers 4 reads torch_dtype, 5 reads dtype.
     config = model.to_hf_config(kind, torch_dtype=dtype, dtype=dtype, **(extra_config or {}))
-    backbone, heads = params["backbone"], {}
-    if kind == "causal" and not model.config.tie_word_embeddings:
-        heads[_CAUSAL_HEADS[0]] = np.asarray(params["embed_out"]["kernel"]).T
-    if kind == "scalar":
-        kernel = np.asarray(params["score"]["kernel"])
-        heads[_SCORE] = kernel.T
-        if "bias" in params["score"]:
-            norm = dict(backbone["final_layer_norm"])
-            norm["bias"] = _fold_bias(np.asarray(norm["bias"]), kernel[:, 0], np.asarray(params["score"]["bias"])[0])
-            backbone = {**backbone, "final_layer_norm": norm}
-    tensors = {}
+    backbone = params["backbone"]
+    tensors = {}  # by name: leaf, layer, whether the file has it transposed
+    if kind == "scalar" and "bias" in params["score"]:
+        kernel, bias = (gathered(params["score"][key]) for key in ("kernel", "bias"))
+        norm = dict(backbone["final_layer_norm"])
+        norm["bias"] = _fold_bias(gathered(norm["bias"]), kernel[:, 0], bias[0])
+        backbone = {**backbone, "final_layer_norm": norm}
     for spec in model.family.tensors(model.config):
-        leaf = backbone
-        for key in spec.path:
-            leaf = leaf[key]
-        array = np.asarray(leaf if spec.layer is None else leaf[spec.layer])
-        tensors[model.family.prefix + spec.name] = array.T if spec.transpose else array
-    tensors = {name: np.ascontiguousarray(array.astype(DTYPES[dtype])) for name, array in (tensors | heads).items()}
+        leaf = functools.reduce(lambda node, key: node[key], spec.path, backbone)
+        tensors[model.family.prefix + spec.name] = leaf, spec.layer, spec.transpose
+    if kind == "scalar":
+        tensors[_SCORE] = params["score"]["kernel"], None, True
+    elif not model.config.tie_word_embeddings:
+        tensors[_CAUSAL_HEADS[0]] = params["embed_out"]["kernel"], None, True
+
+    def size(leaf, layer, _) -> int:
+        return math.prod(leaf.shape if layer is None else leaf.shape[1:]) * DTYPES[dtype].itemsize
+
+    def read(name: str) -> np.ndarray:
+        leaf, layer, transpose = tensors[name]
+        array = gathered(leaf, layer)
+        return np.ascontiguousarray((array.T if transpose else array).astype(DTYPES[dtype]))
+
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, tensors, max_shard_bytes)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+    sizes = {name: size(*tensor) for name, tensor in tensors.items()}
+    write_weights(folder, sizes, read, max_shard_bytes, write=is_main())
+    if is_main():
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _fold_bias(norm_bias: np.ndarray, kernel: np.ndarray, bias: float) -> np.ndarray:

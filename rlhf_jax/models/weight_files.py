@@ -26,25 +26,37 @@ DTYPES = {
 _READABLE = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
+Index = tuple[slice, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """One tensor of a file, its numbers not yet read."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    _read: Callable[[], np.ndarray]
+    _read: Callable[[Index], np.ndarray]
 
-    def read(self, name: str) -> np.ndarray:
-        """The numbers as float32; UserError, naming the tensor, when they are not floating-point."""
+    def check_dtype(self) -> None:
+        """UserError, naming the tensor, when its numbers are not floating-point."""
         if self.dtype not in (*DTYPES, "float64"):
             raise UserError(
-                f"{self.file}: tensor {name} has dtype {self.dtype}; weights must be float16, bfloat16 or float32."
+                f"{self.file}: tensor {self.name} has dtype {self.dtype}; weights must be float16, bfloat16 or float32."
             )
+
+    def read(self, index: Index) -> np.ndarray:
+        """The numbers of tensor[index] as float32; UserError, naming the tensor, when they cannot be read.
+
+        Args:
+          index: a slice without a step for each axis. Of a safetensors file only these bytes are read; of a .bin file
+            the tensor is read whole and cut.
+        """
         try:
-            return self._read().astype(np.float32)
+            return self._read(index).astype(np.float32, copy=False)
         except Exception as error:
-            raise UserError(f"{self.file}: tensor {name} cannot be read ({error}).") from error
+            raise UserError(f"{self.file}: tensor {self.name} cannot be read ({error}).") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,7 +88,7 @@ def open_weights(folder: Path) -> dict[str, Source]:
 def _open_file(path: Path) -> dict[str, Source]:
     if path.suffix == ".bin":
         return {
-            name: Source(path, tensor.shape, str(tensor.dtype), tensor.read)
+            name: Source(name, path, tensor.shape, str(tensor.dtype), lambda index, tensor=tensor: tensor.read()[index])
             for name, tensor in torch_bin.read(path).items()
         }
     try:
@@ -86,12 +98,8 @@ def _open_file(path: Path) -> dict[str, Source]:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             dtype = part.get_dtype()
-            sources[name] = Source(
-                path,
-                tuple(part.get_shape()),
-                _READABLE.get(dtype, dtype),
-                lambda name=name: file.get_tensor(name),
-            )
+            read = part.__getitem__
+            sources[name] = Source(name, path, tuple(part.get_shape()), _READABLE.get(dtype, dtype), read)
         return sources
     except safetensors.SafetensorError as error:
         raise UserError(f"{path} is not a valid safetensors file ({error}); it may be cut short.") from error
@@ -117,31 +125,51 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
     return sources
 
 
-def write_weights(folder: Path, tensors: dict[str, np.ndarray], max_shard_bytes: int) -> None:
-    """Write safetensors as transformers does: one file, or shards of at most max_shard_bytes and an index.
+def write_weights(
+    folder: Path,
+    sizes: dict[str, int],
+    read: Callable[[str], np.ndarray],
+    max_shard_bytes: int,
+    write: bool = True,
+) -> None:
+    """Writes safetensors as transformers does: one file, or shards of at most max_shard_bytes and an index.
 
     A tensor larger than max_shard_bytes gets a file of its own. Files of an earlier export are removed first.
+
+    Args:
+      folder: exists.
+      sizes: bytes of each tensor, in the order of the files.
+      read: a tensor by its name. Called for each once, in order; no more than one file's tensors are held.
+      max_shard_bytes: of a file.
+      write: False calls `read`, which may need every process, and writes nothing.
     """
-    for old in (*folder.glob("model-*-of-*.safetensors"), folder / SAFETENSORS, folder / SAFETENSORS_INDEX):
-        old.unlink(missing_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
+    shards = _shards(sizes, max_shard_bytes)
+    names = [SAFETENSORS]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if write:
+        for old in (*folder.glob("model-*-of-*.safetensors"), folder / SAFETENSORS, folder / SAFETENSORS_INDEX):
+            old.unlink(missing_ok=True)
+    for file, shard in zip(names, shards):
+        tensors = {name: read(name) for name in shard}
+        if write:
+            # transformers asks for the "format" of the arrays that were saved.
+            safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
+        del tensors  # or the next file's would be read beside them
+    if write and len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """Names in order, a list for each file."""
+    shards: list[list[str]] = [[]]
     size = 0
-    for name, array in tensors.items():
-        if shards[-1] and size + array.nbytes > max_shard_bytes:
-            shards.append({})
+    for name, count in sizes.items():
+        if shards[-1] and size + count > most:
+            shards.append([])
             size = 0
-        shards[-1][name] = array
-        size += array.nbytes
-    # transformers asks for the "format" of the arrays that were saved.
-    metadata = {"format": "pt"}
-    if len(shards) == 1:
-        safetensors.numpy.save_file(shards[0], folder / SAFETENSORS, metadata=metadata)
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        safetensors.numpy.save_file(shard, folder / file, metadata=metadata)
-        weight_map.update(dict.fromkeys(shard, file))
-    total = sum(array.nbytes for array in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        shards[-1].append(name)
+        size += count
+    return shards

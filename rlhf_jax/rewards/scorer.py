@@ -150,11 +150,10 @@ class Scorer:
         if self._host is not None:
             self._host.check_columns(columns)
 
-    def load_weights(self, place_params: Callable[[Any, Params], Params]) -> None:
-        """Loads every reward model's params onto the mesh."""
+    def load_weights(self, weights: Any) -> None:
+        """Loads every reward model's params onto the mesh, by a stage's `Weights`."""
         for model in self.models:
-            _, params = hf.load(model.path, kind="scalar", revision=model.revision)
-            model.params = place_params(model.model, params)
+            model.params = weights.load(model.model, model.path, "scalar", model.revision)
 
     # --- programs
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import arithmetic, models, sharding
-from rlhf_jax.data import load_tokenizer
+from rlhf_jax import arithmetic, distributed, models, sharding
+from rlhf_jax.data import load_tokenizer, save_tokenizer
+from rlhf_jax.models import hf
+from rlhf_jax.stages.weights import Weights
 from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Params, TrainState, UserError
 
@@ -33,8 +35,11 @@ class Stage:
     rate_names: tuple[str, ...] = ("learning_rate",)
     """Names of the learning rate among the metrics."""
 
-    def __init__(self, config, *, optimizer=None):
-        self.mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+    def __init__(self, config, *, optimizer=None, weights: Weights | None = None):
+        """`weights`: where params come from, and the mesh that they lie on; None: real ones on the config's mesh."""
+        if weights is None:
+            weights = Weights(sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor))
+        self.weights, self.mesh = weights, weights.mesh
         platform = self.mesh.devices.flat[0].platform
         self.config = config = arithmetic.with_micro_batch(config, sharding.row_shards(self.mesh), platform)
         self.batch_sharding = sharding.batch_sharding(self.mesh)
@@ -85,6 +90,14 @@ class Stage:
 
     # --- shared
 
+    def save(self, path: str, model, params: Params, kind: str) -> None:
+        """A Hugging Face checkpoint of placed params with the tokenizer. One process writes it, and all wait for it."""
+        ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
+        hf.save(path, model, params, kind=kind, extra_config=ids)
+        if distributed.is_main():
+            save_tokenizer(self.tokenizer, path)
+        distributed.wait_for_all("export")
+
     def key(self, state_seed: Array, step: int | Array) -> Array:
         """The key of an update: fold_in(key(seed), step)."""
         return jax.random.fold_in(jax.random.key(state_seed), step)
@@ -111,9 +124,24 @@ class Stage:
         return self.rows
 
     def place_params(self, model, params: Params) -> Params:
-        """Params onto the mesh by the family's rules."""
-        shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
-        return sharding.place(params, sharding.shardings(shapes, model.param_rules, self.mesh))
+        """Params on the host onto the mesh by the family's rules."""
+        return self.weights.place(params, self.weights.where(model, params))
+
+    def new_score(self, model, std: float | None) -> Params:
+        """A fresh scalar head on the mesh, N(0, std) by the config's seed.
+
+        Args:
+          model: of width D.
+          std: None is 1 / sqrt(D + 1) (Stiennon et al. 2020, N+ detail 11).
+
+        Returns:
+          {"kernel" [D, 1] float32}
+        """
+        width = model.config.hidden_size
+        std = 1.0 / math.sqrt(width + 1) if std is None else std
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 7)
+        kernel = std * jax.random.normal(key, (width, 1), jnp.float32)
+        return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
     def place_batch(self, batch: Any) -> Any:
         """A host batch onto the mesh, rows over the data axes."""
@@ -124,7 +152,7 @@ class Stage:
         shapes = jax.eval_shape(self.optimizer.init, params)
         # Not strict: factored optimizers keep vectors in the place of matrices.
         where = sharding.shardings(shapes, rules, self.mesh, strict=False)
-        opt_state = jax.jit(self.optimizer.init, out_shardings=where)(params)
+        opt_state = self.weights.run(self.optimizer.init, params, where=where)
         kl_coef = getattr(self.config, "kl_coef", 0.0)
         scalars = {
             "step": jnp.int32(0),
@@ -133,7 +161,7 @@ class Stage:
             "kl_coef": jnp.float32(kl_coef),
             "tokens": jnp.uint32(0),
         }
-        scalars = jax.device_put(scalars, sharding.replicated(self.mesh))
+        scalars = self.weights.place(scalars, sharding.replicated(self.mesh))
         return TrainState(params=params, opt_state=opt_state, **scalars)
 
     def state_shardings(self) -> Any:
@@ -196,20 +224,3 @@ def check_context(model, needed: int, what: str, path: str) -> None:
     limit = model.config.max_position_embeddings
     if needed > limit:
         raise UserError(f"{what} = {needed} tokens, but {path} has a context of {limit}. Shorten one of them")
-
-
-def with_scalar_head(params: Params, width: int, seed: int, std: float | None) -> Params:
-    """Adds a fresh scalar head, N(0, std); std None is 1 / sqrt(D + 1) (Stiennon et al. 2020, N+ detail 11).
-
-    Args:
-      params: of a backbone.
-      width: D.
-      seed: of the run.
-      std: standard deviation.
-
-    Returns:
-      Params with "score"/"kernel" [D, 1] float32 and without a causal head.
-    """
-    std = 1.0 / math.sqrt(width + 1) if std is None else std
-    kernel = std * jax.random.normal(jax.random.fold_in(jax.random.key(seed), 7), (width, 1), jnp.float32)
-    return {"backbone": params["backbone"], "score": {"kernel": np.asarray(kernel)}}

@@ -35,8 +35,10 @@ class PolicyStage(LookingStage):
     """And in evaluation."""
     shared_prompts = False
 
-    def __init__(self, config, *, train_dataset=None, eval_dataset=None, reward_funcs=None, optimizer=None):
-        super().__init__(config, optimizer=optimizer)
+    def __init__(
+        self, config, *, train_dataset=None, eval_dataset=None, reward_funcs=None, optimizer=None, weights=None
+    ):
+        super().__init__(config, optimizer=optimizer, weights=weights)
         self._open_policy()
         self.train_data = data.load_prompts(config, self.tokenizer, train_dataset)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset)
@@ -55,8 +57,8 @@ class PolicyStage(LookingStage):
         self.total_steps = batch_arithmetic(config, self.rows).updates
         # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
         # On the mesh like the state's seed and step: elsewhere they would compile the rollout a second time.
-        self._eval_seed = self.place_batch(np.uint32(config.seed ^ 0x5EED))
-        self.scorer.load_weights(self.place_params)
+        self._eval_seed = self.weights.place(np.uint32(config.seed ^ 0x5EED), sharding.replicated(self.mesh))
+        self.scorer.load_weights(self.weights)
         self._load_weights()
         self._settle_frozen()
         self._compile()
@@ -102,6 +104,11 @@ class PolicyStage(LookingStage):
 
     # --- models
 
+    @property
+    def frozen_dtype(self):
+        """Of the reference and the reward models: that of the forward pass."""
+        return jnp.dtype(self.config.dtype)
+
     def _open_policy(self):
         """Configs and tokenizers only: everything that can be refused is, before a weight is read."""
         c = self.config
@@ -141,30 +148,37 @@ class PolicyStage(LookingStage):
             )
 
     def load_policy(self):
-        """The starting params of the policy on the host, and those of the reference placed."""
+        """The params that the policy starts from."""
         c = self.config
         if c.scratch_model:
-            policy = self.policy.init(jax.random.key(c.seed), heads=("causal",))
-        else:
-            _, policy = hf.load(c.sft_model_path, kind="causal", revision=c.model_revision)
-        ref = policy
-        if c.ref_model_path is not None:
-            _, ref = hf.load(c.ref_model_path, kind="causal", revision=c.ref_model_revision)
-        return policy, lambda: self.place_params(self.ref, jax.tree.map(np.array, ref))
+            return self.weights.init(self.policy, jax.random.key(c.seed), ("causal",))
+        return self.weights.load(self.policy, c.sft_model_path, "causal", c.model_revision)
+
+    def load_reference(self, policy, dtype):
+        """The reference's params in `dtype`: its own, or a copy of those that the policy starts from.
+
+        A copy, for an update gives the policy's buffers away."""
+        c = self.config
+        if c.ref_model_path is None:
+            return self.weights.copy(self.ref, policy, dtype)
+        ref = self.weights.load(self.ref, c.ref_model_path, "causal", c.ref_model_revision)
+        return self._rounded(self.ref, ref, dtype)
+
+    def _rounded(self, model, params, dtype):
+        """bfloat16: half the memory, and what a forward pass in it rounds to in any case."""
+        return params if dtype == jnp.float32 else self.weights.copy(model, params, dtype)
 
     def _settle_frozen(self):
-        """Reference and reward models in the compute dtype (bfloat16: half the memory), and where they wait."""
-        dtype, where = jnp.dtype(self.config.dtype), self.config.offload_frozen
-        rounded = jax.jit(lambda model, params: model.rounded(params, dtype), static_argnums=0)
+        """Reward models in the compute dtype, as the reference is, and where all of them wait."""
+        where = self.config.offload_frozen
 
-        def settled(model, params):
-            params = params if dtype == jnp.float32 else rounded(model, params)
+        def settled(params):
             return params if where == "none" else sharding.to_host_memory(params, f"offload_frozen {where}")
 
         if self.ref_params is not None:
-            self.ref_params = settled(self.ref, self.ref_params)
+            self.ref_params = settled(self.ref_params)
         for reader in self.scorer.models:
-            reader.params = settled(reader.model, reader.params)
+            reader.params = settled(self._rounded(reader.model, reader.params, self.frozen_dtype))
 
     def reference(self, state):
         """The reference's params, on the device: the state's own where training moves them."""
@@ -304,14 +318,8 @@ class PolicyStage(LookingStage):
     def export_policy(self, state, folder) -> str:
         """policy/ as a Hugging Face checkpoint with the tokenizer."""
         path = os.path.join(folder, "policy")
-        hf.save(path, self.policy, sharding.fetch(state.params["policy"]), kind="causal", extra_config=self.token_ids)
-        data.save_tokenizer(self.tokenizer, path)
+        self.save(path, self.policy, state.params["policy"], "causal")
         return path
-
-    @property
-    def token_ids(self) -> dict[str, int]:
-        """Pad and eos for an exported config."""
-        return {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
 
     def close(self):
         """Ends the threads of reward functions."""

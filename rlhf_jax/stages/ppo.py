@@ -6,9 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from rlhf_jax import data, sharding
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
 from rlhf_jax.stages.policy import PolicyStage
@@ -48,24 +46,20 @@ class PPOStage(PolicyStage):
 
     def _load_weights(self):
         c = self.config
-        policy, place_ref = self.load_policy()
-        self.ref_params = place_ref()
+        policy, value = self.load_policy(), self.nets.value
+        self.ref_params = self.load_reference(policy, self.frozen_dtype)
         trained = {"policy": policy}
-        if c.value_model == "shared_backbone":
-            head = base.with_scalar_head(policy, self.policy.config.hidden_size, c.seed, None)["score"]
-            trained["policy"] = {**policy, "score": head}
+        if value is None:
+            trained["policy"] = {**policy, "score": self.new_score(self.policy, None)}
         elif c.value_model_path is not None:
-            _, trained["value"] = hf.load(c.value_model_path, kind="scalar", revision=c.value_model_revision)
+            trained["value"] = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision)
         elif self.scorer.models:
-            trained["value"] = self.scorer.models[0].params
+            trained["value"] = self.weights.copy(value, self.scorer.models[0].params)
         else:
-            trained["value"] = base.with_scalar_head(policy, self.policy.config.hidden_size, c.seed, None)
-        placed = {"policy": self.place_params(self.policy, jax.tree.map(np.array, trained["policy"]))}
-        if "value" in trained:
-            value = sharding.fetch(trained["value"])
-            placed["value"] = self.place_params(self.nets.value, jax.tree.map(np.array, value))
-        models = {"policy": self.policy, "value": self.nets.value or self.policy}
-        self.state = self.initial_state(placed, base.rules_of(models), c.seed)
+            backbone = self.weights.copy(value, {"backbone": policy["backbone"]})
+            trained["value"] = {**backbone, "score": self.new_score(value, None)}
+        models = {"policy": self.policy, "value": value or self.policy}
+        self.state = self.initial_state(trained, base.rules_of(models), c.seed)
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`ppo.make_experience`."""
@@ -96,10 +90,7 @@ class PPOStage(PolicyStage):
         """policy/ and value/ as Hugging Face checkpoints with the tokenizer."""
         paths = {"policy": self.export_policy(state, folder), "value": os.path.join(folder, "value")}
         if self.nets.value is None:
-            policy = sharding.fetch(state.params["policy"])
-            model, value = self.policy, {"backbone": policy["backbone"], "score": policy["score"]}
+            self.save(paths["value"], self.policy, state.params["policy"], "scalar")
         else:
-            model, value = self.nets.value, sharding.fetch(state.params["value"])
-        hf.save(paths["value"], model, value, kind="scalar", extra_config=self.token_ids)
-        data.save_tokenizer(self.tokenizer, paths["value"])
+            self.save(paths["value"], self.nets.value, state.params["value"], "scalar")
         return paths

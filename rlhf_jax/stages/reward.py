@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data, sharding
-from rlhf_jax.stages import base
 from rlhf_jax.stages.supervised import SupervisedStage
 from rlhf_jax.trainers import reward
 
@@ -25,10 +26,8 @@ class RewardStage(SupervisedStage):
         self.normalizing = data.load_normalizing(self.config, self.tokenizer)
 
     def _starting_params(self):
-        c = self.config
-        return base.with_scalar_head(
-            self._load_params("backbone"), self.model.config.hidden_size, c.seed, c.score_init_std
-        )
+        backbone = self._load_params("backbone")["backbone"]
+        return {"backbone": backbone, "score": self.new_score(self.model, self.config.score_init_std)}
 
     def _compile(self):
         dtype = jnp.dtype(self.config.dtype)
@@ -73,7 +72,8 @@ class RewardStage(SupervisedStage):
 
     def export(self, state, folder):
         """reward_model/: GPTNeoXForSequenceClassification with its tokenizer, the offset folded in."""
-        params = sharding.fetch(state.params["model"])
+        params, path = state.params["model"], os.path.join(folder, "reward_model")
         if self.normalizing is not None:
-            params = jax.device_get(reward.subtract_offset(params, self._offset(state.params["model"])))
-        return self.save(params, folder, "reward_model", "scalar")
+            params = reward.subtract_offset(params, self._offset(params))
+        self.save(path, self.model, params, "scalar")
+        return {"reward_model": path}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.stages import base
@@ -33,13 +32,12 @@ class RLOOStage(PolicyStage):
 
     def _load_weights(self):
         c = self.config
-        policy, place_ref = self.load_policy()
-        self.ref_params = place_ref() if c.beta else None
-        placed = {"policy": self.place_params(self.policy, jax.tree.map(np.array, policy))}
-        self.state = self.initial_state(placed, base.rules_of({"policy": self.policy}), c.seed)
+        policy = self.load_policy()
+        self.ref_params = self.load_reference(policy, self.frozen_dtype) if c.beta else None
+        self.state = self.initial_state({"policy": policy}, base.rules_of({"policy": self.policy}), c.seed)
         if c.sync_ref_model:
             # A copy of its own: the update gives the state's buffers away, and samples are held to the first reference.
-            self.state = self.state.replace(ref_params=place_ref())
+            self.state = self.state.replace(ref_params=self.load_reference(policy, jnp.dtype(jnp.float32)))
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`rloo.make_experience`."""

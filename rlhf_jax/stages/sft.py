@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data
 from rlhf_jax.stages.supervised import SupervisedStage, eval_name
 from rlhf_jax.trainers import sft
 
@@ -46,4 +47,6 @@ class SFTStage(SupervisedStage):
 
     def export(self, state, folder):
         """policy/: the model with its tokenizer, as Hugging Face wants it."""
-        return self.save(sharding.fetch(state.params["model"]), folder, "policy", "causal")
+        path = os.path.join(folder, "policy")
+        self.save(path, self.model, state.params["model"], "causal")
+        return {"policy": path}

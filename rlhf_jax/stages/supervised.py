@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from rlhf_jax import data, sharding
+from rlhf_jax import sharding
 from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
@@ -21,14 +20,14 @@ class SupervisedStage(base.Stage):
     head = ""
     """Which head a model from scratch is made with: 'causal' or 'scalar'."""
 
-    def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None):
-        super().__init__(config, optimizer=optimizer)
+    def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None):
+        super().__init__(config, optimizer=optimizer, weights=weights)
         self._open_model()
         self._load_data(train_dataset, eval_dataset)
         self.report = [str(self.train_data.report)]
         self.total_steps = batch_arithmetic(config, self.rows).updates
-        params = {"model": self.place_params(self.model, self._starting_params())}
-        self.state = self.initial_state(params, base.rules_of({"model": self.model}), config.seed)
+        rules = base.rules_of({"model": self.model})
+        self.state = self.initial_state({"model": self._starting_params()}, rules, config.seed)
         self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self._compile()
 
@@ -39,7 +38,7 @@ class SupervisedStage(base.Stage):
         raise NotImplementedError
 
     def _starting_params(self) -> Params:
-        """The params to start from, on the host."""
+        """The params to start from, on the mesh."""
         raise NotImplementedError
 
     def _compile(self) -> None:
@@ -72,8 +71,8 @@ class SupervisedStage(base.Stage):
         """Params from the config's model, read as `kind`, or fresh ones."""
         c = self.config
         if c.scratch_model:
-            return self.model.init(jax.random.key(c.seed), heads=(self.head,))
-        return hf.load(c.model_name_or_path, kind=kind, revision=c.model_revision)[1]
+            return self.weights.init(self.model, jax.random.key(c.seed), (self.head,))
+        return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision)
 
     def _pure_update(self, state, batch):
         rate = self.rate(state.step)
@@ -100,14 +99,6 @@ class SupervisedStage(base.Stage):
             values = self.measure(state.params["model"], source)
             found.update({eval_name(name, key): value for key, value in values.items()})
         return found
-
-    def save(self, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
-        """A Hugging Face checkpoint of host params with its tokenizer: {name: path}."""
-        path = os.path.join(folder, name)
-        ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
-        hf.save(path, self.model, params, kind=kind, extra_config=ids)
-        data.save_tokenizer(self.tokenizer, path)
-        return {name: path}
 
 
 def eval_name(source: str, metric: str) -> str:

@@ -1,0 +1,104 @@
+"""Where a stage gets its params: made or read in their shards, so that no host and no device ever holds a whole model;
+and the same as shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from rlhf_jax import sharding
+from rlhf_jax.models import Model, hf
+from rlhf_jax.types import Array, Params
+
+
+class Weights:
+    """Params on a mesh, each in the shards that its family's rules give it."""
+
+    def __init__(self, mesh: Mesh):
+        """`mesh`: of the stage."""
+        self.mesh = mesh
+
+    def where(self, model: Model, shapes: Any) -> Any:
+        """A NamedSharding for each param of a model; UserError as `sharding.shardings`."""
+        return sharding.shardings(shapes, model.param_rules, self.mesh)
+
+    def load(self, model: Model, path: str, kind: str, revision: str | None, **head_options) -> Params:
+        """A checkpoint's params, float32. Each process reads only what its devices hold.
+
+        Args:
+          model: of the checkpoint.
+          path: folder or hub name.
+          kind: as `hf.load`.
+          revision: of the hub.
+          **head_options: new_head, head_seed, head_std of `hf.load`.
+
+        Returns:
+          Params of jax.Arrays, buffers of their own.
+
+        Raises:
+          UserError: as `hf.load`.
+        """
+        where = lambda _, shapes: self.where(model, shapes)  # noqa: E731
+        return hf.load(path, kind=kind, revision=revision, where=where, **head_options)[1]
+
+    def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
+        """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
+        # As numpy: a key on one process' device is no argument of a program of all of them.
+        data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
+        draw = lambda data: model.init(jax.random.wrap_key_data(data, impl=kind), heads=heads)  # noqa: E731
+        return self.run(draw, data, where=self.where(model, jax.eval_shape(draw, data)))
+
+    def place(self, tree: Any, where: Any) -> Any:
+        """Small host arrays onto the mesh, as `sharding.place`."""
+        return sharding.place(tree, where)
+
+    def copy(self, model: Model, params: Params, dtype: Any = jnp.float32) -> Params:
+        """`model.rounded` placed params, in the same shards and in buffers of their own."""
+        where = jax.tree.map(lambda x: x.sharding, params)
+        return self.run(lambda params: model.rounded(params, dtype), params, where=where)
+
+    def run(self, function: Callable, *trees: Any, where: Any = None) -> Any:
+        """function(*trees) under jit, in buffers of its own even where the function gives back what it got.
+
+        Args:
+          function: pure.
+          *trees: placed params.
+          where: a pytree of NamedShardings, or one for all leaves; None: as the compiler has it.
+
+        Returns:
+          A pytree of jax.Arrays.
+        """
+        # Without the copy jit hands an argument back as it is, and an update would give away both.
+        own = lambda *trees: jax.tree.map(jnp.copy, function(*trees))  # noqa: E731
+        return jax.jit(own, out_shardings=where)(*trees)
+
+
+class PlannedWeights(Weights):
+    """The same on shapes: every result is a pytree of jax.ShapeDtypeStructs with shardings.
+
+    Of a checkpoint only config.json is read.
+    """
+
+    def load(self, model, path, kind, revision, **head_options):
+        """As `Weights.load`."""
+        new_head = head_options.get("new_head", False)
+        shapes = hf.load_shapes(path, kind=kind, revision=revision, new_head=new_head)[1]
+        return self.place(shapes, self.where(model, shapes))
+
+    def place(self, tree, where):
+        """As `Weights.place`."""
+        planned = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+        if isinstance(where, NamedSharding):
+            return jax.tree.map(lambda x: planned(x, where), tree)
+        return jax.tree.map(planned, tree, where)
+
+    def run(self, function, *trees, where=None):
+        """As `Weights.run`; without `where` the program is compiled to learn where its results lie."""
+        if where is None:
+            where = jax.jit(function).lower(*trees).compile().output_shardings
+        return self.place(jax.eval_shape(function, *trees), where)
