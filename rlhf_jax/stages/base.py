@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import arithmetic, models, sharding
+from rlhf_jax import arithmetic, models, sharding, shares
 from rlhf_jax.data import load_tokenizer
 from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Params, TrainState, UserError
@@ -116,8 +116,16 @@ class Stage:
         return sharding.place(params, sharding.shardings(shapes, model.param_rules, self.mesh))
 
     def place_batch(self, batch: Any) -> Any:
-        """A host batch onto the mesh, rows over the data axes."""
+        """A host batch onto the mesh, rows over the data axes; each process gives the whole batch."""
         return sharding.shard_batch(batch, self.mesh)
+
+    def here(self, count: int) -> np.ndarray:
+        """The rows of a batch of so many that this process prepares."""
+        return shares.here(self.mesh, count)
+
+    def place_share(self, batch: Any, count: int) -> Any:
+        """This process' rows of a batch of `count` onto the mesh, with those of the others."""
+        return shares.place(batch, self.mesh, count)
 
     def initial_state(self, params: Params, rules, seed: int) -> TrainState:
         """A fresh TrainState around placed params; the optimizer state is created in its shards."""
@@ -133,7 +141,7 @@ class Stage:
             "kl_coef": jnp.float32(kl_coef),
             "tokens": jnp.uint32(0),
         }
-        scalars = jax.device_put(scalars, sharding.replicated(self.mesh))
+        scalars = sharding.place(scalars, sharding.replicated(self.mesh))
         return TrainState(params=params, opt_state=opt_state, **scalars)
 
     def state_shardings(self) -> Any:
