@@ -197,6 +197,17 @@ def lost() -> bool:
     return _watch is not None and _watch.lost(timeout=5.0)
 
 
+def leave(error: BaseException) -> None:
+    """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them."""
+    if _watch is not None:
+        _watch.leave(explained(error))
+
+
+def explained(error: BaseException) -> str:
+    """An error as others are told of it."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
 def close(reason: str | None = None) -> None:
     """Says goodbye to the other processes; nothing with one process.
 
@@ -216,4 +227,4 @@ def _at_exit() -> None:
     """A program that does not close: its end is the goodbye, an exception that nobody caught is the reason."""
     raised = getattr(sys, "last_value", None)
     if _watch is not None:
-        _watch.close(None if raised is None else f"{type(raised).__name__}: {raised}")
+        _watch.close(None if raised is None else explained(raised))

@@ -42,6 +42,7 @@ class Watch:
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
+        self._reason: str | None = None
         self._told = threading.Event()
 
     # --- connections
@@ -117,7 +118,7 @@ class Watch:
         except (OSError, ValueError):
             pass
         self._leave(member)
-        if not left and not self._closing.is_set():
+        if not left:
             self._ended(member, None)
 
     def _leave(self, member: dict[str, Any]) -> None:
@@ -133,6 +134,11 @@ class Watch:
     def _follow(self, member: dict[str, Any], reason: str | None) -> None:
         # Most errors end all processes alike, and then each says its own.
         if self._closing.wait(0.0 if reason is None else SAME_END):
+            if reason is None and self._reason is not None:
+                # This process had an error alone, and the others did not wait: it cannot save or close with them.
+                time.sleep(GRACE)
+                print(f"error: {self._reason}", file=sys.stderr, flush=True)
+                os._exit(1)
             return
         with self._lock:
             if self._told.is_set():
@@ -160,15 +166,20 @@ class Watch:
 
     # --- the end
 
-    def close(self, reason: str | None = None) -> None:
-        """Says goodbye.
+    def leave(self, reason: str | None) -> None:
+        """Says goodbye, once.
 
         Args:
-          reason: the error that this process ends with: then it waits a while for the others to do the same. None:
-            all is done.
+          reason: the error that this process ends with; the others end too. None: all is done.
         """
-        self._closing.set()
-        self._tell({"bye": reason})
+        if not self._closing.is_set():
+            self._reason = reason
+            self._closing.set()
+            self._tell({"bye": reason})
+
+    def close(self, reason: str | None = None) -> None:
+        """Says goodbye, with a reason as `leave`; then it waits a while for the others to end too. Hangs up."""
+        self.leave(reason)
         end = time.monotonic() + (0.0 if reason is None else LINGER)
         while self._present and time.monotonic() < end:
             time.sleep(0.05)

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if distributed.lost():
             return 1  # the watch has said who is gone, which is all there is to say
-        distributed.close(f"{type(error).__name__}: {error}")
+        distributed.close(distributed.explained(error))
         raise
     distributed.close()
     return 0
@@ -182,6 +182,9 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
         say(f"{name}: writing the models to {config.run_dir}")
         paths = stage.export(state, config.run_dir)
         found = stage.final_metrics(state)
+    except BaseException as error:
+        distributed.leave(error)
+        raise
     finally:
         logger.close()
         checkpoints.close()

@@ -344,15 +344,13 @@ class Scorer:
         Warnings come from the first process; the slowest process' seconds are added to `seconds`.
         """
         failed, rewards, extra = np.zeros(count, bool), None, {}
+        if self._host is not None:
+            rewards = np.full((count, len(self._host.names)), np.nan, np.float32)
         values: dict[str, list[tuple[float, int]]] = {}
         for index, (said, rows) in enumerate(zip(parts, owned)):
             failed[rows] = said["failed"]
-            if self._host is not None:
-                given = np.asarray(said["rewards"], np.float32).reshape(len(rows), -1)
-                if rewards is None:
-                    rewards = np.full((count, len(self._host.names)), np.nan, np.float32)
-                if len(rows):
-                    rewards[rows] = given
+            if rewards is not None:
+                rewards[rows] = np.asarray(said["rewards"], np.float32).reshape(len(rows), len(self._host.names))
             for name, column in said["extra"].items():
                 whole = extra.setdefault(name, [None] * limit)
                 for row, value in zip(rows, column):

@@ -303,10 +303,12 @@ class PolicyStage(LookingStage):
         )
 
     def export_policy(self, state, folder) -> str:
-        """policy/ as a Hugging Face checkpoint with the tokenizer."""
+        """policy/ as a Hugging Face checkpoint with the tokenizer, by the first process."""
         path = os.path.join(folder, "policy")
-        hf.save(path, self.policy, sharding.fetch(state.params["policy"]), kind="causal", extra_config=self.token_ids)
-        data.save_tokenizer(self.tokenizer, path)
+        params = sharding.fetch(state.params["policy"])
+        if distributed.is_main():
+            hf.save(path, self.policy, params, kind="causal", extra_config=self.token_ids)
+            data.save_tokenizer(self.tokenizer, path)
         return path
 
     @property

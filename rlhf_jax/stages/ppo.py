@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data, distributed, sharding
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
 from rlhf_jax.stages.policy import PolicyStage
@@ -92,13 +92,14 @@ class PPOStage(PolicyStage):
         return jnp.asarray(self.rate(step))
 
     def export(self, state, folder):
-        """policy/ and value/ as Hugging Face checkpoints with the tokenizer."""
+        """policy/ and value/ as Hugging Face checkpoints with the tokenizer, by the first process."""
         paths = {"policy": self.export_policy(state, folder), "value": os.path.join(folder, "value")}
         if self.nets.value is None:
             policy = sharding.fetch(state.params["policy"])
             model, value = self.policy, {"backbone": policy["backbone"], "score": policy["score"]}
         else:
             model, value = self.nets.value, sharding.fetch(state.params["value"])
-        hf.save(paths["value"], model, value, kind="scalar", extra_config=self.token_ids)
-        data.save_tokenizer(self.tokenizer, paths["value"])
+        if distributed.is_main():
+            hf.save(paths["value"], model, value, kind="scalar", extra_config=self.token_ids)
+            data.save_tokenizer(self.tokenizer, paths["value"])
         return paths

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data, distributed, sharding
 from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.models import hf
 from rlhf_jax.stages import base
@@ -103,11 +103,12 @@ class SupervisedStage(base.Stage):
         return found
 
     def save(self, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
-        """A Hugging Face checkpoint of host params with its tokenizer: {name: path}."""
+        """A Hugging Face checkpoint of host params with its tokenizer, by the first process: {name: path}."""
         path = os.path.join(folder, name)
-        ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
-        hf.save(path, self.model, params, kind=kind, extra_config=ids)
-        data.save_tokenizer(self.tokenizer, path)
+        if distributed.is_main():
+            ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
+            hf.save(path, self.model, params, kind=kind, extra_config=ids)
+            data.save_tokenizer(self.tokenizer, path)
         return {name: path}
 
 
