@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rlhf_jax import evaluate
+from rlhf_jax import distributed, evaluate
 from rlhf_jax.config import Pipeline, stages_of
 from rlhf_jax.data import synthetic
 from rlhf_jax.stages import STAGES
@@ -12,6 +12,8 @@ from rlhf_jax.stages import STAGES
 
 def after_pipeline(config: Pipeline) -> dict:
     """Samples both policies on the held-out prompts at the training temperature, prints and writes the comparison.
+
+    Every process must call it; the first one prints and writes.
 
     The built-in task has a gold reward; there the win rate is by it, elsewhere by the reward model.
 
@@ -67,11 +69,12 @@ def after_pipeline(config: Pipeline) -> dict:
         for i in range(min(3, len(texts)))
     ]
     what = "held-out prompts" if held_out else "training prompts (there is no evaluation split)"
-    print()
-    evaluate.print_comparison(rows, samples, title=f"{limit} {what}, temperature {stage_config.temperature}")
     gain, error = evaluate.paired_difference(judged[label], judged["SFT"])
-    by = "gold reward" if gold else "reward-model score"
-    print(f"{label} - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
-    evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
-    print(f"written: {path}; the policy: {os.path.join(config.run_dir, stage_name, 'policy')}")
+    if distributed.is_main():
+        print()
+        evaluate.print_comparison(rows, samples, title=f"{limit} {what}, temperature {stage_config.temperature}")
+        by = "gold reward" if gold else "reward-model score"
+        print(f"{label} - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
+        evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
+        print(f"written: {path}; the policy: {os.path.join(config.run_dir, stage_name, 'policy')}")
     return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}

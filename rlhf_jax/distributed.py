@@ -1,15 +1,30 @@
-"""Starting processes: one program, run once per process."""
+"""One program, run once per process: how processes start, what they agree on, and how they end together."""
 
 from __future__ import annotations
 
+import atexit
 import glob
 import importlib.util
+import json
 import os
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
+from rlhf_jax import peers
 from rlhf_jax.types import UserError
+
+# The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds.
+LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60}
+OPTIONS = ("distributed", "num_processes", "process_id")
+"""Names of the options that only say how processes find each other."""
+
+_watch: peers.Watch | None = None
 
 
 def cluster() -> str | None:
@@ -29,35 +44,63 @@ def cluster() -> str | None:
     return None
 
 
-def initialize(mode: str = "auto") -> None:
-    """Joins the other processes of the run. Call once, before anything asks for devices.
+def initialize(mode: str = "auto", num_processes: int | None = None, process_id: int | None = None) -> None:
+    """Joins the other processes of the run and watches them. Call once, before anything asks for devices.
 
     Args:
       mode: 'auto' joins what `cluster` finds, which jax then configures by itself; 'off' never joins; 'HOST:PORT' is
-        the address of process 0, with JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment of each process.
+        the address of process 0.
+      num_processes, process_id: with HOST:PORT, how many processes there are and which this one is, from 0; None:
+        JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment.
 
     Raises:
-      UserError: another mode, or one of the two variables is missing or no number.
+      UserError: another mode, a number that is missing, out of range or given without HOST:PORT, or no such process 0.
     """
-    if mode == "off" or jax.distributed.is_initialized():
-        return
-    if mode == "auto":
+    by_hand = mode not in ("auto", "off")
+    for option, value in (("num_processes", num_processes), ("process_id", process_id)):
+        if value is not None and not by_hand:
+            raise UserError(f"--{option} {value} goes with --distributed HOST:PORT, but --distributed is {mode}")
+    if by_hand:
+        _join(mode, num_processes, process_id)
+    elif mode == "auto" and not jax.distributed.is_initialized():
         found = cluster()
         if found == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
             raise UserError("an indexed Kubernetes job needs `pip install jax[k8s]`, or --distributed HOST:PORT or off")
         if found is not None:
-            jax.distributed.initialize()
-        return
-    host, _, port = mode.rpartition(":")
+            jax.distributed.initialize(**LIMITS)
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        _start_watch()
+
+
+def _join(address: str, num_processes: int | None, process_id: int | None) -> None:
+    """jax's start-up with process 0 at HOST:PORT."""
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(f"--distributed {mode}: give auto, off, or the HOST:PORT of process 0")
-    numbers = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-    if not all(number.isdigit() for number in numbers):
+        raise UserError(f"--distributed {address}: give auto, off, or the HOST:PORT of process 0")
+    given = {"num_processes": num_processes, "process_id": process_id}
+    texts = {
+        name: os.environ.get(f"JAX_{name.upper()}", "") if value is None else str(value)
+        for name, value in given.items()
+    }
+    if not all(text.isdigit() for text in texts.values()):
         raise UserError(
-            f"--distributed {mode} needs JAX_NUM_PROCESSES and JAX_PROCESS_ID as numbers in the environment; "
-            f"they are '{numbers[0]}' and '{numbers[1]}'"
+            f"--distributed {address} needs --num_processes and --process_id (or JAX_NUM_PROCESSES and JAX_PROCESS_ID "
+            f"in the environment); they are '{texts['num_processes']}' and '{texts['process_id']}'"
         )
-    jax.distributed.initialize(mode, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+    count, index = int(texts["num_processes"]), int(texts["process_id"])
+    if index >= count:
+        raise UserError(
+            f"--process_id {index} of --num_processes {count}: processes are numbered from 0 to {count - 1}"
+        )
+    if jax.distributed.is_initialized():
+        return
+    try:
+        jax.distributed.initialize(address, num_processes=count, process_id=index, **LIMITS)
+    except RuntimeError as error:  # jaxlib's own kind is one
+        raise UserError(
+            f"process {index} of {count} could not join --distributed {address} "
+            f"({' '.join(str(error).split())[:300]}). Start all {count} processes, number 0 on {host}"
+        ) from error
 
 
 def is_main() -> bool:
@@ -73,3 +116,125 @@ def wait_for_all(what: str) -> None:
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
+
+
+# --- what processes tell each other
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What each process gives, in the order of processes. Every one must call it; with one it costs nothing.
+
+    Args:
+      value: what JSON holds, numpy numbers, NaN and the infinities too.
+
+    Returns:
+      A value each process; for one process the very object.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    data = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
+    # Shapes are equal on all processes, and few, since each is a program: what does not fit goes again in a larger one.
+    size = 4096
+    while True:
+        row = np.zeros(size, np.uint8)
+        row[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+        row[8 : 8 + len(data)] = np.frombuffer(data[: size - 8], np.uint8)
+        rows = multihost_utils.process_allgather(row)
+        lengths = [int.from_bytes(row[:8].tobytes(), "little") for row in rows]
+        if max(lengths) + 8 <= size:
+            return [json.loads(row[8 : 8 + length].tobytes()) for row, length in zip(rows, lengths)]
+        size = 1 << (max(lengths) + 7).bit_length()
+
+
+def agree(value: Any = None, error: UserError | None = None, kind: type[UserError] = UserError) -> list[Any]:
+    """`gather_objects`, or on every process the same error where some process has one.
+
+    Args:
+      value: see `gather_objects`.
+      error: what went wrong on this process; it does not raise it, so that the others do not wait for it for good.
+      kind: of the error that all raise; for one process it is its own.
+
+    Raises:
+      UserError: the first process' error, which it names.
+    """
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return [value]
+    found = gather_objects([value, None if error is None else [platform.node(), str(error)]])
+    for index, (_, problem) in enumerate(found):
+        if problem is not None:
+            host, text = problem
+            raise kind(f"process {index} of {len(found)} ({host}): {text}") from error
+    return [value for value, _ in found]
+
+
+def from_first(action: Callable[[], Any]) -> Any:
+    """What `action` returns on the first process, on all of them; it is called there alone.
+
+    Raises:
+      UserError: the one that it raised there, on all of them.
+    """
+    if jax.process_count() == 1:
+        return action()
+    value = error = None
+    if is_main():
+        try:
+            value = action()
+        except UserError as raised:
+            error = raised
+    value, text = gather_objects([value, None if error is None else str(error)])[0]
+    if text is not None:
+        raise UserError(text) from error
+    return value
+
+
+# --- ending together
+
+
+def _start_watch() -> None:
+    global _watch
+    if _watch is None:
+        _watch = peers.start(jax.process_index(), jax.process_count(), from_first)
+        atexit.register(_at_exit)
+
+
+def lost() -> bool:
+    """Whether another process is gone, which has been said by then: what is raised here is only the consequence.
+
+    Waits a moment, since a broken collective may be seen before the broken connection.
+    """
+    return _watch is not None and _watch.lost(timeout=5.0)
+
+
+def leave(error: BaseException) -> None:
+    """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them."""
+    if _watch is not None:
+        _watch.leave(explained(error))
+
+
+def explained(error: BaseException) -> str:
+    """An error as others are told of it."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def close(reason: str | None = None) -> None:
+    """Says goodbye to the other processes; nothing with one process.
+
+    Args:
+      reason: why this process ends early; None: its work is done, and it waits until that of all is.
+    """
+    global _watch
+    if _watch is None:
+        return
+    watch, _watch = _watch, None
+    watch.close(reason)
+    if reason is None:
+        jax.distributed.shutdown()
+
+
+def _at_exit() -> None:
+    """A program that does not close: its end is the goodbye, an exception that nobody caught is the reason."""
+    raised = getattr(sys, "last_value", None)
+    if _watch is not None:
+        _watch.close(None if raised is None else explained(raised))

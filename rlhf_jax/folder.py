@@ -11,14 +11,21 @@ import fnmatch
 import json
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
+from rlhf_jax import distributed
 from rlhf_jax.distributed import is_main
 from rlhf_jax.metrics import json_text, with_floats
 from rlhf_jax.types import UserError
 
+# How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
+NOT_KEPT = distributed.OPTIONS
 # Options that change nothing that a run computes, so that it may be continued with others.
 MAY_DIFFER = ("run_dir", "resume", "dry_run", "logging_steps", "report_to", "save_*")
 
@@ -117,17 +124,50 @@ class RunFolder:
     ) -> RunFolder:
         """Makes the folder of a new run, or enters that of the same run again. Writes config.json.
 
-        Args and errors as `check`. Only the main process looks and writes; the others get the paths.
+        Args and errors as `check`, and a UserError where another process does not see the folder. Only the main process
+        looks and writes; the others get the paths.
 
         Returns:
           The RunFolder.
         """
         folder = cls(os.path.abspath(os.path.expanduser(run_dir)))
+        mark = error = None
         if is_main():
-            check(run_dir, config, resume, may_differ)
-            os.makedirs(folder.path, exist_ok=True)
-            write_atomically(folder.config, json_text(config, indent=2) + "\n")
+            try:
+                check(run_dir, config, resume, may_differ)
+                os.makedirs(folder.path, exist_ok=True)
+                write_atomically(folder.config, json_text(config, indent=2) + "\n")
+                mark = folder._mark_shared()
+            except UserError as wrong:
+                error = wrong
+        mark = distributed.agree(mark, error)[0]
+        if mark is not None:
+            try:  # all have looked before the first process takes its mark away
+                distributed.agree(error=folder._unseen(mark))
+            finally:
+                if is_main():
+                    os.remove(os.path.join(folder.path, mark))
         return folder
+
+    def _mark_shared(self) -> str | None:
+        """A file that the other processes must see; its name. None: there are no others."""
+        if jax.process_count() == 1:
+            return None
+        name = f".shared-{secrets.token_hex(8)}"
+        write_atomically(os.path.join(self.path, name), "")
+        return name
+
+    def _unseen(self, mark: str) -> UserError | None:
+        """What to say when this process does not see the first one's file."""
+        for _ in range(50):
+            # A listing, since a network file system may remember for long that a name was not there.
+            if os.path.isdir(self.path) and mark in os.listdir(self.path):
+                return None
+            time.sleep(0.2)
+        return UserError(
+            f"--run_dir {self.path} is not the folder that process 0 writes to: checkpoints and models must lie on a "
+            "file system that all processes share. Give a --run_dir there"
+        )
 
     def has_checkpoint(self) -> bool:
         """Whether checkpoints/ holds a saved step."""

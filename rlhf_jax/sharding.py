@@ -319,6 +319,10 @@ def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
     return jax.tree.map(spread, batch)
 
 
+def _same(x: jax.Array) -> jax.Array:
+    return x  # not a lambda, which would be another program each time
+
+
 def fetch(tree: Any) -> Any:
     """Whole arrays on the host, as numpy. With several processes every one must call it, in the same order.
 
@@ -331,7 +335,7 @@ def fetch(tree: Any) -> Any:
 
     def whole(x):
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-            return jax.jit(lambda y: y, out_shardings=replicated(x.sharding.mesh))(x)
+            return jax.jit(_same, out_shardings=replicated(x.sharding.mesh))(x)
         return x
 
     return jax.device_get(jax.tree.map(whole, tree))

@@ -56,15 +56,24 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
     try:
-        distributed.initialize("auto")
+        config = command.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
-        run(command.parse(sys.argv[1:] if argv is None else argv))
+        distributed.initialize(config.distributed, config.num_processes, config.process_id)
+        run(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        distributed.close(str(error))
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
+        distributed.close("interrupted")
         return 130
+    except Exception as error:
+        if distributed.lost():
+            return 1  # the watch has said who is gone, which is all there is to say
+        distributed.close(distributed.explained(error))
+        raise
+    distributed.close()
     return 0
 
 
@@ -120,7 +129,7 @@ def run_pipeline(config: Pipeline, *, optimizer: Any = None, callbacks: Iterable
         if distributed.is_main():
             print(f"== {name} -> {stage.run_dir}", flush=True)
         results[name] = run_stage(stage, {}, optimizer, tuple(callbacks))
-    if not config.dry_run and distributed.is_main():
+    if not config.dry_run:
         compare.after_pipeline(config)
     last = list(results.values())[-1]
     return Result(config.run_dir, last.metrics, last.paths, results)
@@ -130,10 +139,12 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     """One stage from start to end."""
     name = stage_name(config)
     options = json.loads(configfile.to_json(config))
+    options = {option: value for option, value in options.items() if option not in folder.NOT_KEPT}
     if config.dry_run:
-        plan.show(config)
+        if distributed.is_main():
+            plan.show(config)
         return Result(config.run_dir, {}, {})
-    finished = folder.check(config.run_dir, options, config.resume)
+    finished = distributed.from_first(lambda: folder.check(config.run_dir, options, config.resume))
     if finished is not None:
         say(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
         return Result(config.run_dir, finished["metrics"], finished["paths"])
@@ -146,7 +157,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     for line in (*stage.report, *arithmetic.batch_lines(stage.config, stage.rows), *warnings):
         say(f"{name}: {line}")
     checkpoints = Checkpoints(run_folder.checkpoints, config.save_total_limit)
-    state, start = stage.state, checkpoints.latest() or 0
+    state, start = stage.state, distributed.gather_objects(checkpoints.latest() or 0)[0]
     if start:
         state, _ = checkpoints.restore(start, state)
         say(f"{name}: continuing after update {start} of {stage.total_steps}")
@@ -171,16 +182,20 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
         say(f"{name}: writing the models to {config.run_dir}")
         paths = stage.export(state, config.run_dir)
         found = stage.final_metrics(state)
+    except BaseException as error:
+        distributed.leave(error)
+        raise
     finally:
         logger.close()
         checkpoints.close()
         stage.close()
-    lines = metrics.read_metrics(run_folder.metrics)
+    lines = distributed.from_first(lambda: metrics.read_metrics(run_folder.metrics))
     final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **found}
     if distributed.is_main():
         for path in paths.values():
             model_card.write_model_card(path, name, options, final, base_model=stage.base_model)
     run_folder.finish(end, metrics=final, paths=paths)
+    distributed.agree()  # the next stage reads what the first process has written
     for callback in callbacks:
         callback.on_train_end(stage, paths)
     return Result(config.run_dir, final, paths)
@@ -221,6 +236,8 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             timings["eps"] = (step - start) * config.batch_size / (time.perf_counter() - began)
             logger.log(step, found, timings)
             show(stage, run_folder, logger, step, stage.training_completions(), "training")
+            if callbacks:
+                share_wishes(control)
 
             last = step == stage.total_steps or control.stop
             if last or control.evaluate or every(eval_updates, step):
@@ -274,10 +291,11 @@ class Patience:
     def __init__(self, stage, config, run_folder):
         self.limit = getattr(config, "early_stopping_patience", 0)
         self.name = stage.watched
-        self.values = []
-        if self.limit and os.path.exists(run_folder.metrics):
-            lines = metrics.read_metrics(run_folder.metrics)
-            self.values = [line[self.name] for line in lines if self.name in line]
+        self.values = distributed.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
+
+    def _so_far(self, path: str) -> list[float]:
+        lines = metrics.read_metrics(path) if os.path.exists(path) else []
+        return [line[self.name] for line in lines if self.name in line]
 
     def exhausted(self, values: dict[str, float]) -> bool:
         """True when the last `limit` evaluations were no better than the best before them."""
@@ -285,6 +303,13 @@ class Patience:
             return False
         self.values.append(values[self.name])
         return len(self.values) > self.limit and min(self.values[-self.limit :]) >= min(self.values[: -self.limit])
+
+
+def share_wishes(control: Control) -> None:
+    """What a callback asked for on one process holds on all: they stop, save and evaluate together."""
+    for wishes in distributed.gather_objects(dataclasses.asdict(control)):
+        for wish, asked in wishes.items():
+            setattr(control, wish, getattr(control, wish) or asked)
 
 
 def every(n: int, step: int) -> bool:

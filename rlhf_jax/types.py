@@ -25,7 +25,8 @@ class PromptBatch:
 
     tokens: Array  # [B, C] int32; the prompt ends in the last column
     lengths: Array  # [B] int32, 1..C
-    rows: Array  # [B] int32, the rows of the data set, for columns that reward functions want
+    rows: Array  # [B] int32, the rows of the data set, for columns that reward functions want; on the host all of them,
+    # where tokens and lengths are those of a process' share
 
 
 @flax.struct.dataclass

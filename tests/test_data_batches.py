@@ -70,6 +70,21 @@ def test_evaluation_goes_in_order_and_fills_the_last_batch(tokenizer, demonstrat
     assert (filled.lengths[:2] > 0).all() and filled.lengths[2:].tolist() == [0, 0]
 
 
+def test_a_share_of_a_batch_is_its_rows_at_the_width_of_the_whole(tokenizer, demonstrations):
+    pairs = data.load_rows(synthetic.preference_pairs(10))
+    for made in (
+        data.make_prompts(demonstrations, tokenizer),
+        data.make_demonstrations(demonstrations, tokenizer),
+        data.make_pairs(pairs, tokenizer),
+    ):
+        for take in (lambda *here: made.batch(3, 1, 5, *here), lambda *here: made.in_order(7, 5, *here)):  # noqa: B023
+            whole = vars(take())
+            for here in (np.array([0, 3]), np.array([4]), np.array([1, 2])):
+                for name, values in vars(take(here)).items():
+                    of_all = name == "rows"  # numbers of all rows, for whoever scores them
+                    np.testing.assert_array_equal(values, whole[name] if of_all else whole[name][here])
+
+
 def test_demonstrations_are_prompt_completion_eos(tokenizer, demonstrations):
     made = data.make_demonstrations(demonstrations, tokenizer)
     batch = made.in_order(0, 10)

@@ -20,6 +20,8 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "argparse": {"command.py", "train.py"},
     "tyro": {"command.py", "train.py"},
     "jax.distributed": {"distributed.py"},
+    "jax.experimental.multihost_utils": {"distributed.py"},
+    "socket": {"peers.py", "rewards/remote.py"},
     "tensorboardX": {"metrics.py"},
     "rich": {"tables.py"},
     "urllib": {"rewards/remote.py"},

@@ -49,7 +49,7 @@ def test_auto_joins_a_cluster_of_more_than_one_process(started, monkeypatch, env
         monkeypatch.setenv(name, value)
     assert distributed.cluster() == cluster
     distributed.initialize("auto")
-    assert started == ([((), {})] if cluster else [])
+    assert started == ([((), distributed.LIMITS)] if cluster else [])
     distributed.initialize("off")
     assert len(started) == bool(cluster)
 
@@ -63,12 +63,26 @@ def test_kubernetes_without_its_package_is_told_what_to_install(started, monkeyp
 
 
 def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
-    with pytest.raises(UserError, match="needs JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
+    with pytest.raises(
+        UserError, match="needs --num_processes and --process_id .or JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+    ):
         distributed.initialize("host:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
     distributed.initialize("host:1234")
-    assert started == [(("host:1234",), {"num_processes": 2, "process_id": 1})]
+    assert started.pop() == (("host:1234",), {"num_processes": 2, "process_id": 1, **distributed.LIMITS})
+    distributed.initialize("host:1234", process_id=0)  # an option goes before the environment
+    distributed.initialize("host:1234", 3, 2)
+    assert [(found["num_processes"], found["process_id"]) for _, found in started] == [(2, 0), (3, 2)]
+
+
+def test_numbers_are_refused_where_they_mean_nothing(started):
+    with pytest.raises(UserError, match="--process_id 3 of --num_processes 3: processes are numbered from 0 to 2"):
+        distributed.initialize("host:1234", 3, 3)
+    for mode in ("auto", "off"):
+        with pytest.raises(UserError, match=f"--num_processes 2 goes with --distributed HOST:PORT.* is {mode}"):
+            distributed.initialize(mode, 2, 0)
+    assert not started
 
 
 @pytest.mark.parametrize("mode", ["yes", "host", "host:", ":12", "host:port"])

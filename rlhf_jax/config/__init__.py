@@ -43,6 +43,12 @@ class Pipeline:
     """What every stage does with a used folder (auto, must, never); None: each stage's own."""
     dry_run: bool = False
     """Print the resolved configs, the batch arithmetic and the mesh, then stop."""
+    distributed: str = "auto"
+    """The command joins other processes: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or number 0's HOST:PORT."""
+    num_processes: int | None = None
+    """With HOST:PORT: how many processes there are; default: JAX_NUM_PROCESSES in the environment."""
+    process_id: int | None = None
+    """With HOST:PORT: which of them this is, from 0; default: JAX_PROCESS_ID in the environment."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning; its policy goes to RUN/sft/policy."""
     reward: RewardConfig = RewardConfig(model_name_or_path=SFT_EXPORT)
@@ -72,13 +78,15 @@ def resolve(config: Config) -> Config:
 def stages_of(config: Config) -> dict[str, StageConfig]:
     """The stages to run, in order, by name, each with a run folder: one, or those of a pipeline.
 
-    A pipeline's own options (seed, resume, dry_run) go to every stage, and `{run_dir}` becomes its folder.
+    A pipeline's own options (seed, resume, dry_run, and how its processes find each other) go to every stage, and
+    `{run_dir}` becomes its folder.
     """
     config = resolve(config)
     if not isinstance(config, Pipeline):
         return {stage_name(config): config}
     shared = {"seed": config.seed, "resume": config.resume, "dry_run": config.dry_run or None}
     shared = {name: value for name, value in shared.items() if value is not None}
+    together = {name: getattr(config, name) for name in ("distributed", "num_processes", "process_id")}
     stages = {}
     for name in STAGES:
         stage, folder = getattr(config, name), f"{config.run_dir}/{name}"
@@ -89,7 +97,13 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
                 f"{name}.run_dir is {stage.run_dir!r}, but a pipeline's stage has its folder {folder!r}: "
                 "give run_dir for the whole, or run the stage by a config of its own."
             )
+        for option, value in together.items():
+            if getattr(stage, option) not in (getattr(type(stage), option), value):
+                raise UserError(
+                    f"{name}.{option} is {getattr(stage, option)!r}: all stages run in the same processes, "
+                    f"so give --{option} for the whole pipeline."
+                )
         paths = {key: value for key, value in vars(stage).items() if isinstance(value, str)}
         paths = {key: value.replace("{run_dir}", config.run_dir) for key, value in paths.items()}
-        stages[name] = dataclasses.replace(stage, **{**paths, **shared, "run_dir": folder})
+        stages[name] = dataclasses.replace(stage, **{**paths, **shared, **together, "run_dir": folder})
     return stages

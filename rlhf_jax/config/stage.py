@@ -113,6 +113,14 @@ class StageConfig:
     mesh_tensor: int = 1
     """Devices that split heads and hidden units."""
 
+    # --- processes
+    distributed: str = "auto"
+    """The command joins other processes: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or number 0's HOST:PORT."""
+    num_processes: int | None = None
+    """With HOST:PORT: how many processes there are; default: JAX_NUM_PROCESSES in the environment."""
+    process_id: int | None = None
+    """With HOST:PORT: which of them this is, from 0; default: JAX_PROCESS_ID in the environment."""
+
     @property
     def remat(self) -> str:
         """What the backward pass computes again: 'none', 'dots' or 'full'."""

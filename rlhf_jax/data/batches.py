@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.types import UserError
 
 Batch = TypeVar("Batch")
+_ALL = slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Batched(Generic[Batch]):
     report: DataReport
     shuffle = True
 
-    def _take(self, rows: np.ndarray) -> Batch:
+    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> Batch:
         raise NotImplementedError
 
     def _stores(self) -> tuple[list[np.ndarray], ...]:
@@ -143,13 +144,18 @@ class Batched(Generic[Batch]):
     def __len__(self) -> int:
         return len(self._stores()[0])
 
-    def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Rows of update `step` (0-based), numpy arrays; see `rows_of_step` for which rows."""
-        return self._take(rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle))
+    def batch(self, seed: int, step: int, batch_size: int, here: np.ndarray | slice = _ALL) -> Batch:
+        """Rows of update `step` (0-based), numpy arrays; see `rows_of_step` for which rows.
 
-    def in_order(self, start: int, count: int) -> Batch:
-        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay."""
-        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1))
+        Args:
+          here: [H] int, the rows of the batch to prepare (see `shares.here`); default: all. Widths are the whole
+            batch's, so that all processes have one shape.
+        """
+        return self._take(rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle), here)
+
+    def in_order(self, start: int, count: int, here: np.ndarray | slice = _ALL) -> Batch:
+        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay. `here` as `batch`."""
+        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1), here)
 
     @property
     def fingerprint(self) -> str:

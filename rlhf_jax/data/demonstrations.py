@@ -39,16 +39,18 @@ class DemoData(batches.Batched[DemoBatch]):
     def _stores(self) -> tuple[list[np.ndarray], ...]:
         return (self.tokens,)
 
-    def _take(self, rows: np.ndarray) -> DemoBatch:
+    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> DemoBatch:
+        width = batches.bucket(max(len(self.tokens[i]) for i in rows), self.buckets)
+        rows = rows[here]
         chosen = [self.tokens[i] for i in rows]
-        lengths = batches.lengths_of(chosen)
-        width = batches.bucket(int(lengths.max()), self.buckets)
-        return DemoBatch(batches.pad_right(chosen, width, self.pad_id), self.prompt_lengths[rows], lengths)
+        return DemoBatch(
+            batches.pad_right(chosen, width, self.pad_id), self.prompt_lengths[rows], batches.lengths_of(chosen)
+        )
 
-    def in_order(self, start: int, count: int) -> DemoBatch:
-        """Rows start .. start + count - 1; past the end rows of length 0, so that shapes stay."""
-        taken = super().in_order(start, count)
-        real = np.arange(start, start + count) < len(self)
+    def in_order(self, start: int, count: int, here: np.ndarray | slice = slice(None)) -> DemoBatch:
+        """Rows start .. start + count - 1; past the end rows of length 0, so that shapes stay. `here` as `batch`."""
+        taken = super().in_order(start, count, here)
+        real = (np.arange(start, start + count) < len(self))[here]
         return taken.replace(lengths=np.where(real, taken.lengths, 0).astype(np.int32))
 
 

@@ -43,10 +43,11 @@ class PairData(batches.Batched[PairBatch]):
     def _stores(self) -> tuple[list[np.ndarray], ...]:
         return self.chosen, self.rejected
 
-    def _take(self, rows: np.ndarray) -> PairBatch:
+    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> PairBatch:
+        width = batches.bucket(max(len(store[i]) for store in self._stores() for i in rows), self.buckets)
+        rows = rows[here]
         better, worse = [self.chosen[i] for i in rows], [self.rejected[i] for i in rows]
         lengths = batches.lengths_of(better), batches.lengths_of(worse)
-        width = batches.bucket(int(max(part.max() for part in lengths)), self.buckets)
         return PairBatch(
             chosen_tokens=batches.pad_right(better, width, self.pad_id),
             chosen_lengths=lengths[0],

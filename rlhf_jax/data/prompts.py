@@ -36,10 +36,10 @@ class PromptData(batches.Batched[PromptBatch]):
     def _stores(self) -> tuple[list[np.ndarray], ...]:
         return (self.tokens,)
 
-    def _take(self, rows: np.ndarray) -> PromptBatch:
-        """tokens [B, C] int32 with C the same for all batches, so that a run has one program; lengths [B] int32, rows
-        [B] int32."""
-        chosen = [self.tokens[i] for i in rows]
+    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> PromptBatch:
+        """tokens [H, C] int32 with C the same for all batches, so that a run has one program; lengths [H] int32; rows
+        [B] int32, of the whole batch."""
+        chosen = [self.tokens[i] for i in rows[here]]
         width = batches.bucket(self.report.longest, self.buckets)
         return PromptBatch(
             batches.pad_left(chosen, width, self.pad_id), batches.lengths_of(chosen), rows.astype(np.int32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import advantages as adv
-from rlhf_jax import data, rewards, sharding
+from rlhf_jax import data, distributed, rewards, sharding, shares
 from rlhf_jax.data.scoring import reward_tokens
 from rlhf_jax.generate import in_chunks
 from rlhf_jax.models import hf
@@ -245,21 +245,22 @@ class Scorer:
           Scored.
 
         Raises:
-          RewardFailure: a reward is wrong and reward_failure is 'raise'.
+          RewardFailure: a reward is wrong and reward_failure is 'raise', on whichever process.
         """
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
+        here, owners = shares.here(self._mesh, b), shares.owners(self._mesh, b)
+        owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
         wanted = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
-        host, finite = sharding.fetch((wanted, finite))
+        host, finite = shares.fetch((wanted, finite), self._mesh)
         names = [m.name for m in readers] + self._device_names
         if names:
             seconds["device"] = time.perf_counter() - began
-        failed = np.zeros(b, bool)
         by_model = dict(zip((m.name for m in readers), scores))
-        texts = None
+        ids = texts = None
         if self.needs_text:
             response, lengths, ended = host
             ids = rewards.completion_ids(response, np.maximum(lengths, 0))
@@ -267,40 +268,20 @@ class Scorer:
         for i, model in enumerate(self.models):
             if model.tokenizer is not None:
                 began = time.perf_counter()
-                tokens, text_lengths = reward_tokens(
-                    model.tokenizer,
-                    source.texts(rows),
-                    source.as_completions(texts),
-                    ended,
-                    text_eos=self.config.reward_text_eos,
-                    chat_template_kwargs=self.config.chat_template_kwargs,
-                    max_length=(longest := model.model.config.max_position_embeddings),
-                    buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < longest) + (longest,),
-                )
-                placed = sharding.shard_batch((tokens, text_lengths), self._mesh)
+                placed = self._tokens(model, source, rows[here], texts, ended, b)
                 by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
                 names.append(model.name)
-                finite.append(np.isfinite(sharding.fetch(by_model[model.name])))
+                finite.append(np.isfinite(shares.fetch(by_model[model.name], self._mesh)))
                 seconds[model.name] = time.perf_counter() - began
-        for name, fine in zip(names, finite):
-            self._check(name, fine[:limit], source, rows, texts)
-            failed |= ~fine
-        columns, metrics, extra = [by_model[m.name] for m in self.models], {}, {}
-        host_columns = None
-        if self._host is not None:
-            called = self._host.call(
-                source.texts(rows[:limit]),
-                source.as_completions(texts[:limit]),
-                ids[:limit],
-                source.columns(rows[:limit]),
-                state,
-            )
-            failed[:limit] |= called.failed
-            metrics, extra = dict(called.metrics), called.extra
-            seconds.update(called.seconds)
-            host_columns = np.full((b, called.rewards.shape[1]), np.nan, np.float32)
-            host_columns[:limit] = called.rewards
-            self._tell(called, source, rows[:limit], texts[:limit])
+        said = error = None
+        try:
+            said = self._own(names, finite, source, rows, here, owned[jax.process_index()], texts, ids, state)
+        except UserError as wrong:
+            error = wrong
+        failed, host_columns, metrics, extra = self._together(
+            distributed.agree(said, error, on_host.RewardFailure), owned, b, limit, seconds
+        )
+        columns = [by_model[m.name] for m in self.models]
         placed = sharding.shard_batch((failed, host_columns), self._mesh)
         of_host, of_device = 0, iter(dense)
         for on_device in self._jax:
@@ -315,28 +296,93 @@ class Scorer:
             nothing = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
         return Scored(scores, scorable, token_rewards, each, {**found, **metrics}, seconds, extra, nothing)
 
-    def _check(self, name: str, fine: np.ndarray, source, rows, texts) -> None:
+    def _tokens(self, model: RewardModel, source, rows, texts, ended, count: int) -> tuple[Array, Array]:
+        """What a model that reads text reads of `count` rows, on the mesh; this process has some of them."""
+        longest = model.model.config.max_position_embeddings
+        tokens = lengths = error = None
+        try:
+            tokens, lengths = reward_tokens(
+                model.tokenizer,
+                source.texts(rows),
+                source.as_completions(texts),
+                ended,
+                text_eos=self.config.reward_text_eos,
+                chat_template_kwargs=self.config.chat_template_kwargs,
+                max_length=longest,
+                buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < longest) + (longest,),
+            )
+        except UserError as wrong:
+            error = wrong
+        width = max(distributed.agree(None if error else tokens.shape[1], error))
+        tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=model.tokenizer.pad_id)
+        return shares.place((tokens, lengths), self._mesh, count)
+
+    def _own(self, names, finite, source, rows, here, owned, texts, ids, state) -> dict[str, Any]:
+        """What this process has to say of the rows that it answers for, as JSON holds it."""
+        own = np.searchsorted(here, owned)  # where they are among the rows that it holds
+        rows, texts = rows[owned], None if texts is None else [texts[i] for i in own]
+        failed, told = np.zeros(len(owned), bool), []
+        for name, fine in zip(names, finite):
+            told += self._check(name, fine[own], source, rows, texts, owned)
+            failed |= ~fine[own]
+        said = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
+        if self._host is not None:
+            called = self._host.call(
+                source.texts(rows), source.as_completions(texts), [ids[i] for i in own], source.columns(rows), state
+            )
+            failed |= called.failed
+            said = {name: getattr(called, name) for name in said}
+            told += [f"{problem}; its rows are left out" for problem in called.problems]
+            if not self.models and not self._device_functions:
+                told += filter(None, [on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))])
+        return {**said, "failed": failed, "told": told}
+
+    def _together(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):
+        """What all processes said of a batch: (failed [B], host rewards [B, F] or None, metrics, extra columns).
+
+        Warnings come from the first process; the slowest process' seconds are added to `seconds`.
+        """
+        failed, rewards, extra = np.zeros(count, bool), None, {}
+        if self._host is not None:
+            rewards = np.full((count, len(self._host.names)), np.nan, np.float32)
+        values: dict[str, list[tuple[float, int]]] = {}
+        for index, (said, rows) in enumerate(zip(parts, owned)):
+            failed[rows] = said["failed"]
+            if rewards is not None:
+                rewards[rows] = np.asarray(said["rewards"], np.float32).reshape(len(rows), len(self._host.names))
+            for name, column in said["extra"].items():
+                whole = extra.setdefault(name, [None] * limit)
+                for row, value in zip(rows, column):
+                    whole[row] = value
+            for name, value in said["metrics"].items():
+                values.setdefault(name, []).append((value, len(rows)))
+            for name, value in said["seconds"].items():
+                seconds[name] = max(value, seconds.get(name, 0.0))
+            if distributed.is_main():
+                for line in said["told"]:
+                    who = f"process {index}: " if len(parts) > 1 else ""
+                    warnings.warn(f"{who}{line}", stacklevel=3)
+        # A mean over a process' rows becomes the mean over all.
+        metrics = {
+            name: given[0][0] if len(given) == 1 else sum(v * n for v, n in given) / sum(n for _, n in given)
+            for name, given in values.items()
+        }
+        return failed, rewards, metrics, extra
+
+    def _check(self, name: str, fine: np.ndarray, source, rows, texts, numbers) -> list[str]:
         """A reward on the device that is not finite: an error with the row, or a warning where rows are dropped."""
         if fine.all():
-            return
+            return []
         row = int(np.flatnonzero(~fine)[0])
         shown = source.shown(rows[row : row + 1])[0]
         answer = f" -> {texts[row]!r}" if texts is not None else ""
         message = (
             f"reward {name} gave a score that is not a finite number for {int((~fine).sum())} of {len(fine)} "
-            f"responses, first for row {row}: {shown[-200:]!r}{answer}"
+            f"responses, first for row {numbers[row]}: {shown[-200:]!r}{answer}"
         )
         if self.config.reward_failure == "raise":
             raise on_host.RewardFailure(message)
-        warnings.warn(message + "; left out", stacklevel=2)
-
-    def _tell(self, called, source, rows, texts) -> None:
-        for problem in called.problems:
-            warnings.warn(f"{problem}; its rows are left out", stacklevel=2)
-        if not self.models and not self._device_functions:
-            message = on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))
-            if message:
-                warnings.warn(message, stacklevel=2)
+        return [message + "; left out"]
 
     def close(self) -> None:
         """Ends the threads of the host functions."""

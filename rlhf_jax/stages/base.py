@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import arithmetic, distributed, models, sharding
+from rlhf_jax import arithmetic, distributed, models, sharding, shares
 from rlhf_jax.data import load_tokenizer, save_tokenizer
 from rlhf_jax.models import hf
 from rlhf_jax.stages.weights import Weights
@@ -144,8 +144,16 @@ class Stage:
         return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
     def place_batch(self, batch: Any) -> Any:
-        """A host batch onto the mesh, rows over the data axes."""
+        """A host batch onto the mesh, rows over the data axes; each process gives the whole batch."""
         return sharding.shard_batch(batch, self.mesh)
+
+    def here(self, count: int) -> np.ndarray:
+        """The rows of a batch of so many that this process prepares."""
+        return shares.here(self.mesh, count)
+
+    def place_share(self, batch: Any, count: int) -> Any:
+        """This process' rows of a batch of `count` onto the mesh, with those of the others."""
+        return shares.place(batch, self.mesh, count)
 
     def initial_state(self, params: Params, rules, seed: int) -> TrainState:
         """A fresh TrainState around placed params; the optimizer state is created in its shards."""

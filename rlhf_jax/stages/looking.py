@@ -48,7 +48,7 @@ class LookingStage(base.Stage):
         most = max(c.batch_size // unit, 1) * unit
         size = min(most, -(-limit * group // unit) * unit) // group
         for start in range(0, limit, size):
-            yield source.in_order(start, size), start, min(size, limit - start)
+            yield source.in_order(start, size, self.here(size)), start, min(size, limit - start)
 
     def _sample(self, policy, source, limit, temperature, group, step):
         """Scored responses to the first `limit` prompts, batch by batch: (Batch, real rows); the others are absent."""

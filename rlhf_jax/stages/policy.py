@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data, distributed, sharding
 from rlhf_jax.arithmetic import batch_arithmetic, sampling_options
 from rlhf_jax.generate import Sampling, in_chunks, respond
 from rlhf_jax.models import hf
@@ -280,12 +280,15 @@ class PolicyStage(LookingStage):
     def _prompts(self, step: int):
         """The host's batch of an update: the one prepared during the last, or a new one."""
         if step not in self._ahead:
-            return self.train_data.batch(self.config.seed, step, self.rows_per_update)
+            size = self.rows_per_update
+            return self.train_data.batch(self.config.seed, step, size, self.here(size))
         return self._ahead[step]
 
     def roll(self, policy, prompts, seed, step, temperature, group):
-        """Responses of a policy to a batch of prompts from the host."""
-        placed = self.place_batch(PromptBatch(prompts.tokens, prompts.lengths, prompts.rows))
+        """Responses of a policy to a batch of prompts from the host, of which this process has its share."""
+        size = len(prompts.rows)
+        share = PromptBatch(prompts.tokens, prompts.lengths, prompts.rows[self.here(size)])
+        placed = self.place_share(share, size)
         if temperature == sampling_options(self.config)["temperature"]:
             temperature = None  # the same program as in training
         return self._rollout(policy, placed, seed, step, temperature, group)
@@ -313,10 +316,11 @@ class PolicyStage(LookingStage):
             num_train_epochs=self.config.num_train_epochs,
             episode=episodes,
             is_eval=is_eval,
+            is_world_process_zero=distributed.is_main(),
         )
 
     def export_policy(self, state, folder) -> str:
-        """policy/ as a Hugging Face checkpoint with the tokenizer."""
+        """policy/ as a Hugging Face checkpoint with the tokenizer, by the first process."""
         path = os.path.join(folder, "policy")
         self.save(path, self.policy, state.params["policy"], "causal")
         return path

@@ -87,7 +87,7 @@ class PPOStage(PolicyStage):
         return jnp.asarray(self.rate(step))
 
     def export(self, state, folder):
-        """policy/ and value/ as Hugging Face checkpoints with the tokenizer."""
+        """policy/ and value/ as Hugging Face checkpoints with the tokenizer, by the first process."""
         paths = {"policy": self.export_policy(state, folder), "value": os.path.join(folder, "value")}
         if self.nets.value is None:
             self.save(paths["value"], self.policy, state.params["policy"], "scalar")

@@ -44,7 +44,7 @@ class RewardStage(SupervisedStage):
         """Accuracy, margin, loss and rewards on a set of pairs."""
         parts = []
         for batch, real in self.in_batches(source):
-            scores = sharding.fetch(self._pairs(params, self.place_batch(batch)))
+            scores = sharding.fetch(self._pairs(params, batch))
             parts.append([x[:real] for x in scores])
         chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
         margin = chosen - rejected
@@ -66,8 +66,7 @@ class RewardStage(SupervisedStage):
         """Mean score of the demonstrations, which the exported model takes off."""
         scores = []
         for batch, real in self.in_batches(self.normalizing):
-            placed = self.place_batch((batch.tokens, batch.lengths))
-            scores.append(sharding.fetch(self._texts(params, *placed))[:real])
+            scores.append(sharding.fetch(self._texts(params, batch.tokens, batch.lengths))[:real])
         return float(np.mean(np.concatenate(scores)))
 
     def export(self, state, folder):

@@ -40,7 +40,7 @@ class SFTStage(SupervisedStage):
         """Mean loss over the tokens of a data set."""
         total = count = jnp.float32(0)
         for batch, _ in self.in_batches(source):
-            loss, tokens = self._evaluate(params, self.place_batch(batch))
+            loss, tokens = self._evaluate(params, batch)
             total, count = total + loss, count + tokens
         loss = float(total) / max(float(count), 1.0)
         return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}

@@ -81,16 +81,18 @@ class SupervisedStage(base.Stage):
 
     def train_step(self, state, step):
         """One batch of rows."""
-        batch = self.train_data.batch(self.config.seed, step, self.config.batch_size)
-        state, metrics = self._update(state, self.place_batch(batch))
+        size = self.config.batch_size
+        batch = self.train_data.batch(self.config.seed, step, size, self.here(size))
+        state, metrics = self._update(state, self.place_share(batch, size))
         return state, metrics, {}
 
     def in_batches(self, source) -> Iterator[tuple[Any, int]]:
-        """A data set in order, in batches of one size: (host batch, its real rows); what is past them only fills."""
+        """A data set in order, in batches of one size: (batch on the mesh, its real rows); what is past them fills."""
         part = sharding.row_shards(self.mesh)
         size = min(self.config.batch_size, -(-max(8, len(source)) // part) * part)
         for start in range(0, len(source), size):
-            yield source.in_order(start, size), min(size, len(source) - start)
+            batch = self.place_share(source.in_order(start, size, self.here(size)), size)
+            yield batch, min(size, len(source) - start)
 
     def evaluate(self, state):
         """`measure` on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
