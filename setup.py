@@ -1,4 +1,4 @@
-"""pip install . gives rlhf_jax with its configs; extras: test, cuda, cuda12, tpu."""
+"""pip install . gives rlhf_jax with its configs; extras: test, cuda, cuda12, tpu, tpu-aot."""
 
 import pathlib
 
@@ -46,5 +46,6 @@ setup(
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],
         "tpu": ["jax[tpu]"],
+        "tpu-aot": ["libtpu>=0.0.51,<0.1"],
     },
 )

@@ -25,7 +25,7 @@ from rlhf_jax.metrics import json_text, with_floats
 from rlhf_jax.types import UserError
 
 # How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
-NOT_KEPT = distributed.OPTIONS
+NOT_KEPT = (*distributed.OPTIONS, "topology")
 # Options that change nothing that a run computes, so that it may be continued with others.
 MAY_DIFFER = ("run_dir", "resume", "dry_run", "logging_steps", "report_to", "save_*")
 

@@ -1,4 +1,4 @@
-"""--dry_run: the resolved config, the batch arithmetic, the mesh and the memory, before anything is loaded."""
+"""--dry_run: the resolved config, the batch arithmetic, the mesh and the memory, with nothing loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import arithmetic, configfile, data, models, sharding
+from rlhf_jax import arithmetic, configfile, data, footprint, models, sharding
 from rlhf_jax.config import PolicyConfig, PPOConfig, RLOOConfig, SFTConfig, StageConfig
 from rlhf_jax.models import hf
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _scratch(config: StageConfig):
@@ -64,41 +66,77 @@ def roles(config: StageConfig) -> list[tuple[str, Any, str, bool]]:
     return found
 
 
-def memory_lines(config: StageConfig) -> list[str]:
-    """Bytes of each model with its optimizer state, on all devices and on each, in float32."""
-    mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
-    split = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    lines, total = [], 0
+def mesh_of(config: StageConfig) -> Any:
+    """The mesh of a stage: of the devices that are there, or of the TPU slice that --topology names."""
+    devices = None if config.topology is None else footprint.topology_devices(config.topology)
+    return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
+
+
+def size(count: float) -> str:
+    """Bytes in words, '12.3 MiB'."""
+    unit = next((unit for unit in ("GiB", "MiB") if count >= UNITS[unit]), "KiB")
+    return f"{count / UNITS[unit]:,.1f} {unit}"
+
+
+def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
+    """The parameters of each model; what each device holds between programs and while each of them runs; whether it
+    fits."""
+    lines = []
     for role, model, head, trained in roles(config):
-        count = parameters(model, head)
-        # Trained: weights, two Adam moments and a gradient, 4 bytes each. Frozen: weights.
-        size = count * 4 * (4 if trained else 1)
-        total += size
-        what = "weights, Adam, gradient" if trained else "weights"
-        lines.append(f"{role:<10} {count:>15,} parameters  {size / 2**20:>12,.1f} MiB  ({what})")
-    lines.append(f"{'together':<10} {'':>15}             {total / 2**20:>12,.1f} MiB")
-    lines.append(f"on each device, split {split} ways: about {total / split / 2**20:,.1f} MiB, activations not counted")
-    return lines
+        what = "trained" if trained else "frozen"
+        lines.append(f"{role:<12} {parameters(model, head):>15,} parameters, {what}")
+    stage = footprint.planned_stage(config, mesh)
+    device, parts = mesh.devices.flat[0], footprint.parts(stage)
+    limit = footprint.capacity(device)
+    has = f"which has {size(limit)}" if limit else "whose memory is not known"
+    lines.append(f"each device ({device.device_kind}, {has}) holds")
+    lines += [f"  {name:<12} {size(count):>12}" for name, count in parts.items()]
+    lines.append(f"  {'together':<12} {size(sum(parts.values())):>12}")
+    if isinstance(config, PolicyConfig):
+        lines.append(f"  {'cache':<12} {size(footprint.cache_bytes(stage)):>12} of keys and values, while it generates")
+    found = footprint.programs(stage)
+    for program in found:
+        if program.refused:
+            lines.append(f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}")
+            continue
+        beside = size(program.temporary + program.outputs - program.aliased)
+        compiled = f"(compiled in {program.seconds:.0f} s)"
+        lines.append(f"  {program.name:<12} {size(program.peak):>12} at its peak, {beside} of them its own {compiled}")
+    highest = max(found, key=lambda program: program.peak)
+    return [*lines, verdict(highest, limit, any(program.refused for program in found))]
+
+
+def verdict(highest: footprint.Program, limit: int | None, refused: bool) -> str:
+    """Whether it fits, in a line."""
+    if refused:
+        return "memory: does NOT fit; split over more devices, smaller micro_batch_size or rollout_batch_size"
+    if limit is None:
+        return f"memory: {size(highest.peak)} a device at the highest, in {highest.name}"
+    share = f"{size(highest.peak)} of {size(limit)} a device at the highest, in {highest.name}"
+    if highest.peak > limit:
+        return f"memory: does NOT fit: {share}; more devices, smaller micro_batch_size or rollout_batch_size"
+    return f"memory: fits: {share}"
 
 
 def show(config: StageConfig) -> None:
-    """Prints the plan of a stage and loads no weights.
+    """Prints the plan of a stage: compiles its programs, but loads and writes nothing.
 
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
-    mesh = sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor)
+    mesh = mesh_of(config)
     print(configfile.to_json(config))
-    platform = mesh.devices.flat[0].platform
-    for line in arithmetic.batch_lines(arithmetic.with_micro_batch(config, sharding.row_shards(mesh), platform)):
+    device = mesh.devices.flat[0]
+    for line in arithmetic.batch_lines(arithmetic.with_micro_batch(config, sharding.row_shards(mesh), device.platform)):
         print(line)
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    device = mesh.devices.flat[0]
-    print(f"mesh: {axes} ({mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}), jax {jax.__version__}")
+    where = f" of {config.topology}, compiled for and not there" if config.topology else ""
+    devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
+    print(f"mesh: {axes} ({devices}), jax {jax.__version__}", flush=True)
     try:
-        lines = memory_lines(config)
+        lines = memory_lines(config, mesh)
     except FileNotFoundError as error:
         lines = [f"memory: not known before {error} exists"]
     for line in lines:
         print(line)
-    print(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")
+    print(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written", flush=True)

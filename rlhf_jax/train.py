@@ -24,6 +24,7 @@ from rlhf_jax import (
     configfile,
     distributed,
     folder,
+    footprint,
     metrics,
     model_card,
     plan,
@@ -105,7 +106,7 @@ def run(
     """
     config = configfile.checked_types(config)
     arithmetic.check(config)
-    arithmetic.check_devices_of(config, jax.device_count())
+    arithmetic.check_devices_of(config, devices(config))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if callable(reward_funcs):
         reward_funcs = [reward_funcs]
@@ -119,6 +120,19 @@ def run(
             raise UserError(f"reward_funcs are for PPO and RLOO, not for {stage_name(config)}")
         objects["reward_funcs"] = reward_funcs
     return run_stage(resolve(config), objects, optimizer, tuple(callbacks))
+
+
+def devices(config: Config) -> int:
+    """How many devices the run has; with --topology, those of a slice that is not there.
+
+    Raises:
+      UserError: --topology without --dry_run, or it is not known.
+    """
+    if config.topology is None:
+        return jax.device_count()
+    if not config.dry_run:
+        raise UserError(f"--topology {config.topology} is for --dry_run: those TPUs are not there to train on")
+    return len(footprint.topology_devices(config.topology))
 
 
 def run_pipeline(config: Pipeline, *, optimizer: Any = None, callbacks: Iterable[Callback] = ()) -> Result:

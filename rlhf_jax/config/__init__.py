@@ -42,7 +42,9 @@ class Pipeline:
     resume: Literal["auto", "must", "never"] | None = None
     """What every stage does with a used folder (auto, must, never); None: each stage's own."""
     dry_run: bool = False
-    """Print the resolved configs, the batch arithmetic and the mesh, then stop."""
+    """Print the resolved configs, the batch arithmetic, the mesh and the memory of compiled programs; then stop."""
+    topology: str | None = None
+    """With dry_run: compile for a TPU slice that is not there, as v5e:4x4 or v5p:2x2x2 (needs the extra tpu-aot)."""
     distributed: str = "auto"
     """The command joins other processes: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or number 0's HOST:PORT."""
     num_processes: int | None = None
@@ -86,7 +88,7 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
         return {stage_name(config): config}
     shared = {"seed": config.seed, "resume": config.resume, "dry_run": config.dry_run or None}
     shared = {name: value for name, value in shared.items() if value is not None}
-    together = {name: getattr(config, name) for name in ("distributed", "num_processes", "process_id")}
+    together = {name: getattr(config, name) for name in ("distributed", "num_processes", "process_id", "topology")}
     stages = {}
     for name in STAGES:
         stage, folder = getattr(config, name), f"{config.run_dir}/{name}"
@@ -100,7 +102,7 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
         for option, value in together.items():
             if getattr(stage, option) not in (getattr(type(stage), option), value):
                 raise UserError(
-                    f"{name}.{option} is {getattr(stage, option)!r}: all stages run in the same processes, "
+                    f"{name}.{option} is {getattr(stage, option)!r}: all stages run in the same processes and devices, "
                     f"so give --{option} for the whole pipeline."
                 )
         paths = {key: value for key, value in vars(stage).items() if isinstance(value, str)}

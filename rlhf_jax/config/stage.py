@@ -16,7 +16,9 @@ class StageConfig:
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: go on from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
     dry_run: bool = False
-    """Print the resolved config, the batch arithmetic and the mesh, then stop."""
+    """Print the resolved config, the batch arithmetic, the mesh and the memory of compiled programs; then stop."""
+    topology: str | None = None
+    """With dry_run: compile for a TPU slice that is not there, as v5e:4x4 or v5p:2x2x2 (needs the extra tpu-aot)."""
     seed: int = 42
     """Every random key is a function of the seed, the step and the row."""
     report_to: tuple[str, ...] = ("tensorboard",)

@@ -228,6 +228,12 @@ class Scorer:
             metrics["rewards/dropped"] = jnp.sum(failed & (lengths >= 0)).astype(jnp.float32)
         return scores, scorable, token_rewards, each, metrics
 
+    def programs(self, build: Callable, rollout: Rollout, group: int) -> None:
+        """Hands the program of the reward models that read ids to `build`; see `PolicyStage.programs`."""
+        readers = [sharding.resident(m.params) for m in self.models if m.tokenizer is None]
+        if readers:
+            build("score", self._on_device, readers, rollout, group, resident=readers)
+
     # --- scoring
 
     def score(self, rollout: Rollout, source, rows: np.ndarray, group: int, state: Any, limit: int | None = None):

@@ -84,6 +84,10 @@ class Stage:
     def close(self) -> None:
         """Ends what the stage started: threads, connections."""
 
+    def frozen(self) -> dict[str, Params]:
+        """Params of the models that are never trained, by what they are."""
+        return {}
+
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final models under `folder`: {what: path}."""
         raise NotImplementedError

@@ -5,6 +5,7 @@ An algorithm adds its networks, `experience`, `learn` and `look`; nothing here k
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -249,6 +250,34 @@ class PolicyStage(LookingStage):
         self._look = jax.jit(self.look)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=where)
         self._skip = jax.jit(skip, donate_argnums=0, out_shardings=where)
+
+    def frozen(self) -> dict[str, Any]:
+        """Params of the models that are never trained, by what they are."""
+        found = {"reference": self.ref_params} if self.ref_params is not None else {}
+        if self.state.ref_params is not None:
+            found["reference that moves"] = self.state.ref_params
+        for number, reader in enumerate(self.scorer.models, 1):
+            found["reward" if number == 1 else f"reward {number}"] = reader.params
+        return found
+
+    def programs(self, build) -> None:
+        """Hands each program of an update with the shapes of its arguments to `build(name, jitted, *arguments,
+        resident=those that are held between programs)`, which gives the shapes of what it returns."""
+        c, state, ref = self.config, self.state, self.reference(self.state)
+        width = max(c.length_buckets or (8 * math.ceil(c.query_length / 8),))
+
+        def rows(count, *shape, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.batch_sharding)
+
+        p, b, policy = self.rows_per_update, c.batch_size, state.params["policy"]
+        prompts = PromptBatch(rows(p, width), rows(p), rows(p))
+        given = (policy, prompts, state.seed, state.step, None, self.group)
+        rollout = build("generate", self._rollout, *given, resident=policy)
+        self.scorer.programs(build, rollout, self.group)
+        scores, scorable = rows(b, dtype=jnp.float32), rows(b, dtype=bool)
+        given = (state.params, ref, rollout, scores, scorable, None, state.kl_coef, self.group)
+        made, found = build("experience", self._experience, *given, resident=(state.params, ref))
+        build("update", self._update, state, made, found, resident=state)
 
     # --- an update
 

@@ -79,6 +79,16 @@ class SupervisedStage(base.Stage):
         state, metrics = self.learn(state, batch, self.key(state.seed, state.step), rate)
         return state, {**metrics, **self.clock_metrics(state, rate)}
 
+    def programs(self, build) -> None:
+        """The program of an update, as `PolicyStage.programs`: of the longest rows that there may be."""
+        batch = self.train_data.batch(self.config.seed, 0, self.config.batch_size)
+
+        def rows(x):
+            shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.batch_sharding)
+
+        build("update", self._update, self.state, jax.tree.map(rows, batch), resident=self.state)
+
     def train_step(self, state, step):
         """One batch of rows."""
         size = self.config.batch_size

@@ -1,0 +1,184 @@
+"""What a stage holds on each device, from its own programs: compiled for the mesh, never run, without a weight.
+
+The same programs compile for devices that are not there: libtpu makes them for any TPU slice on any Linux machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax import sharding
+from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
+from rlhf_jax.stages import STAGES
+from rlhf_jax.stages.weights import PlannedWeights
+from rlhf_jax.types import UserError
+
+GIB = 2**30
+# Bytes of high-bandwidth memory a chip, by jax's name of it (cloud.google.com/tpu/docs/system-architecture).
+HBM = {"TPU v4": 32 * GIB, "TPU v5 lite": 16 * GIB, "TPU v5": 95 * GIB, "TPU v6 lite": 32 * GIB}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program of an update; bytes are those of one device."""
+
+    name: str
+    seconds: float
+    """That it took to compile."""
+    arguments: int
+    outputs: int
+    temporary: int
+    aliased: int
+    """Outputs that take the place of arguments."""
+    beside: int
+    """What the stage holds on the device while the program runs, and the program does not see."""
+    refused: str = ""
+    """What the compiler said, where the program does not fit."""
+    compiled: Any = None
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are held while it runs."""
+        return self.beside + self.arguments + self.temporary + self.outputs - self.aliased
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of a TPU slice that is not there, such as 'v5e:16x16'.
+
+    Raises:
+      UserError: libtpu is not installed, or knows no such slice.
+    """
+    from jax.experimental import topologies
+
+    # Without these libtpu asks the network which slice this machine is part of.
+    for variable in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        os.environ.setdefault(variable, {"TPU_SKIP_MDS_QUERY": "1"}.get(variable, "none"))
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
+            "pip install 'rlhf_jax[tpu-aot]'"
+        ) from error
+
+
+def capacity(device: Any) -> int | None:
+    """Bytes of a device's memory; of a CPU device its share of the machine's; None where nothing says."""
+    if device.platform == "tpu" and device.device_kind in HBM:
+        return HBM[device.device_kind]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that each device holds of arrays, or shapes, with shardings; what waits in host memory counts nothing."""
+    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.PINNED]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
+
+
+def planned_stage(config: StageConfig, mesh: Any) -> Any:
+    """The stage of a config on shapes alone: neither weights nor data are read, config.json and the tokenizer are.
+
+    Args:
+      config: a stage's.
+      mesh: to lay it on; its devices need not be there.
+
+    Raises:
+      UserError: a model or the tokenizer cannot be read, or does not fit the run or the mesh.
+    """
+    # Rows that stand in for the data set: how many there are decides nothing here but the schedule.
+    columns = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
+    row = {getattr(config, column): "a" for column in columns if hasattr(config, column)}
+    quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
+    quiet |= {"normalize_dataset_name": None} if hasattr(config, "normalize_dataset_name") else {}
+    given = {"train_dataset": [row] * config.batch_size, "weights": PlannedWeights(mesh)}
+    if isinstance(config, PolicyConfig):
+        # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
+        quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
+        given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
+    return STAGES[stage_name(config)](dataclasses.replace(config, **quiet), **given)
+
+
+def parts(stage: Any) -> dict[str, int]:
+    """Bytes that each device holds between programs: params of each role, optimizer, frozen models by name."""
+    state = stage.state
+    found = {role: bytes_on_device(params) for role, params in state.params.items()}
+    found["optimizer"] = bytes_on_device(state.opt_state)
+    return found | {name: bytes_on_device(params) for name, params in stage.frozen().items()}
+
+
+def programs(stage: Any, tell: Callable[[Program], None] = lambda program: None, only: Sequence[str] = ()) -> list:
+    """The programs of an update, compiled.
+
+    Args:
+      stage: by `planned_stage`.
+      tell: called with each as soon as it is there.
+      only: names of the programs to compile; empty: all.
+
+    Returns:
+      A Program each, in the order of an update.
+    """
+    held = sum(parts(stage).values())
+    found: list[Program] = []
+
+    def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
+        if not only or name in only:
+            found.append(_compiled(name, program, args, held - bytes_on_device(resident)))
+            tell(found[-1])
+        return on_mesh(program.eval_shape(*args), stage.mesh)
+
+    stage.programs(build)
+    return found
+
+
+def on_mesh(shapes: Any, mesh: Any) -> Any:
+    """Shapes as a batch lies on the mesh: rows over `data` and `fsdp`, what has none on every device."""
+
+    def place(x: Any) -> Any:
+        rows = x.ndim and x.shape[0] % sharding.row_shards(mesh) == 0
+        where = sharding.batch_sharding(mesh) if rows else sharding.replicated(mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(place, shapes)
+
+
+def _compiled(name: str, program: Any, args: tuple, beside: int) -> Program:
+    began = time.perf_counter()
+    try:
+        compiled = program.lower(*args).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])", str(error))
+        size = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1)) if used else math.nan
+        said = f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB" if used else str(error).splitlines()[0][:200]
+        seconds = time.perf_counter() - began
+        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said)
+    memory = compiled.memory_analysis()
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    seconds = time.perf_counter() - began
+    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, compiled=compiled)
+
+
+def cache_bytes(stage: Any) -> int:
+    """Bytes of keys and values that each device holds while it samples a rollout's chunk."""
+    config, model = stage.config, stage.policy.config
+    rows = config.rollout_batch_size or config.batch_size
+    layout = stage.policy.layout
+    split = sharding.row_shards(stage.mesh) * (1 if layout.folded else stage.mesh.shape["tensor"])
+    shared = stage.group if stage.shared_prompts else 1
+    columns = config.query_length / shared + config.response_length
+    itemsize = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
+    return int(2 * model.num_hidden_layers * model.hidden_size * rows * columns * itemsize / split)
