@@ -114,7 +114,8 @@ submit() { # the command under <!-- slurm --> of docs/scaling.md, in a temporary
   (cd "$work" && SBATCH_WAIT=1 bash -c "$command") || status=$?
   cat "$work"/*.log
   # Only the first process of a run says which stage it is in: twice would be two runs, side by side in one folder.
-  if [ "$status" = 0 ] && ! { [ -f "$work"/runs/*/ppo/finished.json ] && [ "$(cat "$work"/*.log | grep -ac '== ppo ->')" = 1 ]; }; then
+  if [ "$status" = 0 ] && ! { [ -f "$work"/runs/*/ppo/finished.json ] &&
+    [ "$(cat "$work"/*.log | grep -ac '== ppo ->')" = 1 ]; }; then
     status=1
     echo "slurm_one_machine: sbatch returned 0, but this was not one run that finished" >&2
   fi
