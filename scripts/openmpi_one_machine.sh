@@ -22,7 +22,7 @@ command=$(awk '/^<!-- openmpi -->$/ {on = 1} on && /^mpirun/ {p = 1} p {print; i
 # Root may, and two processes may share a core; that is all that one machine or a container needs besides.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 export JAX_PLATFORMS=cpu PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-python -c 'import rlhf_jax' || fail "\`python\` lacks what rlhf_jax needs: activate the environment that has it, or set PATH"
+python -c 'import rlhf_jax' || fail "\`python\` lacks what rlhf_jax needs: activate its environment, or set PATH"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 ln -s "$root/scripts" "$work/scripts"
@@ -30,10 +30,11 @@ cd "$work"
 mpirun --version | head -n 1
 echo "$command"
 status=0
-bash -c "$command" || status=$?
-if [ "$status" = 0 ] && ! ls runs/*/ppo/finished.json >/dev/null 2>&1; then
+bash -c "$command" 2>&1 | tee run.log || status=$?
+# Only the first process of a run says which stage it is in: twice would be two runs, side by side in one folder.
+if [ "$status" = 0 ] && ! { [ -f runs/*/ppo/finished.json ] && [ "$(grep -ac '== ppo ->' run.log)" = 1 ]; }; then
   status=1
-  echo "openmpi_one_machine: mpirun returned 0, but no run finished" >&2
+  echo "openmpi_one_machine: mpirun returned 0, but this was not one run that finished" >&2
 fi
 [ "$status" = 0 ] && echo "the run finished" || echo "the run ended with code $status" >&2
 exit "$status"

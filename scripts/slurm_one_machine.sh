@@ -107,15 +107,17 @@ submit() { # the command under <!-- slurm --> of docs/scaling.md, in a temporary
   command=$(awk '/^<!-- slurm -->$/ {on = 1} on && /^sbatch/ {p = 1} p {print; if (!/\\$/) exit}' docs/scaling.md)
   [ -n "$command" ] || fail "docs/scaling.md has no command under <!-- slurm -->"
   export JAX_PLATFORMS=cpu PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-  python -c 'import rlhf_jax' || fail "\`python\` lacks what rlhf_jax needs: activate the environment that has it, or set PATH"
+  python -c 'import rlhf_jax' || fail "\`python\` lacks what rlhf_jax needs: activate its environment, or set PATH"
   work=$(mktemp -d)
   ln -s "$PWD/scripts" "$work/scripts"
   echo "$command"
   (cd "$work" && SBATCH_WAIT=1 bash -c "$command") || status=$?
   cat "$work"/*.log
-  if [ "$status" = 0 ] && ! ls "$work"/runs/*/ppo/finished.json >/dev/null 2>&1; then
+  # Only the first process of a run says which stage it is in: twice would be two runs, side by side in one folder.
+  if [ "$status" = 0 ] && ! { [ -f "$work"/runs/*/ppo/finished.json ] &&
+    [ "$(cat "$work"/*.log | grep -ac '== ppo ->')" = 1 ]; }; then
     status=1
-    echo "slurm_one_machine: sbatch returned 0, but no run finished" >&2
+    echo "slurm_one_machine: sbatch returned 0, but this was not one run that finished" >&2
   fi
   rm -rf "$work"
   [ "$status" = 0 ] && echo "the job finished" || echo "the job ended with code $status" >&2

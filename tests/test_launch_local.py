@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -246,3 +247,22 @@ def runs(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+# --- the page
+
+
+def test_the_page_has_the_commands_that_the_scripts_of_one_machine_take_from_it():
+    page = (SCRIPT.parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for script, program in (("slurm", "sbatch"), ("openmpi", "mpirun")):
+        (awk,) = re.findall(r"awk '(.*?)' ", (SCRIPT.parent / f"{script}_one_machine.sh").read_text(encoding="utf-8"))
+        run = subprocess.run(["awk", awk], input=page, stdout=subprocess.PIPE, text=True, check=True)
+        assert run.stdout.startswith(f"{program} ") and run.stdout.count("\n") == run.stdout.count("\\\n") + 1
+        assert "--config quickstart.py" in run.stdout and "`" not in run.stdout
+
+
+def test_the_files_that_the_page_names_are_there():
+    page = (SCRIPT.parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"scripts/[a-z_]+\.[a-z]+", page))
+    assert len(named) >= 5
+    assert [name for name in named if not (SCRIPT.parents[1] / name).is_file()] == []
