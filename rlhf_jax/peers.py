@@ -161,8 +161,8 @@ class Watch:
                 _send(connection, message)
 
     def lost(self, timeout: float) -> bool:
-        """Whether it has been said, within so many seconds, that another process is gone."""
-        return self._told.wait(timeout)
+        """Whether it has been said, within so many seconds, that another process is gone; not after `leave`."""
+        return self._told.wait(0.0 if self._closing.is_set() else timeout)
 
     # --- the end
 
