@@ -362,7 +362,7 @@ def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_pa
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:alone")
     started = Started(folder, "two", "ppo", *reward, "--run_dir", str(tmp_path / "run"))
     codes, texts = started.ends()
-    assert codes == [1, 1]
+    assert codes[0] == 1 and codes[1] != 0
     assert re.search(r"process 1 of 2 \(.*\) ended with an error: RuntimeError: only here", errors(texts[0])[0])
     assert "RuntimeError: only here" in texts[1] and "is gone" not in texts[1]
 
