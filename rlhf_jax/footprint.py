@@ -61,9 +61,10 @@ def topology_devices(name: str) -> list[Any]:
     """
     from jax.experimental import topologies
 
-    # Without these libtpu asks the network which slice this machine is part of.
-    for variable in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
-        os.environ.setdefault(variable, {"TPU_SKIP_MDS_QUERY": "1"}.get(variable, "none"))
+    # Or libtpu asks the network which slice this machine is part of, and lets only one process compile at a time.
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "none", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for variable, value in {**alone, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+        os.environ.setdefault(variable, value)
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:

@@ -162,7 +162,7 @@ def _collective(kind: str, op: Op, times: int) -> Collective:
 
 def _group(rest: str) -> int:
     """Devices that take part: XLA writes them as a mesh and its axes, as a shape, or one by one."""
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest):
+    if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         # A part of an axis is written 'name':(stride)size.
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])

@@ -6,8 +6,8 @@
     python scripts/scaling.py --out rows --print        # the tables of what is there
     python scripts/scaling.py --out rows --weak         # v5p from 8 to 4,096 chips, the same work a chip
 
-No weight is made. Rows are 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, every layer
-computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and shared
+No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
+layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and shared
 among the chips; bytes of memory and of the links between chips in XLA's text of the compiled one (scripts/hlo.py).
 """
 
@@ -208,10 +208,11 @@ def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, only: tu
         count = len(footprint.topology_devices(larger))
         if count <= chips:
             continue
-        (_, fsdp, tensor), micro, rollout = LAYOUTS[topology][size]
+        (_, _, tensor), micro, rollout = LAYOUTS[topology][size]
         split = min(count // tensor, 128 // tensor)
         layout = (count // tensor // split, split, tensor), max(micro, count // tensor), max(rollout, count // tensor)
-        row = fill(folder, f"{size}:{algo}:{larger}", lambda: measure(algo, size, larger, layout, only))
+        make = lambda t=larger, la=layout: measure(algo, size, t, la, only)  # noqa: E731
+        row = fill(folder, f"{size}:{algo}:{larger}", make)
         if row["fits"]:
             return larger
     return None
@@ -253,10 +254,11 @@ def line(row: dict) -> str:
     step, update = row["programs"]["generate"]["step"], row["programs"]["update"]
     decode, why = bound(step, row["topology"])
     learn, reason = bound(update, row["topology"])
+    moved = f"{step['flops'] / 1e9:.1f}, {step['moved'] / 2**20:.0f}"
     return (
-        f"{head}{held}| {row['peak'] / GIB:.1f} | {limit:.0f} | {step['flops'] / 1e9:.1f}, {step['moved'] / 2**20:.0f}, "
-        f"{decode * 1e3:.1f} ms ({why}) | {update['flops'] / 1e12:.0f}, {update['moved'] / GIB:.0f}, "
-        f"{update['sent'] / GIB:.1f}, {learn:.1f} s ({reason}) |"
+        f"{head}{held}| {row['peak'] / GIB:.1f} | {limit:.0f} | {moved}, {decode * 1e3:.1f} ms ({why}) "
+        f"| {update['flops'] / 1e12:.0f}, {update['moved'] / GIB:.0f}, {update['sent'] / GIB:.1f}, "
+        f"{learn:.1f} s ({reason}) |"
     )
 
 
@@ -273,11 +275,9 @@ def weak_table(folder: pathlib.Path) -> list[str]:
         chips = mesh[0] * mesh[1] * mesh[2]
         for name, program in row["programs"].items():
             seconds, why = bound(program, topology)
-            lines.append(
-                f"| {topology} | {chips:,} | {'x'.join(map(str, mesh))} | {row['batch']:,} | {name} | "
-                f"{program['flops'] / 1e12:.2f} T | {program['moved'] / GIB:.2f} GiB | {program['sent'] / GIB:.3f} GiB | "
-                f"{seconds:.3f} s ({why}) |"
-            )
+            head = f"| {topology} | {chips:,} | {'x'.join(map(str, mesh))} | {row['batch']:,} | {name} "
+            done = f"| {program['flops'] / 1e12:.2f} T | {program['moved'] / GIB:.2f} GiB "
+            lines.append(f"{head}{done}| {program['sent'] / GIB:.3f} GiB | {seconds:.3f} s ({why}) |")
     return lines
 
 
