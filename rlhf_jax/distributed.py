@@ -21,6 +21,7 @@ from rlhf_jax.types import UserError
 
 # The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds.
 LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60}
+VERDICT = 5.0  # seconds from a broken collective to the broken connection that explains it
 OPTIONS = ("distributed", "num_processes", "process_id")
 """Names of the options that only say how processes find each other."""
 
@@ -204,12 +205,16 @@ def lost() -> bool:
 
     Waits a moment, since a broken collective may be seen before the broken connection.
     """
-    return _watch is not None and _watch.lost(timeout=5.0)
+    return _watch is not None and _watch.lost(timeout=VERDICT)
 
 
 def leave(error: BaseException) -> None:
-    """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them."""
-    if _watch is not None:
+    """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them.
+
+    Not where another process is gone, of which the error is only the consequence.
+    """
+    of_its_own = isinstance(error, UserError) or not isinstance(error, Exception)
+    if _watch is not None and (of_its_own or not lost()):
         _watch.leave(explained(error))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 GRACE = 3.0  # seconds from the message to the end
 SAME_END = 15.0  # a process ended with an error: seconds in which the others may end by themselves
-LINGER = 20.0  # who ends with an error waits so long for the others, since process 0 takes jax's coordinator along
+LINGER = 30.0  # who ends with an error waits so long for the others, since process 0 takes jax's coordinator along
 REACH = 5.0  # for one attempt to connect
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
@@ -113,6 +113,8 @@ class Watch:
                     self._leave(member)
                     if message["bye"] is not None:
                         self._ended(member, message["bye"])
+                elif "go" in message:  # it waits for nobody any more, but lets this process end first
+                    self._leave(member)
                 else:
                     self._ended(message["member"], message["reason"])
         except (OSError, ValueError):
@@ -152,7 +154,11 @@ class Watch:
                 flush=True,
             )
             self._told.set()
-        time.sleep(GRACE)
+            if self.me["process"] == 0:
+                # The last to go, since jax ends everybody with a stack trace when its coordinator does.
+                for connection in self._connections:
+                    _send(connection, {"go": True})
+        time.sleep(GRACE if self.me["process"] else 2 * GRACE)
         os._exit(1)  # the main thread may be in a collective that never returns
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -161,8 +167,8 @@ class Watch:
                 _send(connection, message)
 
     def lost(self, timeout: float) -> bool:
-        """Whether it has been said, within so many seconds, that another process is gone."""
-        return self._told.wait(timeout)
+        """Whether it has been said, within so many seconds, that another process is gone; not after `leave`."""
+        return self._told.wait(0.0 if self._closing.is_set() else timeout)
 
     # --- the end
 
