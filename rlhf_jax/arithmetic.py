@@ -24,6 +24,10 @@ def check(config: Config) -> None:
         problems += [f"{name}: {p}" if isinstance(config, Pipeline) else p for p in found]
     if isinstance(config, Pipeline):
         problems += chain(config)
+    if "://" in (config.run_dir or ""):
+        problems.append(
+            f"run_dir is {config.run_dir!r}; it must be a folder. Mount the bucket (docs/scaling.md) and give its path."
+        )
     if problems:
         raise UserError("\n".join(problems))
 

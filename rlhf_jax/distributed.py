@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import glob
 import importlib.util
 import json
 import os
@@ -28,20 +27,35 @@ OPTIONS = ("distributed", "num_processes", "process_id")
 _watch: peers.Watch | None = None
 
 
+class JoinError(UserError):
+    """The others were not found, which may go better the next time: a JobSet starts its pods again after code 1."""
+
+    status = 1
+
+
 def cluster() -> str | None:
     """The cluster that started this process beside others, as its environment shows: a name, or None for one process.
 
-    SLURM counts inside `srun` only: the shell of an sbatch script is one process however many tasks it has.
+    In jax's order, so that it is the one that jax takes. SLURM counts inside `srun` only: the shell of an sbatch script
+    is one process however many tasks it has.
     """
     env = os.environ
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return "OpenMPI" if int(env["OMPI_COMM_WORLD_SIZE"]) > 1 else None
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         return "SLURM"
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        return "OpenMPI"
+    if int(env.get("PMI_SIZE", 1)) > 1:
+        return "MPI"
+    # `import jax` has set this where it found TPU chips on the PCI bus and a libtpu to drive them. Device files would
+    # not do: they differ between TPUs, and /dev/vfio is no TPU's own.
+    if env.get("TPU_ML_PLATFORM") == "JAX" and "tpu" in (env.get("JAX_PLATFORMS") or "tpu"):
+        hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES"))
+        if hosts is not None:  # GKE; elsewhere the metadata server knows them
+            return "TPU" if "," in hosts or int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 else None
+        if "TPU_SKIP_MDS_QUERY" not in env:
+            return "TPU"
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return "Kubernetes"
-    if glob.glob("/dev/accel*") and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
-        return "TPU"
     return None
 
 
@@ -55,7 +69,9 @@ def initialize(mode: str = "auto", num_processes: int | None = None, process_id:
         JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment.
 
     Raises:
-      UserError: another mode, a number that is missing, out of range or given without HOST:PORT, or no such process 0.
+      UserError: another mode, a number that is missing, out of range or given without HOST:PORT, or an MPI that does
+        not say where process 0 is.
+      JoinError: the others were not found.
     """
     by_hand = mode not in ("auto", "off")
     for option, value in (("num_processes", num_processes), ("process_id", process_id)):
@@ -64,13 +80,38 @@ def initialize(mode: str = "auto", num_processes: int | None = None, process_id:
     if by_hand:
         _join(mode, num_processes, process_id)
     elif mode == "auto" and not jax.distributed.is_initialized():
-        found = cluster()
-        if found == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-            raise UserError("an indexed Kubernetes job needs `pip install jax[k8s]`, or --distributed HOST:PORT or off")
-        if found is not None:
-            jax.distributed.initialize(**LIMITS)
+        _join_cluster(cluster())
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         _start_watch()
+
+
+BY_HAND = "--distributed HOST:PORT --num_processes N --process_id I, with the address of process 0"
+
+
+def _join_cluster(found: str | None) -> None:
+    """jax's start-up as that cluster says; nothing with None."""
+    if found is None:
+        return
+    if found == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        raise UserError("an indexed Kubernetes job needs `pip install jax[k8s]`, or --distributed HOST:PORT or off")
+    # Open MPI 4 alone says it. jax might take the tasks of SLURM that newer ones start for the processes of the run.
+    if found == "MPI" or (found == "OpenMPI" and "OMPI_MCA_orte_hnp_uri" not in os.environ):
+        numbers = "PMI" if found == "MPI" else "OMPI_COMM_WORLD"
+        raise UserError(
+            f"this mpirun does not say where process 0 is, as Open MPI 4 does. Give {BY_HAND}; N is ${numbers}_SIZE "
+            f"and I ${numbers}_RANK (docs/scaling.md has the command). Or --distributed off: one process by itself"
+        )
+    try:
+        jax.distributed.initialize(**LIMITS)
+    except Exception as error:  # jax's, of the metadata server, of Kubernetes: whatever the cluster's part may raise
+        raise JoinError(
+            f"{found} started this process as one of several, but it could not join the others ({_brief(error)}). "
+            f"Start all of them, or give {BY_HAND}, or --distributed off: one process by itself"
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _join(address: str, num_processes: int | None, process_id: int | None) -> None:
@@ -96,11 +137,13 @@ def _join(address: str, num_processes: int | None, process_id: int | None) -> No
     if jax.distributed.is_initialized():
         return
     try:
-        jax.distributed.initialize(address, num_processes=count, process_id=index, **LIMITS)
+        # Just that: otherwise jax would also ask SLURM or Open MPI, and take one device a process.
+        asked = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
+        jax.distributed.initialize(address, **asked, **LIMITS)
     except RuntimeError as error:  # jaxlib's own kind is one
-        raise UserError(
+        raise JoinError(
             f"process {index} of {count} could not join --distributed {address} "
-            f"({' '.join(str(error).split())[:300]}). Start all {count} processes, number 0 on {host}"
+            f"({_brief(error)}). Start all {count} processes, number 0 on {host}"
         ) from error
 
 

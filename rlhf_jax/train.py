@@ -55,7 +55,8 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
+    """The command: 0 when done; 2 with one line of explanation when something the user gave is wrong, or 1 when other
+    processes were not found."""
     try:
         config = command.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         distributed.close(str(error))
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
         distributed.close("interrupted")

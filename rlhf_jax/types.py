@@ -18,6 +18,8 @@ Metrics = dict[str, Array]
 class UserError(ValueError):
     """Something the user gave is wrong: an option, a file, a row, a tensor. Says which one, and what to do."""
 
+    status = 2  # the command's exit code
+
 
 @flax.struct.dataclass
 class PromptBatch:

@@ -124,7 +124,7 @@ def shares(processes: int, devices: int | None, environment: Mapping[str, str]) 
             f"--processes {processes}{wanted} needs {processes * max(each, 1)} GPUs and there are {len(gpus)} "
             f"({','.join(gpus)}): ask for fewer, or set JAX_PLATFORMS=cpu to run on the CPU"
         )
-    # JAX_LOCAL_DEVICE_IDS: all that a process sees is its own, also in a shell of SLURM, where jax would take one.
+    # JAX_LOCAL_DEVICE_IDS: all that a process sees is its own, whatever the environment says of others.
     ids = ",".join(map(str, range(each)))
     mine = [gpus[i * each : (i + 1) * each] for i in range(processes)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(own), "JAX_LOCAL_DEVICE_IDS": ids} for own in mine]

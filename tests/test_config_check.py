@@ -158,6 +158,14 @@ def test_all_problems_are_told_at_once():
     assert len(str(error.value).splitlines()) == 3
 
 
+@pytest.mark.parametrize("config", [PPOConfig(run_dir="gs://b/run"), Pipeline(run_dir="s3://b/run")])
+def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
+    with pytest.raises(
+        UserError, match="^run_dir is '(gs|s3)://b/run'; it must be a folder. Mount the bucket .*path.$"
+    ):
+        arithmetic.check(config)
+
+
 def test_stop_token_id_0_is_a_token_like_any_other():
     arithmetic.check(PPOConfig(stop_token=None, stop_token_id=0))
 

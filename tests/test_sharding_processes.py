@@ -10,19 +10,20 @@ import textwrap
 import jax
 import pytest
 
-from rlhf_jax import distributed
+from rlhf_jax import distributed, train
 from rlhf_jax.types import UserError
 
-CLUSTERS = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST")
+CLUSTERS = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri", "PMI_SIZE")
+CLUSTERS += ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "JAX_PLATFORMS", "TPU_ML_PLATFORM")
+CLUSTERS += ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY", "MEGASCALE_NUM_SLICES")
 
 
 @pytest.fixture
 def started(monkeypatch):
     """A machine of no cluster; what would have been handed to jax."""
     calls = []
-    for name in (*CLUSTERS, "JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+    for name in (*CLUSTERS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
     return calls
 
@@ -33,15 +34,31 @@ def test_a_laptop_starts_nothing(started):
     assert started == [] and distributed.is_main()
 
 
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
+SRUN = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+INDEXED_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+TPU = {"TPU_ML_PLATFORM": "JAX"}  # by jax, where there are chips: see the last test of this kind
+GKE_TPU = {**TPU, **INDEXED_JOB, "TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTNAMES": "a,b"}
+
+
 @pytest.mark.parametrize(
     "environment, cluster",
     [
-        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}, "SLURM"),
+        (SRUN, "SLURM"),
         ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "1"}, None),
         ({"SLURM_NTASKS": "2"}, None),  # the shell of an sbatch script
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OpenMPI"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (OPEN_MPI, "OpenMPI"),
+        ({**OPEN_MPI, **SRUN}, "OpenMPI"),  # mpirun, which starts its processes by srun
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod that is no indexed job
+        (TPU, "TPU"),
+        ({**TPU, "JAX_PLATFORMS": "tpu,cpu"}, "TPU"),
+        ({**TPU, "JAX_PLATFORMS": "cpu"}, None),  # a small run on one host of a slice
+        ({**TPU, "TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({**TPU, "TPU_PROCESS_ADDRESSES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, "TPU"),
+        ({**TPU, "TPU_SKIP_MDS_QUERY": "1"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, None),  # chips that jax does not see
+        (GKE_TPU, "TPU"),
     ],
 )
 def test_auto_joins_a_cluster_of_more_than_one_process(started, monkeypatch, environment, cluster):
@@ -54,12 +71,93 @@ def test_auto_joins_a_cluster_of_more_than_one_process(started, monkeypatch, env
     assert len(started) == bool(cluster)
 
 
-def test_kubernetes_without_its_package_is_told_what_to_install(started, monkeypatch):
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+def test_kubernetes_without_its_package_is_told_what_to_install_but_not_on_tpus(started, monkeypatch):
     monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    for name, value in INDEXED_JOB.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"pip install jax\[k8s\]"):
         distributed.initialize("auto")
+    for name, value in GKE_TPU.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize("auto")
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    "environment, numbers",
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD"),  # Open MPI 5
+        ({"OMPI_COMM_WORLD_SIZE": "2", **SRUN}, "OMPI_COMM_WORLD"),
+        ({"PMI_SIZE": "2"}, "PMI"),  # MPICH, Intel MPI
+    ],
+)
+def test_an_mpi_that_does_not_name_process_0_is_refused_with_what_to_give(started, monkeypatch, environment, numbers):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        distributed.initialize("auto")
+    for part in (
+        "--distributed HOST:PORT",
+        f"--num_processes N --process_id I, .* ${numbers}_SIZE",
+        "--distributed off",
+    ):
+        assert re.search(part.replace("$", r"\$"), str(refused.value))
+    distributed.initialize("host:1234", 2, 0)
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("coordinator_address should be defined."), KeyError("SLURM_PROCID")])
+def test_a_cluster_that_cannot_be_joined_is_named_and_may_be_tried_again(started, monkeypatch, capsys, error):
+    def fails(**options):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--config", "quickstart.py"]) == 1  # 2 would end a JobSet for good
+    said = capsys.readouterr().err
+    assert said.startswith("error: SLURM started this process") and said.count("\n") == 1
+    for part in (type(error).__name__, str(error.args[0]), "--distributed HOST:PORT", "--distributed off"):
+        assert part in said
+
+
+ON_A_MACHINE = """
+    import glob, os, pathlib, sys
+
+    folder, vendor, device = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+    (folder / "vendor").write_text(vendor + "\\n")
+    (folder / "device").write_text(device + "\\n")
+    pci = "/sys/bus/pci/devices/*/vendor"
+    glob.glob = lambda pattern, **_: [str(folder / "vendor")] if pattern == pci else [pattern.replace("*", "0")]
+    from rlhf_jax import distributed
+
+    print(distributed.cluster())
+"""
+
+
+@pytest.mark.parametrize(
+    "device, libtpu, cluster",
+    [
+        ("0x006f", True, "TPU"),  # v6e
+        ("0x006f", False, None),
+        ("0x0042", True, None),  # Google's network card, in a machine with libtpu but no TPU
+    ],
+)
+def test_a_tpu_host_is_one_with_chips_and_libtpu_whatever_its_device_files(tmp_path, device, libtpu, cluster):
+    (tmp_path / "libtpu.py").write_text(
+        "def get_library_path(): return 'libtpu.so'" if libtpu else "raise ImportError('no libtpu')"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    drop = (*CLUSTERS, "TPU_LIBRARY_PATH", "JAX_FORCE_TPU_INIT")
+    env = {name: value for name, value in os.environ.items() if name not in drop}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), root])
+    command = [sys.executable, "-c", textwrap.dedent(ON_A_MACHINE), str(tmp_path), "0x1ae0", device]
+    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert run.stdout.split() == [str(cluster)]
+
+
+# Within srun or mpirun too HOST:PORT says it all: jax asks no cluster, which would also give each process one device.
+ALONE = {"cluster_detection_method": "deactivate", **distributed.LIMITS}
 
 
 def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
@@ -70,7 +168,7 @@ def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
     distributed.initialize("host:1234")
-    assert started.pop() == (("host:1234",), {"num_processes": 2, "process_id": 1, **distributed.LIMITS})
+    assert started.pop() == (("host:1234",), {"num_processes": 2, "process_id": 1, **ALONE})
     distributed.initialize("host:1234", process_id=0)  # an option goes before the environment
     distributed.initialize("host:1234", 3, 2)
     assert [(found["num_processes"], found["process_id"]) for _, found in started] == [(2, 0), (3, 2)]
