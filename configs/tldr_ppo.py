@@ -2,17 +2,27 @@
 
 from rlhf_jax.config import PPOConfig
 
-VARIANTS = {"1b": (128, 512), "2.8b": (32, 256), "6.9b": (8, 32)}  # size: rows a pass, rows a rollout, over 8 devices
+# Size: rows a pass, rows a rollout, mesh (data, fsdp, tensor), for 8 devices of 80 GB (12b: 16); data: all others.
+VARIANTS = {
+    "1b": (128, 512, (-1, 1, 1)),
+    "2.8b": (32, 256, (-1, 8, 1)),
+    "6.9b": (8, 32, (-1, 8, 1)),
+    "12b": (8, 32, (-1, 8, 2)),
+}
 
 
 def get_config(variant: str | None = None) -> PPOConfig:
     """The config of one size (default 1b)."""
     size = variant or "1b"
-    micro_batch_size, rollout_batch_size = VARIANTS[size]
+    micro_batch_size, rollout_batch_size, (data, fsdp, tensor) = VARIANTS[size]
+    hub = f"cleanrl/EleutherAI_pythia-{size}-deduped"
+    sft, reward = f"{hub}__sft__tldr", f"{hub}__reward__tldr"
+    if size == "12b":  # the hub has none: train it by tldr_sft.py:12b and tldr_reward.py:12b
+        sft, reward = "runs/tldr_sft_12b/policy", "runs/tldr_reward_12b/reward_model"
     return PPOConfig(
         run_dir=f"runs/tldr_ppo_{size}",  # folder
-        sft_model_path=f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr",  # hub name; or tldr_sft's RUN/policy
-        reward_model_path=f"cleanrl/EleutherAI_pythia-{size}-deduped__reward__tldr",  # hub name; values start here too
+        sft_model_path=sft,  # hub name; or tldr_sft's RUN/policy
+        reward_model_path=reward,  # hub name; values start here too
         dataset_name="trl-lib/tldr",  # hub name; 116,722 posts
         query_length=512,  # tokens
         query_overflow="drop",  # longer prompts are left out, as TRL does
@@ -30,5 +40,8 @@ def get_config(variant: str | None = None) -> PPOConfig:
         kl_coef=0.05,  # reward units a nat
         dtype="bfloat16",  # compute; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
+        mesh_data=data,  # devices that split rows
+        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_tensor=tensor,  # devices that split heads
         save_steps=200,  # updates
     )

@@ -2,20 +2,28 @@
 
 from rlhf_jax.config import RewardConfig
 
-VARIANTS = {"1b": 64, "2.8b": 32, "6.9b": 8}  # size: pairs a pass, over 8 devices of 80 GB
+# Size: pairs a pass, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes what is left.
+VARIANTS = {
+    "1b": (64, (-1, 1, 1)),
+    "2.8b": (32, (-1, 8, 1)),
+    "6.9b": (8, (-1, 8, 1)),
+    "12b": (8, (-1, 8, 1)),
+}
 
 
 def get_config(variant: str | None = None) -> RewardConfig:
     """The config of one size (default 1b)."""
     size = variant or "1b"
+    sft = f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr" if size != "12b" else "runs/tldr_sft_12b/policy"
+    micro_batch_size, (data, fsdp, tensor) = VARIANTS[size]
     return RewardConfig(
         run_dir=f"runs/tldr_reward_{size}",  # folder
-        model_name_or_path=f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr",  # hub name; or tldr_sft's RUN/policy
+        model_name_or_path=sft,  # hub name; or tldr_sft's RUN/policy
         dataset_name="trl-lib/tldr-preference",  # hub name; 92,858 pairs
         query_length=512,  # tokens of the post
         max_length=638,  # tokens of post and summary; longer pairs are dropped
         batch_size=64,  # pairs an update
-        micro_batch_size=VARIANTS[size],  # pairs a pass
+        micro_batch_size=micro_batch_size,  # pairs a pass
         num_train_epochs=1,  # passes over the pairs
         learning_rate=3e-6,  # at the peak
         lr_scheduler_type="cosine",  # to 0
@@ -26,5 +34,8 @@ def get_config(variant: str | None = None) -> RewardConfig:
         dtype="bfloat16",  # compute; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
         eval_steps=100,  # updates
+        mesh_data=data,  # devices that split rows
+        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_tensor=tensor,  # devices that split heads
         save_steps=250,  # updates
     )

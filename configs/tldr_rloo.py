@@ -2,15 +2,28 @@
 
 from rlhf_jax.config import RLOOConfig
 
-VARIANTS = ("docs", "current")  # the run of TRL 0.21's documentation; the defaults of TRL 1.12, on 8 devices
-MODELS = "cleanrl/EleutherAI_pythia-1b-deduped"
+# TRL 0.21's documented run, TRL 1.12's defaults, other sizes: rows a pass, rows a rollout, mesh over devices of 80 GB
+VARIANTS = {
+    "docs": (128, 128, (-1, 1, 1)),
+    "current": (None, None, (-1, 1, 1)),
+    "2.8b": (64, 128, (-1, 8, 1)),
+    "6.9b": (16, 64, (-1, 8, 1)),
+    "12b": (16, 32, (-1, 8, 2)),
+}
 
 
 def get_config(variant: str | None = None) -> RLOOConfig:
     """The config of a variant (default docs)."""
+    variant = variant or "docs"
+    micro_batch_size, rollout_batch_size, mesh = VARIANTS[variant]
+    size = variant if variant.endswith("b") else "1b"
+    hub = f"cleanrl/EleutherAI_pythia-{size}-deduped"
+    sft, reward = f"{hub}__sft__tldr", f"{hub}__reward__tldr"
+    if size == "12b":  # the hub has none: train it by tldr_sft.py:12b and tldr_reward.py:12b
+        sft, reward = "runs/tldr_sft_12b/policy", "runs/tldr_reward_12b/reward_model"
     shared = {
-        "sft_model_path": f"{MODELS}__sft__tldr",  # hub name; or tldr_sft's RUN/policy
-        "reward_model_path": f"{MODELS}__reward__tldr",  # hub name; or tldr_reward's RUN/reward_model
+        "sft_model_path": sft,  # hub name; or tldr_sft's RUN/policy
+        "reward_model_path": reward,  # hub name; or tldr_reward's RUN/reward_model
         "dataset_name": "trl-lib/tldr",  # hub name; 116,722 posts
         "query_length": 512,  # tokens
         "num_generations": 2,  # responses to each prompt
@@ -18,6 +31,7 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         "epsilon": 0.2,  # clip of that ratio
         "kl_estimator": "k1",  # summed over the response, taken off its score
         "dtype": "bfloat16",  # compute; weights stay float32
+        **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
         "save_steps": 50,  # updates
     }
     if variant == "current":
@@ -38,14 +52,15 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         )
     return RLOOConfig(
         **shared,
-        run_dir="runs/tldr_rloo_docs",  # folder
+        run_dir=f"runs/tldr_rloo_{variant}",  # folder
         query_overflow="drop",  # longer prompts are left out, as TRL's script does
         total_episodes=1_000_000,  # responses; 245 updates
         batch_size=4096,  # responses an update: 16 x 16 x 2 minibatches x 8 devices, 2,048 prompts
-        micro_batch_size=128,  # rows a pass
-        rollout_batch_size=128,  # rows generated and scored at a time
+        micro_batch_size=micro_batch_size,  # rows a pass
+        rollout_batch_size=rollout_batch_size,  # rows generated and scored at a time
         num_iterations=2,  # passes over each batch
         num_mini_batches=2,  # optimizer steps a pass
+        gradient_checkpointing=size != "1b",  # less memory, a third slower
         reshuffle="per_epoch",  # a new order each pass
         learning_rate=3e-6,  # falls to 0 in a line
         lr_scheduler_unit="update",  # a step of the schedule

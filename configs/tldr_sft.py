@@ -2,12 +2,19 @@
 
 from rlhf_jax.config import SFTConfig
 
-VARIANTS = {"1b": 128, "2.8b": 32, "6.9b": 8}  # size: rows a pass, over 8 devices of 80 GB
+# Size: rows a pass, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes what is left.
+VARIANTS = {
+    "1b": (128, (-1, 1, 1)),
+    "2.8b": (32, (-1, 8, 1)),
+    "6.9b": (8, (-1, 8, 1)),
+    "12b": (8, (-1, 8, 1)),
+}
 
 
 def get_config(variant: str | None = None) -> SFTConfig:
     """The config of one size (default 1b)."""
     size = variant or "1b"
+    micro_batch_size, (data, fsdp, tensor) = VARIANTS[size]
     return SFTConfig(
         run_dir=f"runs/tldr_sft_{size}",  # folder
         model_name_or_path=f"EleutherAI/pythia-{size}-deduped",  # hub name
@@ -15,7 +22,7 @@ def get_config(variant: str | None = None) -> SFTConfig:
         query_length=512,  # tokens of the post; longer posts lose paragraphs
         max_length=562,  # tokens of post and summary
         batch_size=128,  # rows an update
-        micro_batch_size=VARIANTS[size],  # rows a pass
+        micro_batch_size=micro_batch_size,  # rows a pass
         num_train_epochs=1,  # passes over the data
         learning_rate=3e-6,  # at the peak
         lr_scheduler_type="cosine",  # to 0
@@ -25,5 +32,8 @@ def get_config(variant: str | None = None) -> SFTConfig:
         dtype="bfloat16",  # compute; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
         eval_steps=100,  # updates
+        mesh_data=data,  # devices that split rows
+        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_tensor=tensor,  # devices that split heads
         save_steps=250,  # updates
     )

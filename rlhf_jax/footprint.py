@@ -44,6 +44,8 @@ class Program:
     refused: str = ""
     """What the compiler said, where the program does not fit."""
     compiled: Any = None
+    traced: Any = None
+    """What was compiled, as jax.stages.Traced."""
 
     @property
     def peak(self) -> int:
@@ -59,9 +61,10 @@ def topology_devices(name: str) -> list[Any]:
     """
     from jax.experimental import topologies
 
-    # Without these libtpu asks the network which slice this machine is part of.
-    for variable in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
-        os.environ.setdefault(variable, {"TPU_SKIP_MDS_QUERY": "1"}.get(variable, "none"))
+    # Or libtpu asks the network which slice this machine is part of, and lets only one process compile at a time.
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "none", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for variable, value in {**alone, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+        os.environ.setdefault(variable, value)
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:
@@ -155,9 +158,9 @@ def on_mesh(shapes: Any, mesh: Any) -> Any:
 
 
 def _compiled(name: str, program: Any, args: tuple, beside: int) -> Program:
-    began = time.perf_counter()
+    began, traced = time.perf_counter(), program.trace(*args)
     try:
-        compiled = program.lower(*args).compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -165,11 +168,11 @@ def _compiled(name: str, program: Any, args: tuple, beside: int) -> Program:
         size = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1)) if used else math.nan
         said = f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB" if used else str(error).splitlines()[0][:200]
         seconds = time.perf_counter() - began
-        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said)
+        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said, traced=traced)
     memory = compiled.memory_analysis()
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     seconds = time.perf_counter() - began
-    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, compiled=compiled)
+    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, compiled=compiled, traced=traced)
 
 
 def cache_bytes(stage: Any) -> int:

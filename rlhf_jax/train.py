@@ -229,6 +229,8 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
         logger.log(step, values)
         for callback in callbacks:
             callback.on_evaluate(step, values, control)
+        if callbacks:
+            share_wishes(control)
         return values
 
     if step < stage.total_steps:

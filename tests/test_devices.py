@@ -1,6 +1,8 @@
-"""PPO and RLOO on eight (forced host) devices: the samples and metrics of one, with params that are really sharded."""
+"""PPO and RLOO on eight (forced host) devices, laid out in every way: the samples, metrics and models of one device,
+with params, moments and caches that are really split."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -8,11 +10,13 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-UPDATES, BATCH, EVALUATED = 2, 16, 10
-ONE, DATA, MIXED = "1x1x1", "8x1x1", "2x2x2"
-QKV = "policy/backbone/layers/attention/query_key_value/kernel"  # [L, D, 3D], D = 32
-VALUE = QKV.replace("policy", "value")
+UPDATES, BATCH, EVALUATED = 3, 16, 10
+ONE, DATA, FSDP, TENSOR, MIXED = "1x1x1", "8x1x1", "1x8x1", "1x1x8", "2x2x2"
+MANY = (DATA, FSDP, TENSOR, MIXED)
+QKV = "policy/backbone/layers/attention/query_key_value/kernel"  # [L, D, 3D], D = 64, 8 heads
+VALUE = QKV.replace("policy", "value")  # D = 32, 4 heads: over 8 devices on `tensor` it is folded into `fsdp`
 
 
 # --- what runs in a process with so many devices: python -m tests.test_devices FOLDER MESH
@@ -24,7 +28,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     import rlhf_jax
 
-    found = {"samples": [], "rloo": [], "shapes": {}, "shards": {}, "devices": len(jax.devices())}
+    found = {"samples": [], "rloo": [], "shapes": {}, "shards": {}, "devices": len(jax.devices()), "programs": {}}
 
     def brevity(prompts, completion_ids, **_):
         found["samples"].append([prompts, completion_ids])
@@ -32,16 +36,22 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
+            cache = jax.jit(lambda: stage.policy.empty_cache(BATCH, 6))()[0]["k"]
+            found["cache"] = [cache.shape, cache.addressable_shards[0].data.shape]
             for tree in ("params", "opt_state"):
                 for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(stage.state, tree)):
                     name = f"{tree}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
                     found["shapes"][name] = leaf.shape
                     found["shards"][name] = sorted({shard.data.shape for shard in leaf.addressable_shards})
 
+        def on_train_end(self, stage, paths):
+            counted = {"rollout": stage._rollout, "experience": stage._experience, "update": stage._update}
+            found["programs"][stage.name] = {name: program._cache_size() for name, program in counted.items()}
+
     data, fsdp, tensor = map(int, mesh.split("x"))
     shared = {
         "report_to": (),
-        "scratch_model": "2x32x4",
+        "scratch_model": "2x64x8",
         "sft_model_path": None,
         "tokenizer_name_or_path": "synthetic",
         "reward_model_path": str(folder / "reward"),
@@ -54,6 +64,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         "num_mini_batches": 1,
         "missing_eos_penalty": 1.0,
         "learning_rate": 1e-3,
+        "adam_epsilon": 1e-5,
         "num_sample_generations": 0,
         "mesh_data": data,
         "mesh_fsdp": fsdp,
@@ -70,8 +81,6 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     )
     rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["ppo"], found["samples"] = found["samples"], found["rloo"]
-    if mesh == DATA:  # the mixed mesh has its axes too
-        return found
     config = rlhf_jax.RLOOConfig(
         **shared,
         run_dir=str(folder / f"rloo-{mesh}"),
@@ -82,7 +91,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         rollout_batch_size=16,
         total_episodes=UPDATES * 2 * BATCH,
     )
-    rlhf_jax.run(config, reward_funcs=brevity)
+    rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["rloo"] = found.pop("samples")
     return found
 
@@ -123,8 +132,12 @@ def folder(tmp_path_factory):
     params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))
     hf.save(folder / "reward", model, params, kind="scalar")
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))
-    runs = [start(folder, devices, mesh) for devices, mesh in ((1, ONE), (8, DATA), (8, MIXED))]
-    for run in runs:
+    # Two at a time: more would only wait for each other.
+    todo, runs = [(1, ONE), *((8, mesh) for mesh in MANY)], []
+    while todo or runs:
+        while todo and len(runs) < 2:
+            runs.append(start(folder, *todo.pop(0)))
+        run = runs.pop(0)
         output, _ = run.communicate(timeout=600)
         assert run.returncode == 0, output[-5000:]
     return folder
@@ -138,7 +151,8 @@ def metrics_on(folder, mesh: str, prefix: str = "") -> list[dict]:
     return [json.loads(line) for line in (folder / f"{prefix}{mesh}" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("mesh", "algorithm"), [(DATA, "ppo"), (MIXED, "ppo"), (MIXED, "rloo")])
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+@pytest.mark.parametrize("mesh", MANY)
 def test_samples_do_not_depend_on_the_devices(folder, mesh, algorithm):
     one, many = found_on(folder, ONE), found_on(folder, mesh)
     assert (one["devices"], many["devices"]) == (1, 8)
@@ -147,11 +161,12 @@ def test_samples_do_not_depend_on_the_devices(folder, mesh, algorithm):
     assert ours[:UPDATES] == theirs[:UPDATES]
 
 
-@pytest.mark.parametrize(("mesh", "algorithm"), [(DATA, "ppo"), (MIXED, "ppo"), (MIXED, "rloo")])
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+@pytest.mark.parametrize("mesh", MANY)
 def test_metrics_do_not_depend_on_the_devices(folder, mesh, algorithm):
     prefix = {"ppo": "", "rloo": "rloo-"}[algorithm]
     one, many = metrics_on(folder, ONE, prefix), metrics_on(folder, mesh, prefix)
-    assert [line["step"] for line in one] == [line["step"] for line in many] == [1, 2]
+    assert [line["step"] for line in one] == [line["step"] for line in many] == [1, 2, 3]
     assert "objective/kl" in one[0] and "eval/scores" in one[-1]
     for expected, line in zip(one, many, strict=True):
         assert set(line) == set(expected)
@@ -168,33 +183,62 @@ def test_metrics_do_not_depend_on_the_devices(folder, mesh, algorithm):
 
 
 def test_the_second_update_starts_from_other_params(folder):
-    first, second = metrics_on(folder, ONE)
+    first, second, _ = metrics_on(folder, ONE)
     assert first["objective/kl"] == 0 and second["objective/kl"] != 0
 
 
-def test_params_and_optimizer_state_are_shared_out(folder):
-    one, data, mixed = (found_on(folder, mesh) for mesh in (ONE, DATA, MIXED))
-    assert one["shapes"] == data["shapes"] == mixed["shapes"]
-    for tree in (f"params/{QKV}", f"params/{VALUE}"):
-        assert one["shapes"][tree] == [2, 32, 96]
-        assert one["shards"][tree] == data["shards"][tree] == [[2, 32, 96]]  # data parallel: whole on every device
-        assert mixed["shards"][tree] == [[2, 16, 48]]  # input over fsdp, output over tensor
-    moments = [name for name in mixed["shapes"] if name.startswith("opt_state/") and name.endswith(QKV)]
-    assert len(moments) == 2  # Adam's two
-    assert all(mixed["shards"][name] == [[2, 16, 48]] for name in moments)
+# What a device holds of QKV of the policy [2, 64, 192] and of the value model [2, 32, 96], and of a cache [16, 8, 6, 8].
+HELD = {
+    DATA: ([2, 64, 192], [2, 32, 96], [2, 8, 6, 8]),
+    FSDP: ([2, 8, 192], [2, 4, 96], [2, 8, 6, 8]),
+    TENSOR: ([2, 64, 24], [2, 4, 96], [16, 1, 6, 8]),
+    MIXED: ([2, 32, 96], [2, 16, 48], [4, 4, 6, 8]),
+}
 
 
-def test_every_mesh_leaves_the_same_models(folder):
+@pytest.mark.parametrize("mesh", MANY)
+def test_each_device_holds_its_share_of_matrices_moments_and_cache(folder, mesh):
+    one, many = found_on(folder, ONE), found_on(folder, mesh)
+    assert one["shapes"] == many["shapes"]
+    policy, value, cache = HELD[mesh]
+    # The param and Adam's two moments in PPO; the policy's two moments in RLOO, where clipping comes before them.
+    for name, whole, held, count in ((QKV, [2, 64, 192], policy, 5), (VALUE, [2, 32, 96], value, 3)):
+        copies = [x for x in many["shapes"] if x.endswith(name)]
+        assert len(copies) == count
+        assert all(one["shards"][x] == [whole] and many["shards"][x] == [held] for x in copies)
+    assert many["cache"] == [[16, 8, 6, 8], cache]
+    if mesh == DATA:
+        return
+    # Six matrices of the policy, five of the value model, all split over all the devices that share params.
+    large = [x for x in many["shapes"] if x.endswith(("kernel", "embedding")) and "score" not in x]
+    assert len(large) == 5 * 6 + 3 * 5
+    shares = 4 if mesh == MIXED else 8
+    assert all(math.prod(many["shapes"][x]) == shares * math.prod(many["shards"][x][0]) for x in large)
+
+
+@pytest.mark.parametrize("mesh", (ONE, *MANY))
+def test_each_program_compiles_once(folder, mesh):
+    for algorithm, programs in found_on(folder, mesh)["programs"].items():
+        assert programs == {"rollout": 1, "experience": 1, "update": 1}, algorithm
+
+
+@pytest.mark.parametrize("mesh", MANY)
+def test_every_mesh_leaves_the_same_models(folder, mesh):
     import numpy as np
 
     from rlhf_jax.models import hf
 
-    for name, kind in (("policy", "causal"), ("value", "scalar")):
-        expected = hf.load(folder / ONE / name, kind=kind)[1]
-        for mesh in (DATA, MIXED):
-            params = hf.load(folder / mesh / name, kind=kind)[1]
-            kernels = [tree["backbone"]["layers"]["mlp"]["dense_h_to_4h"]["kernel"] for tree in (params, expected)]
-            assert np.linalg.norm(kernels[0] - kernels[1]) <= 1e-4 * np.linalg.norm(kernels[1])
+    for prefix, name, kind in (("", "policy", "causal"), ("", "value", "scalar"), ("rloo-", "policy", "causal")):
+        ours, expected = (flat(hf.load(folder / f"{prefix}{m}" / name, kind=kind)[1]) for m in (mesh, ONE))
+        assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+def flat(tree):
+    """All numbers of a pytree, in a row."""
+    import jax
+    import numpy as np
+
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 if __name__ == "__main__":

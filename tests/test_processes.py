@@ -20,8 +20,10 @@ pytestmark = pytest.mark.processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAGES = ("all/sft", "all/reward", "all/ppo", "rloo")
-MESHES = {"one": (1, 1, "1"), "two": (2, 2, "2"), "four": (4, 1, "2")}
-"""Processes, devices each, devices on fsdp."""
+MESHES = {"one": (1, 1, "1 1"), "two": (2, 2, "2 1"), "four": (4, 1, "1 2")}
+"""Processes, devices each, devices on fsdp and on tensor; `data` takes the others, 2."""
+SHARES = {"two": (8, 8), "four": (8, 0, 8, 0)}
+"""Rows of training that each process scores: with tensor over processes two hold the same rows, and one scores them."""
 UPDATES = 2
 
 CONFIG = """
@@ -38,7 +40,8 @@ SHARED = dict(
     batch_size=8,
     micro_batch_size=8,
     report_to=(),
-    mesh_fsdp=int(os.environ["FSDP"]),
+    mesh_fsdp=int(os.environ["MESH"].split()[0]),
+    mesh_tensor=int(os.environ["MESH"].split()[1]),
 )
 START = dict(scratch_model="2x32x4", tokenizer_name_or_path="synthetic")
 SUPERVISED = dict(max_steps=2, max_length=96, **SHARED)
@@ -56,7 +59,6 @@ POLICY = dict(
 
 
 def get_config(variant):
-    ppo = dict(num_ppo_epochs=2, num_mini_batches=1, **POLICY)
     if variant == "all":
         return Pipeline(
             sft=SFTConfig(model_name_or_path=None, **START, **SUPERVISED),
@@ -68,17 +70,19 @@ def get_config(variant):
                 **SUPERVISED,
             ),
             ppo=PPOConfig(
-                sft_model_path="{run_dir}/sft/policy", reward_model_path="{run_dir}/reward/reward_model", **ppo
+                sft_model_path="{run_dir}/sft/policy",
+                reward_model_path="{run_dir}/reward/reward_model",
+                num_ppo_epochs=2,
+                num_mini_batches=1,
+                **POLICY,
             ),
         )
-    if variant == "ppo":
-        return PPOConfig(sft_model_path=None, reward_model_path="REWARD", **START, **ppo)
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
     return RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
 
 
-VARIANTS = dict.fromkeys(("all", "ppo", "rloo"))
+VARIANTS = dict.fromkeys(("all", "rloo"))
 """
 
 REWARDS = """
@@ -142,7 +146,7 @@ class Started:
     """Some processes of one command. Gloo's threads write to their output too: only our own lines are read."""
 
     def __init__(self, folder, mesh, variant, *options, own=lambda index: (), **environment):
-        count, devices, fsdp = MESHES[mesh]
+        count, devices, axes = MESHES[mesh]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -150,7 +154,7 @@ class Started:
         notes = folder / "notes" / f"{mesh}-{variant}"
         notes.mkdir(parents=True, exist_ok=True)
         # NPROC is the number of threads of XLA's pool, of which a collective holds one a device (see test_devices).
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": "16", "FSDP": fsdp}
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": "16", "MESH": axes}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # the next start finds the programs of the last
         env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "NOTES": str(notes), **environment}
         self.began = time.monotonic()
@@ -203,14 +207,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """Every algorithm on every mesh, finished."""
-    for mesh, variant in [
-        ("one", "all"),
-        ("one", "rloo"),
-        ("two", "all"),
-        ("two", "rloo"),
-        ("four", "ppo"),
-        ("one", "ppo"),
-    ]:
+    for mesh, variant in [("one", "all"), ("one", "rloo"), ("two", "all"), ("two", "rloo"), ("four", "rloo")]:
         codes, texts = Started(folder, mesh, variant).ends()
         assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
     return folder
@@ -225,12 +222,12 @@ def notes_of(folder, mesh, variant):
     found = []
     for process in range(MESHES[mesh][0]):
         path = folder / "notes" / f"{mesh}-{variant}" / f"scored-{process}.jsonl"
-        for line in map(json.loads, path.read_text().splitlines()):
+        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
             found += [(process, line["step"], prompt, tuple(ids)) for prompt, ids in line["rows"]]
     return found
 
 
-PAIRS = [("two", run) for run in STAGES] + [("four", "ppo")]
+PAIRS = [("two", run) for run in STAGES] + [("four", "rloo")]
 
 
 @pytest.mark.parametrize("mesh, run", PAIRS)
@@ -251,7 +248,7 @@ def test_metrics_do_not_depend_on_the_processes(runs, mesh, run):
         assert not far
 
 
-@pytest.mark.parametrize("mesh, variant", [("two", "all"), ("two", "rloo"), ("four", "ppo")])
+@pytest.mark.parametrize("mesh, variant", [("two", "all"), ("two", "rloo"), ("four", "rloo")])
 def test_each_row_is_scored_once_by_one_process(runs, mesh, variant):
     one, many = notes_of(runs, "one", variant), notes_of(runs, mesh, variant)
     training = [row for row in one if row[1] is not None]
@@ -259,10 +256,10 @@ def test_each_row_is_scored_once_by_one_process(runs, mesh, variant):
     # The same tokens, and no row twice: 8 of each update, and each row of an evaluation or a table.
     assert sorted(map(repr, (row[1:] for row in many))) == sorted(map(repr, (row[1:] for row in one)))
     shares = [sum(row[0] == process and row[1] is not None for row in many) for process in range(MESHES[mesh][0])]
-    assert shares == [8 * UPDATES // MESHES[mesh][0]] * MESHES[mesh][0]
+    assert shares == list(SHARES[mesh])
 
 
-@pytest.mark.parametrize("mesh, run", [("two", "all/ppo"), ("two", "rloo"), ("four", "ppo")])
+@pytest.mark.parametrize("mesh, run", [("two", "all/ppo"), ("two", "rloo"), ("four", "rloo")])
 def test_tables_of_completions_are_those_of_one_process(runs, mesh, run):
     for name in ("training_1.jsonl", "training_2.jsonl", "2.jsonl"):
         one, many = (
@@ -282,7 +279,7 @@ def test_tables_of_completions_are_those_of_one_process(runs, mesh, run):
 def test_exported_weights_do_not_depend_on_the_processes(runs, mesh, run):
     from safetensors.numpy import load_file
 
-    names = {"all/reward": ["reward_model"], "all/ppo": ["policy", "value"], "ppo": ["policy", "value"]}
+    names = {"all/reward": ["reward_model"], "all/ppo": ["policy", "value"]}
     for name in names.get(run, ["policy"]):
         one, many = (load_file(runs / at / run / name / "model.safetensors") for at in ("one", mesh))
         assert set(one) == set(many)
@@ -296,10 +293,8 @@ def test_exported_weights_do_not_depend_on_the_processes(runs, mesh, run):
 
 
 def test_a_metric_that_functions_log_is_a_mean_over_all_rows(runs):
-    (one, _), (two, _), (four, _) = (
-        metrics_of(runs / m / v) for m, v in (("one", "ppo"), ("two", "rloo"), ("four", "ppo"))
-    )
-    assert [one["rows_at_once"], two["rows_at_once"], four["rows_at_once"]] == [8, 4, 2]
+    one, two, four = (metrics_of(runs / mesh / "rloo")[0] for mesh in ("one", "two", "four"))
+    assert [one["rows_at_once"], two["rows_at_once"], four["rows_at_once"]] == [8, 4, 4]
 
 
 def test_the_first_process_alone_prints_and_compares(runs):
@@ -313,10 +308,8 @@ def test_the_first_process_alone_prints_and_compares(runs):
 def test_how_processes_find_each_other_is_no_part_of_a_run(runs):
     kept = json.loads((runs / "two" / "rloo" / "config.json").read_text())
     assert not {"distributed", "num_processes", "process_id"} & set(kept)
-    began = time.monotonic()
     codes, texts = Started(runs, "two", "rloo", "--resume", "must").ends()
     assert codes == [0, 0] and "is finished (update 2); nothing to do" in texts[0]
-    assert time.monotonic() - began < 60
 
 
 # --- when something goes wrong
@@ -324,7 +317,9 @@ def test_how_processes_find_each_other_is_no_part_of_a_run(runs):
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_killed_process_ends_the_others_with_its_name_and_what_to_do(folder, dies):
-    started = Started(folder, "two", "ppo", "--reward_funcs", f"{folder / 'rewards.py'}:dying", DIES=str(dies))
+    reward = ("--reward_funcs", f"{folder / 'rewards.py'}:dying")
+    # The second goes on where the first was killed.
+    started = Started(folder, "two", "rloo", *reward, "--run_dir", str(folder / "killed"), DIES=str(dies))
     while started.processes[dies].poll() is None and time.monotonic() - started.began < 200:
         time.sleep(0.05)
     died = time.monotonic()
@@ -347,7 +342,7 @@ def test_a_killed_process_ends_the_others_with_its_name_and_what_to_do(folder, d
 def test_a_reward_that_fails_on_one_process_ends_all_with_one_error(folder, function, options, said, tmp_path):
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:{function}")
     run_dir = tmp_path / "run"
-    started = Started(folder, "two", "ppo", *reward, *options, "--run_dir", str(run_dir), "--save_steps", "0")
+    started = Started(folder, "two", "rloo", *reward, *options, "--run_dir", str(run_dir), "--save_steps", "0")
     codes, texts = started.ends()
     assert codes == [2, 2], texts
     first, second = map(errors, texts)
@@ -360,7 +355,7 @@ def test_a_reward_that_fails_on_one_process_ends_all_with_one_error(folder, func
 
 def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_path):
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:alone")
-    started = Started(folder, "two", "ppo", *reward, "--run_dir", str(tmp_path / "run"))
+    started = Started(folder, "two", "rloo", *reward, "--run_dir", str(tmp_path / "run"))
     codes, texts = started.ends()
     assert codes[0] == 1 and codes[1] != 0
     assert re.search(r"process 1 of 2 \(.*\) ended with an error: RuntimeError: only here", errors(texts[0])[0])
@@ -368,7 +363,7 @@ def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_pa
 
 
 def test_a_folder_that_is_not_shared_is_refused_before_training(folder, tmp_path):
-    started = Started(folder, "two", "ppo", own=lambda index: ("--run_dir", str(tmp_path / str(index))))
+    started = Started(folder, "two", "rloo", own=lambda index: ("--run_dir", str(tmp_path / str(index))))
     codes, texts = started.ends()
     assert codes == [2, 2]
     assert "checkpoints and models must lie on a file system that all processes share" in errors(texts[0])[0]
