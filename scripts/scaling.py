@@ -7,8 +7,8 @@
     python scripts/scaling.py --out rows --weak         # v5p from 8 to 4,096 chips, the same work a chip
 
 No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
-layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and shared
-among the chips; bytes of memory and of the links between chips in XLA's text of the compiled one (scripts/hlo.py).
+layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and
+shared among the chips; bytes of memory and of the links between chips in the text of the compiled one (scripts/hlo.py).
 """
 
 from __future__ import annotations

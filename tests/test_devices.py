@@ -187,7 +187,7 @@ def test_the_second_update_starts_from_other_params(folder):
     assert first["objective/kl"] == 0 and second["objective/kl"] != 0
 
 
-# What a device holds of QKV of the policy [2, 64, 192] and of the value model [2, 32, 96], and of a cache [16, 8, 6, 8].
+# What a device holds of QKV, the policy's [2, 64, 192] and the value model's [2, 32, 96], and of a cache [16, 8, 6, 8].
 HELD = {
     DATA: ([2, 64, 192], [2, 32, 96], [2, 8, 6, 8]),
     FSDP: ([2, 8, 192], [2, 4, 96], [2, 8, 6, 8]),

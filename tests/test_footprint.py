@@ -1,0 +1,117 @@
+"""--dry_run's memory: from the stage's own programs, compiled and never run."""
+
+import dataclasses
+import sys
+
+import jax
+import pytest
+
+from rlhf_jax import arithmetic, footprint, plan, sharding, train
+from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
+from rlhf_jax.types import UserError
+
+TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic", "dry_run": True}
+POLICY = {"sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
+POLICY |= {"batch_size": 16, "micro_batch_size": 8, **TINY}
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def stage():
+    return footprint.planned_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def programs(stage):
+    return {program.name: program for program in footprint.programs(stage)}
+
+
+def test_parts_are_the_bytes_of_params_and_moments(stage):
+    parts = footprint.parts(stage)
+    heads = {"policy": "causal", "value": "scalar"}
+    counts = {role: plan.parameters(stage.policy, head) for role, head in heads.items()}
+    assert {role: parts[role] for role in heads} == {role: 4 * count for role, count in counts.items()}
+    # Adam's two moments and its count of steps.
+    assert parts["optimizer"] == 8 * sum(counts.values()) + 4
+    assert parts["reference"] == 4 * counts["policy"]
+
+
+def test_the_programs_are_those_of_an_update(programs):
+    assert list(programs) == ["generate", "experience", "update"]
+    assert not any(program.refused for program in programs.values())
+
+
+def test_the_update_takes_the_place_of_the_state_that_it_is_given(stage, programs):
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((stage.state.params, stage.state.opt_state)))
+    assert state <= programs["update"].aliased <= state + 1024
+
+
+def test_what_a_program_does_not_see_counts_too(stage, programs):
+    held = footprint.parts(stage)
+    assert programs["generate"].beside == sum(held.values()) - held["policy"]
+    # The reference is all that an update does not see, but for the few scalars of the state.
+    assert abs(programs["update"].beside - held["reference"]) < 64
+    program = dataclasses.replace(programs["update"], arguments=100, outputs=50, temporary=30, aliased=40, beside=7)
+    assert program.peak == 7 + 100 + 30 + 50 - 40
+
+
+def test_a_larger_micro_batch_takes_more(programs):
+    whole = dataclasses.replace(PPOConfig(**POLICY), micro_batch_size=16)
+    stage = footprint.planned_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
+    (update,) = footprint.programs(stage, only=("update",))
+    assert 1.3 < update.temporary / programs["update"].temporary < 3
+
+
+def test_offloaded_models_take_nothing_on_the_device():
+    away = RLOOConfig(**POLICY, num_generations=2, offload_frozen="pinned_host")
+    parts = footprint.parts(footprint.planned_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
+    assert parts["reference"] == 0 and parts["policy"] > 0
+
+
+def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
+    assert footprint.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
+
+
+def test_adams_first_moment_may_be_kept_in_half():
+    half = SFTConfig(**TINY, model_name_or_path=None, adam_mu_dtype="bfloat16", max_length=32, batch_size=8)
+    stage = footprint.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
+    parts = footprint.parts(stage)
+    assert parts["optimizer"] == 6 * parts["model"] // 4 + 4
+    assert [p.name for p in footprint.programs(stage)] == ["update"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "limit", "refused", "words"),
+    [
+        (3 * MIB, 4 * MIB, False, "memory: fits: 3.0 MiB of 4.0 MiB a device at the highest, in update"),
+        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: 5.0 MiB of 4.0 MiB"),
+        (3 * MIB, 4 * MIB, True, "memory: does NOT fit; split"),
+        (3 * MIB, None, False, "memory: 3.0 MiB a device at the highest, in update"),
+    ],
+)
+def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
+    program = footprint.Program("update", 0.0, peak, 0, 0, 0, 0)
+    assert plan.verdict(program, limit, refused).startswith(words)
+
+
+def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
+    config = PPOConfig(**POLICY)
+    arithmetic.check(config)
+    plan.show(config)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
+    assert rows[:6] == ["policy", "value", "optimizer", "reference", "together", "cache"]
+    assert rows[6:10] == ["generate", "experience", "update", "memory:"]
+    assert "memory: fits" in lines[-2]
+
+
+def test_a_topology_is_for_dry_runs():
+    with pytest.raises(UserError, match="--topology v5e:4x4 is for --dry_run"):
+        train.run(PPOConfig(**{**POLICY, "dry_run": False}, topology="v5e:4x4"))
+
+
+def test_without_libtpu_a_topology_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    flags = ["--topology", "v5e:4x4", "--dry_run"]
+    assert train.main(["--config", "quickstart.py", *flags]) == 2
+    assert "pip install 'rlhf_jax[tpu-aot]'" in capsys.readouterr().err
