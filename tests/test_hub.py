@@ -26,6 +26,7 @@ from tests.hub import Hub
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
 REWARD = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
 POSTS = "trl-lib/tldr"
+PLANNED = "somebody/large-model"
 COMMAND = (sys.executable, "-m", "rlhf_jax.train", "--config", "tldr_ppo.py", "--total_episodes", "64")
 EOS = "<|endoftext|>"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -116,6 +117,7 @@ def hub():
         hub.add(SFT, {**model_files("causal", 2), **tokenizer}, revision="sft__44413__1708611267")
         hub.add(REWARD, {**as_bin(model_files("scalar", 3)), **tokenizer})
         hub.add(POSTS, data_files(), kind="dataset")
+        hub.add(PLANNED, {**model_files("scalar", 4), **tokenizer})
         yield hub
 
 
@@ -189,6 +191,15 @@ def test_only_the_files_that_are_needed_are_downloaded(hub, finished):
     assert "model.safetensors" in hub.downloaded(SFT) and "README.md" not in hub.downloaded(SFT)
     assert "pytorch_model.bin" in hub.downloaded(REWARD)
     assert "data/train-00000-of-00001.parquet" in hub.downloaded(POSTS, kind="dataset")
+
+
+def test_a_dry_run_downloads_no_weights(hub, environment, tmp_path):
+    models = ("--sft_model_path", PLANNED, "--reward_model_path", PLANNED)
+    done = command(environment, *COMMAND, *models, "--dataset_name", "nobody/nothing", "--dry_run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "memory: fits" in done.stdout
+    assert {"config.json", "tokenizer.json"} <= set(hub.downloaded(PLANNED))
+    assert not [name for name in hub.downloaded(PLANNED) if name.endswith((".safetensors", ".bin"))]
 
 
 def test_policy_and_value_model_are_left_in_hugging_face_form(finished):

@@ -46,10 +46,12 @@ _NESTED_DEFAULTS = {
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def resolve(name_or_path: str | Path, revision: str | None = None, subfolder: str | None = None) -> Path:
+def resolve(
+    name_or_path: str | Path, revision: str | None = None, subfolder: str | None = None, *, weights: bool = True
+) -> Path:
     """The local folder of a checkpoint: the folder itself, or the hub repository downloaded to the cache.
 
-    Downloads JSON files and safetensors, and .bin files only where there are no safetensors. HF_ENDPOINT and
+    Downloads JSON files and, with `weights`, safetensors, or .bin files where there are no safetensors. HF_ENDPOINT and
     HF_HUB_OFFLINE are huggingface_hub's. UserError when it is neither a folder nor found on the hub.
     """
     path = Path(name_or_path).expanduser()
@@ -58,14 +60,14 @@ def resolve(name_or_path: str | Path, revision: str | None = None, subfolder: st
     elif path.exists():
         raise UserError(f"{path} is a file; give the folder of the checkpoint, or a hub name.")
     else:
-        folder = _download(str(name_or_path), revision, subfolder)
+        folder = _download(str(name_or_path), revision, subfolder, weights)
     folder = folder / subfolder if subfolder else folder
     if not folder.is_dir():
         raise UserError(f"{name_or_path} has no folder {subfolder!r}.")
     return folder
 
 
-def _download(name: str, revision: str | None, subfolder: str | None) -> Path:
+def _download(name: str, revision: str | None, subfolder: str | None, weights: bool) -> Path:
     neither = f"{name!r} is neither a local folder nor a model on the hub"
     at = f" at revision {revision!r}" if revision else ""
     prefix = f"{subfolder}/" if subfolder else ""
@@ -79,6 +81,8 @@ def _download(name: str, revision: str | None, subfolder: str | None) -> Path:
         )
 
     try:
+        if not weights:
+            return snapshot("*.json")
         folder = snapshot("*.json", "*.safetensors")
         if not any((folder / prefix).glob("*.safetensors")):
             folder = snapshot("*.json", "pytorch_model*.bin")
@@ -103,7 +107,7 @@ def _download(name: str, revision: str | None, subfolder: str | None) -> Path:
 
 def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
     """Only the shape of a checkpoint, from its config.json. UserError as `load`."""
-    path = resolve(name_or_path, revision, subfolder) / CONFIG
+    path = resolve(name_or_path, revision, subfolder, weights=False) / CONFIG
     return _model(read_json(path), path)[0]
 
 
@@ -155,7 +159,7 @@ def load_shapes(
 ) -> tuple[Model, Params]:
     """What `load` would give, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
-    path = resolve(name_or_path, revision) / CONFIG
+    path = resolve(name_or_path, revision, weights=False) / CONFIG
     hf = read_json(path)
     model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
