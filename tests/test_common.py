@@ -105,3 +105,14 @@ def test_dropout_keys_belong_to_rows():
     keys = common.row_keys(jax.random.key(1), 4)
     assert jnp.array_equal(jax.random.key_data(keys)[:2], jax.random.key_data(common.row_keys(jax.random.key(1), 2)))
     assert len({tuple(k) for k in jax.random.key_data(keys).tolist()}) == 4
+
+
+def test_a_first_moment_in_bfloat16_is_rounded_only_where_it_is_kept():
+    grads = [jnp.float32([0.1, -3.0, 7e-4]), jnp.float32([0.2, 1.0, -1e-4])]
+    whole, half = common.scale_by_adam(0.9, 0.999, 1e-8), common.scale_by_adam(0.9, 0.999, 1e-8, jnp.bfloat16)
+    states = [optimizer.init(grads[0]) for optimizer in (whole, half)]
+    assert states[1].mu.dtype == jnp.bfloat16 and states[1].nu.dtype == jnp.float32
+    first = [optimizer.update(grads[0], state) for optimizer, state in zip((whole, half), states)]
+    np.testing.assert_array_equal(first[0][0], first[1][0])
+    second = [optimizer.update(grads[1], state)[0] for optimizer, (_, state) in zip((whole, half), first)]
+    assert 0 < np.abs(second[0] - second[1]).max() < 2**-7

@@ -118,6 +118,33 @@ def test_every_pythia_param_has_a_rule_and_divides_over_eight(size):
     assert any("fsdp" in spec for spec in specs) and any("tensor" in spec for spec in specs)
 
 
+# --- layouts
+
+
+def test_names_of_axes_become_mesh_axes():
+    rules = sharding.rules_of((("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary")), ("bias", ())))
+    expected = (("kernel", P(None, "fsdp", "tensor")), ("head", P(None, ("fsdp", "tensor"))), ("bias", P()))
+    assert rules == expected
+    folded = sharding.rules_of((("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary"))), folded=True)
+    assert folded == (("kernel", P(None, ("fsdp", "tensor"), None)), ("head", P(None, ("fsdp", "tensor"))))
+
+
+@pytest.mark.parametrize(("tensor", "folded"), [(1, False), (2, False), (4, False), (8, True), (3, True)])
+def test_a_model_whose_heads_do_not_divide_is_folded(tensor, folded):
+    model = models.custom_shape("2x32x4", vocab_size=128).on(mesh_of(1, 2, tensor))
+    assert model.layout.folded == folded
+    # Split both ways or one way, by as many devices: 32 columns by 2 and `tensor`.
+    spec = dict(model.param_rules)[r"(^|/)backbone/layers/mlp/dense_h_to_4h/kernel$"]
+    assert spec == (P(None, ("fsdp", "tensor"), None) if folded else P(None, "fsdp", "tensor"))
+
+
+def test_a_folded_model_that_does_not_divide_either_is_refused_with_its_numbers():
+    model = models.custom_shape("1x48x3", vocab_size=128).on(mesh_of(1, 1, 32))
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    with pytest.raises(UserError, match=r"of size 48 does not divide by 32 \(mesh_fsdp=1 and mesh_tensor=32\)"):
+        sharding.param_specs(shapes, model.param_rules, mesh_of(1, 1, 32))
+
+
 # --- placement
 
 
