@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import pathlib
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,9 +45,10 @@ class Program:
     """What the stage holds on the device while the program runs, and the program does not see."""
     refused: str = ""
     """What the compiler said, where the program does not fit."""
-    compiled: Any = None
     traced: Any = None
     """What was compiled, as jax.stages.Traced."""
+    text: str = ""
+    """XLA's text of what came out, where it was asked for."""
 
     @property
     def peak(self) -> int:
@@ -122,13 +125,16 @@ def parts(stage: Any) -> dict[str, int]:
     return found | {name: bytes_on_device(params) for name, params in stage.frozen().items()}
 
 
-def programs(stage: Any, tell: Callable[[Program], None] = lambda program: None, only: Sequence[str] = ()) -> list:
+def programs(
+    stage: Any, tell: Callable[[Program], None] = lambda program: None, only: Sequence[str] = (), texts: bool = False
+) -> list[Program]:
     """The programs of an update, compiled.
 
     Args:
       stage: by `planned_stage`.
       tell: called with each as soon as it is there.
       only: names of the programs to compile; empty: all.
+      texts: keep XLA's text of each.
 
     Returns:
       A Program each, in the order of an update.
@@ -138,7 +144,7 @@ def programs(stage: Any, tell: Callable[[Program], None] = lambda program: None,
 
     def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
         if not only or name in only:
-            found.append(_compiled(name, program, args, held - bytes_on_device(resident)))
+            found.append(_compiled(name, program, args, held - bytes_on_device(resident), texts))
             tell(found[-1])
         return on_mesh(program.eval_shape(*args), stage.mesh)
 
@@ -157,10 +163,17 @@ def on_mesh(shapes: Any, mesh: Any) -> Any:
     return jax.tree.map(place, shapes)
 
 
-def _compiled(name: str, program: Any, args: tuple, beside: int) -> Program:
+def _compiled(name: str, program: Any, args: tuple, beside: int, texts: bool) -> Program:
     began, traced = time.perf_counter(), program.trace(*args)
+    text = ""
     try:
-        compiled = traced.lower().compile()
+        with tempfile.TemporaryDirectory() as folder:
+            # jaxlib cannot read all that the TPU's compiler writes: its own text is taken from the disk.
+            kept = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if texts else None
+            compiled = traced.lower().compile(compiler_options=kept)
+            if texts:
+                found = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"))
+                text = found[-1].read_text() if found else compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -172,7 +185,7 @@ def _compiled(name: str, program: Any, args: tuple, beside: int) -> Program:
     memory = compiled.memory_analysis()
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     seconds = time.perf_counter() - began
-    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, compiled=compiled, traced=traced)
+    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, traced=traced, text=text)
 
 
 def cache_bytes(stage: Any) -> int:

@@ -1,10 +1,10 @@
 """The table of docs/scaling.md: every row from programs that XLA compiles for TPUs that are not there.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling.py --out rows               # compiles what is not there yet, a JSON file each; hours
-    python scripts/scaling.py --out rows --only 1b:ppo:v5e:4x4
-    python scripts/scaling.py --out rows --print        # the tables of what is there
-    python scripts/scaling.py --out rows --weak         # v5p from 8 to 4,096 chips, the same work a chip
+    python scripts/scaling.py                           # compiles the rows that are not there yet; hours
+    python scripts/scaling.py --only 1b:ppo:v5e:4x4     # one of them
+    python scripts/scaling.py --weak                    # v5p from 8 to 4,096 chips, the same work a chip
+    python scripts/scaling.py --print                   # the table of what is there; with --weak, of that
 
 No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
 layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and
@@ -68,6 +68,7 @@ WEAK = {
     "v5p:16x16x16": (512, 8, 1),
 }
 GIB = 2**30
+ROWS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "scaling"
 
 
 def checkpoint(size: str, folder: str) -> str:
@@ -132,7 +133,7 @@ def measure(algo: str, size: str, topology: str, layout: tuple, only: tuple[str,
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
             sys.stdout.flush()
 
-        footprint.programs(stage, tell, only)
+        footprint.programs(stage, tell, only, texts=True)
     peaks = [program["peak"] for program in row["programs"].values()]
     row["peak"] = max(peaks)
     row["fits"] = row["peak"] <= limit and not any(program["refused"] for program in row["programs"].values())
@@ -157,11 +158,10 @@ def count(program: footprint.Program, chips: int, steps: int) -> dict[str, Any]:
 def work(program: footprint.Program, chips: int, turns: int) -> dict[str, float]:
     """FLOPs, bytes of memory and bytes sent, a chip; `turns` of the loop that decodes."""
     flops = count_work.count(program.traced.jaxpr.jaxpr, [1.0], turns).flops / chips
-    if program.compiled is None:
+    if program.refused:
         return {"flops": flops}
-    text = program.compiled.as_text()
-    sent = sum(c.sent * c.times for c in hlo.collectives(text, turns))
-    return {"flops": flops, "moved": hlo.traffic(text, turns), "sent": sent}
+    sent = sum(c.sent * c.times for c in hlo.collectives(program.text, turns))
+    return {"flops": flops, "moved": hlo.traffic(program.text, turns), "sent": sent}
 
 
 def bound(done: dict[str, float], topology: str) -> tuple[float, str]:
@@ -224,9 +224,9 @@ def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, only: tu
 def table(folder: pathlib.Path) -> list[str]:
     """The rows that are there, as Markdown."""
     lines = [
-        "| model | algorithm | slice | mesh d x f x t | rows a pass | params and optimizer | cache | peak of | | "
-        "decode step: GFLOP, MiB moved, bound | update: TFLOP, GiB moved, GiB sent, bound |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | | slice | mesh | rows a pass | trained | moments | frozen | cache | update's own | peak | of "
+        "| a token: GFLOP, MiB moved, at least | an update: TFLOP, GiB moved, GiB sent, at least |",
+        "|" + "---|" * 14,
     ]
     missing = 0
     for size, algo, topology in names():
@@ -242,24 +242,24 @@ def table(folder: pathlib.Path) -> list[str]:
 
 def line(row: dict) -> str:
     """One row of the table."""
+    parts, programs = row["parts"], row["programs"]
+    trained = sum(parts.get(role, 0) for role in ("policy", "value"))
+    frozen = sum(size for name, size in parts.items() if name not in ("policy", "value", "optimizer"))
+    held = [trained, parts["optimizer"], frozen, row["cache"], programs.get("update", {}).get("own", 0)]
     mesh = "x".join(map(str, row["mesh"]))
-    head = f"| {row['size']} | {row['algo'].upper()} | {row['topology']} | {mesh} | {row['micro']} "
-    held = f"| {sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f} "
-    limit = row["limit"] / GIB
+    head = f"| {row['size']} | {row['algo'].upper()} | {row['topology']} | {mesh} | {row['micro']} | "
+    head += " | ".join(f"{size / GIB:.1f}" for size in held)
+    limit = f"{row['limit'] / GIB:.0f}"
     if not row["fits"]:
-        said = "; ".join(f"{name}: {p['refused']}" for name, p in row["programs"].items() if p["refused"])
-        larger = row.get("smallest") or "a larger one"
+        said = "; ".join(f"{name} {p['refused']}" for name, p in programs.items() if p["refused"])
+        larger = f"fits {row['smallest']}" if row.get("smallest") else "larger ones not tried"
         peak = said or f"{row['peak'] / GIB:.1f}"
-        return f"{head}{held}| **does not fit**: {peak} | {limit:.0f} | smallest that does: {larger} | |"
-    step, update = row["programs"]["generate"]["step"], row["programs"]["update"]
-    decode, why = bound(step, row["topology"])
-    learn, reason = bound(update, row["topology"])
-    moved = f"{step['flops'] / 1e9:.1f}, {step['moved'] / 2**20:.0f}"
-    return (
-        f"{head}{held}| {row['peak'] / GIB:.1f} | {limit:.0f} | {moved}, {decode * 1e3:.1f} ms ({why}) "
-        f"| {update['flops'] / 1e12:.0f}, {update['moved'] / GIB:.0f}, {update['sent'] / GIB:.1f}, "
-        f"{learn:.1f} s ({reason}) |"
-    )
+        return f"{head} | **too much**: {peak} | {limit} | {larger} | |"
+    step, update = programs["generate"]["step"], programs["update"]
+    (decode, why), (learn, reason) = bound(step, row["topology"]), bound(update, row["topology"])
+    token = f"{step['flops'] / 1e9:.1f}, {step['moved'] / 2**20:.0f}, {decode * 1e3:.1f} ms ({why})"
+    whole = f"{update['flops'] / 1e12:.0f}, {update['moved'] / GIB:.0f}, {update['sent'] / GIB:.1f}"
+    return f"{head} | {row['peak'] / GIB:.1f} | {limit} | {token} | {whole}, {learn:.1f} s ({reason}) |"
 
 
 def weak_table(folder: pathlib.Path) -> list[str]:
@@ -284,7 +284,7 @@ def weak_table(folder: pathlib.Path) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder of the rows, a JSON file each")
+    parser.add_argument("--out", default=str(ROWS), help="folder of the rows, a JSON file each (docs/scaling)")
     parser.add_argument("--only", nargs="+", default=[], help="rows, as SIZE:ALGORITHM:SLICE")
     parser.add_argument("--programs", nargs="+", default=["generate", "update"], help="which programs to compile")
     parser.add_argument("--weak", action="store_true", help="weak scaling in place of the table")

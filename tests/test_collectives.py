@@ -41,8 +41,8 @@ def compiled(mesh: tuple[int, int, int]) -> dict:
     )
     stage = footprint.planned_stage(config, sharding.make_mesh(*mesh))
     found = {}
-    for program in footprint.programs(stage, only=("generate", "update")):
-        text = program.compiled.as_text()
+    for program in footprint.programs(stage, only=("generate", "update"), texts=True):
+        text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {
             "sent": sum(c.sent * c.times for c in once),
