@@ -60,7 +60,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise UserError(f"--save_total_limit {keep}: keep at least 1 checkpoint, or None for all")
         logging.getLogger("absl").setLevel(logging.ERROR)
-        self.folder = folder if "://" in folder else os.path.abspath(folder)
+        self.folder = os.path.abspath(folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )

@@ -189,8 +189,9 @@ def usage() -> str:
             *(f"  {PROG} --config {name} --help" for name in shipped),
             "",
             "Options of the run itself: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (print the",
-            "config, the batch arithmetic and the mesh, then stop), --distributed auto|off|HOST:PORT",
-            "(docs/scaling.md). TRL's names: docs/migrating.md.",
+            "config, the batch arithmetic, the mesh and the memory of compiled programs, then stop; for TPUs that are",
+            "not there with --topology v5e:4x4), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names:",
+            "docs/migrating.md.",
         ]
     )
 

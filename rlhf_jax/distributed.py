@@ -77,6 +77,8 @@ def initialize(mode: str = "auto", num_processes: int | None = None, process_id:
     for option, value in (("num_processes", num_processes), ("process_id", process_id)):
         if value is not None and not by_hand:
             raise UserError(f"--{option} {value} goes with --distributed HOST:PORT, but --distributed is {mode}")
+    # jax would take SIGTERM for itself and only remember it: nobody asks, and the process would go on.
+    jax.config.update("jax_enable_preemption_service", False)
     if by_hand:
         _join(mode, num_processes, process_id)
     elif mode == "auto" and not jax.distributed.is_initialized():

@@ -5,6 +5,7 @@ The same programs compile for devices that are not there: libtpu makes them for 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,7 +13,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,8 +85,10 @@ def capacity(device: Any) -> int | None:
         return HBM[device.device_kind]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # a chip that is not there, and not in the table
+        return None
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -167,10 +170,10 @@ def _compiled(name: str, program: Any, args: tuple, beside: int, texts: bool) ->
     began, traced = time.perf_counter(), program.trace(*args)
     text = ""
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _kept_nowhere():
             # jaxlib cannot read all that the TPU's compiler writes: its own text is taken from the disk.
-            kept = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if texts else None
-            compiled = traced.lower().compile(compiler_options=kept)
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if texts else None
+            compiled = traced.lower().compile(compiler_options=dump)
             if texts:
                 found = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"))
                 text = found[-1].read_text() if found else compiled.as_text()
@@ -186,6 +189,18 @@ def _compiled(name: str, program: Any, args: tuple, beside: int, texts: bool) ->
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     seconds = time.perf_counter() - began
     return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, traced=traced, text=text)
+
+
+@contextlib.contextmanager
+def _kept_nowhere() -> Iterator[None]:
+    """Within it no program goes to jax's cache on disk: these are never run."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def cache_bytes(stage: Any) -> int:

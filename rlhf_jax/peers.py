@@ -73,8 +73,9 @@ class Watch:
             if hello.pop("token") != token:
                 raise ValueError
             _send(connection, self.me)
+            lines.readline(1000)[0]  # it has heard: who gave up waiting has closed, and is no member that died
             connection.settimeout(None)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):  # somebody else
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # somebody else
             connection.close()
             return
         self._read(hello, connection, lines)
@@ -83,15 +84,19 @@ class Watch:
         """Another process: connects to process 0 by the first address that answers. Returns what went wrong."""
         problem = None
         for address in addresses:
+            connection = None
             try:
                 connection = socket.create_connection((address, port), timeout=REACH)
                 _keep_alive(connection)
                 _send(connection, {**self.me, "token": token})
                 lines = connection.makefile("r", encoding="utf-8")
                 first = json.loads(lines.readline())
+                _send(connection, {})
                 connection.settimeout(None)
             except (OSError, ValueError) as error:
                 problem = f"{address}:{port}: {error}"
+                if connection is not None:
+                    connection.close()
                 continue
             _in_thread(self._read, first, connection, lines)
             return None

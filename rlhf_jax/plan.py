@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import arithmetic, configfile, data, footprint, models, sharding
-from rlhf_jax.config import PolicyConfig, PPOConfig, RLOOConfig, SFTConfig, StageConfig
+from rlhf_jax.config import PolicyConfig, PPOConfig, RLOOConfig, SFTConfig, StageConfig, stage_name
 from rlhf_jax.models import hf
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -31,7 +32,9 @@ def _model(config: StageConfig, path: str | None, revision: str):
     """The model at `path`, from its config.json alone; None where there is none to read."""
     if path is None:
         return None
-    if path.startswith(os.path.dirname(config.run_dir) + os.sep) and not os.path.exists(path):
+    folder, stage = os.path.split(config.run_dir)
+    exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
+    if stage == stage_name(config) and path in exports and not os.path.exists(path):
         # An earlier stage of the same pipeline will leave it there.
         raise FileNotFoundError(path)
     return hf.load_model(path, revision=revision)
@@ -118,25 +121,29 @@ def verdict(highest: footprint.Program, limit: int | None, refused: bool) -> str
     return f"memory: fits: {share}"
 
 
-def show(config: StageConfig) -> None:
+def show(config: StageConfig, tell: Callable[[str], None] = print) -> None:
     """Prints the plan of a stage: compiles its programs, but loads and writes nothing.
+
+    Args:
+      config: a stage's.
+      tell: what to do with each line.
 
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
     mesh = mesh_of(config)
-    print(configfile.to_json(config))
+    tell(configfile.to_json(config))
     device = mesh.devices.flat[0]
     for line in arithmetic.batch_lines(arithmetic.with_micro_batch(config, sharding.row_shards(mesh), device.platform)):
-        print(line)
+        tell(line)
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     where = f" of {config.topology}, compiled for and not there" if config.topology else ""
     devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
-    print(f"mesh: {axes} ({devices}), jax {jax.__version__}", flush=True)
+    tell(f"mesh: {axes} ({devices}), jax {jax.__version__}")
     try:
         lines = memory_lines(config, mesh)
     except FileNotFoundError as error:
         lines = [f"memory: not known before {error} exists"]
     for line in lines:
-        print(line)
-    print(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written", flush=True)
+        tell(line)
+    tell(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

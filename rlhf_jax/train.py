@@ -33,6 +33,7 @@ from rlhf_jax import (
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve, stage_name, stages_of
+from rlhf_jax.rewards import RewardFailure
 from rlhf_jax.stages import STAGES
 from rlhf_jax.types import UserError
 
@@ -156,8 +157,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     options = json.loads(configfile.to_json(config))
     options = {option: value for option, value in options.items() if option not in folder.NOT_KEPT}
     if config.dry_run:
-        if distributed.is_main():
-            plan.show(config)
+        plan.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
     finished = distributed.from_first(lambda: folder.check(config.run_dir, options, config.resume))
     if finished is not None:
@@ -270,9 +270,10 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             # A stop asked for while this update's metrics were read waits for the next, which ends as the last does.
             if last:
                 break
-    except UserError:
-        # A reward failed, before anything was learned from it: what the run has done so far is whole.
-        if step > saved:
+    except UserError as error:
+        # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
+        # processes all are here then; with another error this one may be alone, and a save waits for all.
+        if step > saved and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
             save(stage, checkpoints, logger, step, state)
             say(f"{stage.name}: stopped by an error after update {step}, which is saved; the same command continues")
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4}
 BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
+ALL = 0
+"""Size of a group of all devices, whose number the text does not say: (n - 1) / n counts as 1."""
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Instructions that move nothing themselves.
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota")
@@ -88,16 +89,30 @@ def bytes_of(shape: str, in_memory: bool = False) -> int:
 
 
 def _trips(op: Op, found: dict[str, list[Op]], unknown: int) -> int:
-    """How often a loop turns: what XLA knows, or the constant that its counter is compared to, or `unknown`."""
+    """How often a loop turns: what XLA knows, or the constant that its counter, from 0, is compared to over the step by
+    which it grows, or `unknown`."""
     if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.rest):
         return int(match[1])
-    condition = found[op.called("condition")[0]]
-    constants = {x.name: re.match(r"(\d+)\)", x.rest) for x in condition if x.kind == "constant"}
-    root = next(x for x in condition if x.root)
-    bounds = [constants[name] for name in root.operands if constants.get(name)]
-    if root.kind == "compare" and "direction=LT" in root.rest and bounds:
-        return int(bounds[0][1])
-    return unknown
+    condition, body = ({x.name: x for x in found[op.called(part)[0]]} for part in ("condition", "body"))
+    root = next(x for x in condition.values() if x.root)
+    bounds = [value for name in root.operands if (value := _constant(condition.get(name))) is not None]
+    if root.kind != "compare" or "direction=LT" not in root.rest or not bounds:
+        return unknown
+    counters = [condition[name] for name in root.operands if condition[name].kind == "get-tuple-element"]
+    step = 1
+    if counters and (index := re.search(r"index=(\d+)", counters[0].rest)):
+        grown = next(x for x in body.values() if x.root).operands
+        added = body.get(grown[int(index[1])]) if int(index[1]) < len(grown) else None
+        steps = [_constant(body.get(name)) for name in added.operands] if added else []
+        step = next((value for value in steps if value), 1)
+    return -(-bounds[0] // step)
+
+
+def _constant(op: Op | None) -> int | None:
+    """The number that an instruction is, if it is one."""
+    if op is None or op.kind != "constant" or not (match := re.match(r"(\d+)\)", op.rest)):
+        return None
+    return int(match[1])
 
 
 def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
@@ -135,29 +150,31 @@ def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
 
 
 def _collectives(ran) -> list[Collective]:
-    out, seen = [], set()
+    out: dict[tuple, Collective] = {}
     for op, times, place in ran:
         kind = op.kind.removesuffix("-start")
         if kind not in KINDS or op.kind.endswith("-done"):
             continue
-        # A collective that runs beside other work stands in each of the fusions that it goes through, under one number.
+        # A collective that runs beside other work stands in each of the fusions, and in the loops, that it goes
+        # through, under one number; it runs as often as the outermost of them.
         channel = re.search(r"channel_id=(\d+)", op.rest)
-        mark = (channel[1] if channel else (place, op.name), times)
-        if mark not in seen:
-            seen.add(mark)
-            out.append(_collective(kind, op, times))
-    return out
+        mark = (channel[1],) if channel else (place, op.name)
+        if mark not in out or times < out[mark].times:
+            out[mark] = _collective(kind, op, times)
+    return list(out.values())
 
 
 def _collective(kind: str, op: Op, times: int) -> Collective:
-    group, size = _group(op.rest), bytes_of(op.shape)
+    group, shape = _group(op.rest), op.shape
     if op.kind.endswith("-start") and kind != "all-reduce":
-        # An asynchronous start returns its operand beside its result.
-        parts = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
-        size = min(parts) if kind == "reduce-scatter" else max(parts)
+        # An asynchronous start returns its operands beside its results: (operands, results, ...).
+        arrays = [match[0] for match in _ARRAY.finditer(shape) if bytes_of(match[0]) > 8]
+        half = len(arrays) // 2
+        shape = " ".join(arrays[half : 2 * half]) if half else shape
+    size = bytes_of(shape)
     whole = size * group if kind == "reduce-scatter" else size
     note = re.search(r'op_name="([^"]*)"', op.rest)
-    return Collective(kind, op.shape, group, times, _sent(kind, whole, group), note[1] if note else "")
+    return Collective(kind, shape, group, times, _sent(kind, whole, group), note[1] if note else "")
 
 
 def _group(rest: str) -> int:
@@ -171,22 +188,16 @@ def _group(rest: str) -> int:
         return int(match[2])
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(match[1].split(","))
+    if "replica_groups={}" in rest:
+        return ALL
     return 2 if "source_target_pairs" in rest else 1
 
 
 def _sent(kind: str, whole: int, group: int) -> float:
     if kind == "collective-permute":
         return float(whole)
-    return whole * (group - 1) / group * (2 if kind == "all-reduce" else 1)
-
-
-def summary(found: list[Collective]) -> dict[str, tuple[int, float]]:
-    """{kind: (runs, bytes sent from a device)}."""
-    out: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
-    for c in found:
-        out[c.kind][0] += c.times
-        out[c.kind][1] += c.times * c.sent
-    return {kind: (int(runs), sent) for kind, (runs, sent) in sorted(out.items())}
+    share = 1.0 if group == ALL else (group - 1) / group
+    return whole * share * (2 if kind == "all-reduce" else 1)
 
 
 def largest_array(text: str) -> tuple[int, str]:
@@ -196,7 +207,7 @@ def largest_array(text: str) -> tuple[int, str]:
     return max(sizes, default=(0, ""))
 
 
-def traffic(text: str, unknown_trips: int = 1, only: str = "") -> float:
+def traffic(text: str, unknown_trips: int = 1) -> float:
     """Bytes that a program reads from and writes to a device's memory: operands and results of its instructions.
 
     A slice counts as large as it is, not as what it is cut from; what XLA keeps in a chip's fast memory counts nothing.
@@ -204,13 +215,12 @@ def traffic(text: str, unknown_trips: int = 1, only: str = "") -> float:
     Args:
       text: `compiled.as_text()`.
       unknown_trips: as in `collectives`.
-      only: instructions whose op_name contains this; empty: all.
     """
     found, entry = computations(text)
     shapes = {name: {op.name: op.shape for op in ops} for name, ops in found.items()}
-    total = sum(c.times * bytes_of(c.shape, True) for c in collectives(text, unknown_trips) if only in c.op)
+    total = sum(c.times * bytes_of(c.shape, True) for c in collectives(text, unknown_trips))
     for op, times, place in _walk(found, entry, unknown_trips, inside=False):
-        if op.kind in (*_NAMES, *KINDS) or op.kind.endswith("-done") or only not in op.rest:
+        if op.kind in _NAMES or op.kind.endswith("-done") or op.kind.removesuffix("-start") in KINDS:
             continue
         reads = [bytes_of(shapes[place].get(name, ""), True) for name in op.operands]
         writes = bytes_of(op.shape, True)

@@ -104,7 +104,7 @@ def shares(processes: int, devices: int | None, environment: Mapping[str, str]) 
       environment: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES are read.
 
     Raises:
-      LaunchError: too few GPUs, or a TPU machine.
+      LaunchError: too few GPUs, or JAX_PLATFORMS is tpu.
     """
     platforms = environment.get("JAX_PLATFORMS", "").split(",")
     if "tpu" in platforms:

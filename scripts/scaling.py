@@ -67,6 +67,8 @@ WEAK = {
     "v5p:8x8x8": (64, 8, 1),
     "v5p:16x16x16": (512, 8, 1),
 }
+# What is compiled of an update; judging holds what generating holds and less.
+PROGRAMS = ("generate", "update")
 GIB = 2**30
 ROWS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "scaling"
 
@@ -286,20 +288,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(ROWS), help="folder of the rows, a JSON file each (docs/scaling)")
     parser.add_argument("--only", nargs="+", default=[], help="rows, as SIZE:ALGORITHM:SLICE")
-    parser.add_argument("--programs", nargs="+", default=["generate", "update"], help="which programs to compile")
     parser.add_argument("--weak", action="store_true", help="weak scaling in place of the table")
     parser.add_argument("--print", action="store_true", help="print the tables of what is there, compile nothing")
     parser.add_argument("--no_larger", action="store_true", help="do not look for the smallest slice that fits")
     options = parser.parse_args(argv)
-    folder, only = pathlib.Path(options.out), tuple(options.programs)
+    folder, only = pathlib.Path(options.out), PROGRAMS
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        known = [":".join(name) for name in names()]
+        if unknown := [name for name in options.only if name not in known]:
+            raise UserError(f"--only {unknown[0]}: no such row; rows: {' '.join(known)}")
         if options.weak:
             for topology, mesh in WEAK.items():
                 rows = 8 * mesh[0] * mesh[1]
                 layout = (mesh, rows, rows)
                 make = lambda t=topology, la=layout, n=rows: measure("ppo", "1b", t, la, only, n)  # noqa: E731
-                options.print or fill(folder, f"weak:{topology}", make)
+                if not options.print:
+                    fill(folder, f"weak:{topology}", make)
             print("\n".join(weak_table(folder)))
             return 0
         for size, algo, topology in names():

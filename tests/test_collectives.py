@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 64, 8, 128
-ROWS, MICRO, COLUMNS, T = 32, 16, 48, 16
+ROWS, MICRO, COLUMNS, T = 32, 16, 16, 8
 LAYER = 12 * WIDTH**2  # numbers in the four kernels of a layer
 SMALL = 13 * WIDTH  # and in its biases and norms
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
@@ -113,7 +113,7 @@ def name_of(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 def test_an_update_sends_what_its_layout_needs(found, mesh):
     sent = found[name_of(mesh)]["update"]["sent"]
-    assert 0.85 < sent / update_needs(*mesh) < 1.2
+    assert 0.98 < sent / update_needs(*mesh) < 1.02
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
@@ -130,7 +130,7 @@ def test_under_fsdp_training_makes_no_array_larger_than_a_layer_or_the_activatio
     gathered_kernel = 4 * 4 * WIDTH**2
     assert found["1x8x1"]["update"]["largest"] == max(kept, gathered_kernel)
     whole = 4 * LAYERS * 4 * WIDTH**2  # the stacked kernel that a mistake would gather
-    assert found["1x8x1"]["update"]["largest"] < whole * 2
+    assert found["1x8x1"]["update"]["largest"] < whole
 
 
 if __name__ == "__main__":

@@ -68,6 +68,15 @@ def test_offloaded_models_take_nothing_on_the_device():
     assert parts["reference"] == 0 and parts["policy"] > 0
 
 
+def test_a_model_that_comes_back_for_a_program_counts_while_it_runs():
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    here, away = (RLOOConfig(**POLICY, num_generations=2, offload_frozen=where) for where in ("none", "pinned_host"))
+    peaks = [
+        footprint.programs(footprint.planned_stage(config, mesh), only=("experience",))[0] for config in (here, away)
+    ]
+    assert peaks[0].beside == peaks[1].beside and peaks[0].peak == peaks[1].peak
+
+
 def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
     assert footprint.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
 

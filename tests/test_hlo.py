@@ -63,7 +63,7 @@ def test_a_loop_counts_as_often_as_it_turns():
     assert (reduce.times, gather.times) == (5, 1)
     # A ring sends (n - 1) / n of the array twice.
     assert reduce.sent == 2 * 8 * 4 * 3 / 4
-    assert hlo.summary([reduce, gather]) == {"all-reduce": (5, 5 * 48.0), "all-gather": (1, 224.0)}
+    assert gather.sent == 224.0
 
 
 def test_a_loop_without_a_known_end_counts_as_often_as_one_says():

@@ -87,6 +87,11 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     return found
 
 
+def _numbers(given: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Values and their weights without those that are NaN, unless all are."""
+    return [pair for pair in given if not np.isnan(pair[0])] or given
+
+
 class Scorer:
     """The rewards of a run, in the order of `reward_weights`: models (or their ensemble), functions, server.
 
@@ -230,9 +235,9 @@ class Scorer:
 
     def programs(self, build: Callable, rollout: Rollout, group: int) -> None:
         """Hands the program of the reward models that read ids to `build`; see `PolicyStage.programs`."""
-        readers = [sharding.resident(m.params) for m in self.models if m.tokenizer is None]
-        if readers:
-            build("score", self._on_device, readers, rollout, group, resident=readers)
+        held = [m.params for m in self.models if m.tokenizer is None]
+        if held:
+            build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
 
     # --- scoring
 
@@ -361,7 +366,8 @@ class Scorer:
                 for row, value in zip(rows, column):
                     whole[row] = value
             for name, value in said["metrics"].items():
-                values.setdefault(name, []).append((value, len(rows)))
+                if len(rows) or len(parts) == 1:
+                    values.setdefault(name, []).append((value, len(rows)))
             for name, value in said["seconds"].items():
                 seconds[name] = max(value, seconds.get(name, 0.0))
             if distributed.is_main():
@@ -370,7 +376,7 @@ class Scorer:
                     warnings.warn(f"{who}{line}", stacklevel=3)
         # A mean over a process' rows becomes the mean over all.
         metrics = {
-            name: given[0][0] if len(given) == 1 else sum(v * n for v, n in given) / sum(n for _, n in given)
+            name: given[0][0] if len(given) == 1 else float(np.average(*zip(*_numbers(given))))
             for name, given in values.items()
         }
         return failed, rewards, metrics, extra

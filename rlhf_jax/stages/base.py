@@ -127,6 +127,12 @@ class Stage:
         """What a pass over the data adds to `episodes`."""
         return self.rows
 
+    def lay(self, model, *heads: str):
+        """The model on the stage's mesh; UserError, with the param and the numbers, where it does not divide."""
+        model = model.on(self.mesh)
+        self.weights.where(model, jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0)))
+        return model
+
     def place_params(self, model, params: Params) -> Params:
         """Params on the host onto the mesh by the family's rules."""
         return self.weights.place(params, self.weights.where(model, params))

@@ -46,7 +46,7 @@ class PolicyStage(LookingStage):
         self.report = [str(self.train_data.report)]
         reward_models = scoring.open_models(config, self.tokenizer, self.train_data.conversational)
         for model in reward_models:
-            model.model = model.model.on(self.mesh)
+            model.model = self.lay(model.model, "scalar")
             if model.tokenizer is None:
                 self._check_context(model.model, f"reward model {model.path}")
             else:
@@ -116,9 +116,9 @@ class PolicyStage(LookingStage):
         if c.scratch_model:
             self.tokenizer = base.open_tokenizer(c, None, None)
             scratch = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
-            self.policy = scratch.on(self.mesh)
+            self.policy = self.lay(scratch, "causal")
         else:
-            self.policy = hf.load_model(c.sft_model_path, revision=c.model_revision).on(self.mesh)
+            self.policy = self.lay(hf.load_model(c.sft_model_path, revision=c.model_revision), "causal")
             self.tokenizer = base.open_tokenizer(c, c.sft_model_path, self.policy.config.vocab_size)
         rows = self.policy.config.vocab_size
         if c.stop_token_id is not None and c.stop_token_id >= rows:
@@ -128,7 +128,7 @@ class PolicyStage(LookingStage):
             )
         self.ref = self.policy
         if c.ref_model_path is not None:
-            self.ref = hf.load_model(c.ref_model_path, revision=c.ref_model_revision).on(self.mesh)
+            self.ref = self.lay(hf.load_model(c.ref_model_path, revision=c.ref_model_revision), "causal")
         self._check_context(self.policy, c.sft_model_path or c.scratch_model)
         self._check_same_ids(self.ref, "ref_model_path")
 
@@ -276,7 +276,8 @@ class PolicyStage(LookingStage):
         self.scorer.programs(build, rollout, self.group)
         scores, scorable = rows(b, dtype=jnp.float32), rows(b, dtype=bool)
         given = (state.params, ref, rollout, scores, scorable, None, state.kl_coef, self.group)
-        made, found = build("experience", self._experience, *given, resident=(state.params, ref))
+        held = self.ref_params if state.ref_params is None else state.ref_params
+        made, found = build("experience", self._experience, *given, resident=(state.params, held))
         build("update", self._update, state, made, found, resident=state)
 
     # --- an update

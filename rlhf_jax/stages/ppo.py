@@ -32,7 +32,7 @@ class PPOStage(PolicyStage):
         if c.value_model == "separate":
             first = self.scorer.models[0] if self.scorer.models else None
             if c.value_model_path is not None:
-                value = hf.load_model(c.value_model_path, revision=c.value_model_revision).on(self.mesh)
+                value = self.lay(hf.load_model(c.value_model_path, revision=c.value_model_revision), "scalar")
             elif first is not None and first.tokenizer is not None:
                 raise UserError(
                     f"the value model starts from the reward model {first.path}, which reads text by a tokenizer of "

@@ -65,7 +65,7 @@ class SupervisedStage(base.Stage):
             self.model = hf.load_model(c.model_name_or_path, revision=c.model_revision)
             base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
             self.tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
-        self.model = self.model.on(self.mesh)
+        self.model = self.lay(self.model, self.head)
 
     def _load_params(self, kind: str) -> Params:
         """Params from the config's model, read as `kind`, or fresh ones."""

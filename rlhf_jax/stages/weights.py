@@ -27,7 +27,7 @@ class Weights:
         """A NamedSharding for each param of a model; UserError as `sharding.shardings`."""
         return sharding.shardings(shapes, model.param_rules, self.mesh)
 
-    def load(self, model: Model, path: str, kind: str, revision: str | None, **head_options) -> Params:
+    def load(self, model: Model, path: str, kind: str, revision: str | None) -> Params:
         """A checkpoint's params, float32. Each process reads only what its devices hold.
 
         Args:
@@ -35,7 +35,6 @@ class Weights:
           path: folder or hub name.
           kind: as `hf.load`.
           revision: of the hub.
-          **head_options: new_head, head_seed, head_std of `hf.load`.
 
         Returns:
           Params of jax.Arrays, buffers of their own.
@@ -44,7 +43,7 @@ class Weights:
           UserError: as `hf.load`.
         """
         where = lambda _, shapes: self.where(model, shapes)  # noqa: E731
-        return hf.load(path, kind=kind, revision=revision, where=where, **head_options)[1]
+        return hf.load(path, kind=kind, revision=revision, where=where)[1]
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
         """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
@@ -84,10 +83,9 @@ class PlannedWeights(Weights):
     Of a checkpoint only config.json is read.
     """
 
-    def load(self, model, path, kind, revision, **head_options):
+    def load(self, model, path, kind, revision):
         """As `Weights.load`."""
-        new_head = head_options.get("new_head", False)
-        shapes = hf.load_shapes(path, kind=kind, revision=revision, new_head=new_head)[1]
+        shapes = hf.load_shapes(path, kind=kind, revision=revision)[1]
         return self.place(shapes, self.where(model, shapes))
 
     def place(self, tree, where):
