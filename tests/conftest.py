@@ -25,9 +25,7 @@ def compiled(tmp_path_factory):
 
 
 # Workers take whole files: a slow one that comes last would run alone.
-SLOWEST = (
-    "devices replay rloo train rloo_stage ppo weights properties_invariance hub reward_runs reward_failures generate"
-)
+SLOWEST = "replay rloo train rloo_stage ppo properties_invariance hub reward_runs reward_failures generate"
 
 
 def pytest_collection_modifyitems(items):

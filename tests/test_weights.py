@@ -20,6 +20,7 @@ from rlhf_jax.stages import STAGES
 from rlhf_jax.stages.weights import PlannedWeights, Weights
 from tests.models_common import assert_trees_equal, random_params
 
+pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
 FORMS = {"single": 10**9, "sharded": 20_000}
