@@ -87,9 +87,10 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     return found
 
 
-def _numbers(given: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Values and their weights without those that are NaN, unless all are."""
-    return [pair for pair in given if not np.isnan(pair[0])] or given
+def _weighted_mean(given: list[tuple[float, int]]) -> float:
+    """The mean of (value, weight) without the values that are NaN, unless all are."""
+    numbers = [pair for pair in given if not np.isnan(pair[0])] or given
+    return sum(value * weight for value, weight in numbers) / sum(weight for _, weight in numbers)
 
 
 class Scorer:
@@ -375,10 +376,7 @@ class Scorer:
                     who = f"process {index}: " if len(parts) > 1 else ""
                     warnings.warn(f"{who}{line}", stacklevel=3)
         # A mean over a process' rows becomes the mean over all.
-        metrics = {
-            name: given[0][0] if len(given) == 1 else float(np.average(*zip(*_numbers(given))))
-            for name, given in values.items()
-        }
+        metrics = {name: given[0][0] if len(given) == 1 else _weighted_mean(given) for name, given in values.items()}
         return failed, rewards, metrics, extra
 
     def _check(self, name: str, fine: np.ndarray, source, rows, texts, numbers) -> list[str]:
