@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -57,7 +58,8 @@ class Program:
         return self.beside + self.arguments + self.temporary + self.outputs - self.aliased
 
 
-def topology_devices(name: str) -> list[Any]:
+@functools.cache
+def topology_devices(name: str) -> tuple[Any, ...]:
     """The devices of a TPU slice that is not there, such as 'v5e:16x16'.
 
     Raises:
@@ -70,7 +72,7 @@ def topology_devices(name: str) -> list[Any]:
     for variable, value in {**alone, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
         os.environ.setdefault(variable, value)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(

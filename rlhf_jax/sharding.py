@@ -71,12 +71,9 @@ class Layout:
     mesh: Mesh
     folded: bool = False
 
-    def axes(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes behind a name; None: of no split."""
-        return _mesh_axes(name, self.folded)
-
 
 def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
+    """The mesh axes behind a name; None: of no split."""
     if folded:
         named = {"rows": AXES, "fsdp": ("fsdp", "tensor"), "tensor": ()}
     else:
@@ -108,7 +105,7 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
         return x
     entries: list[Any] = []
     for size, name in zip(x.shape, names, strict=False):
-        choices = [layout.axes(name)] + ([ROWS[0]] if name in ("rows", "draws") else [])
+        choices = [_mesh_axes(name, layout.folded)] + ([ROWS[0]] if name in ("rows", "draws") else [])
         fitting = [axes for axes in choices if size % math.prod(layout.mesh.shape[axis] for axis in axes) == 0]
         entries.append((fitting[0] or None) if fitting else P.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
@@ -205,7 +202,7 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(lambda y: y, out_shardings=sharding)(x)
+        return relaid(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -319,7 +316,20 @@ def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
     return jax.tree.map(spread, batch)
 
 
-def _same(x: jax.Array) -> jax.Array:
+def relaid(tree: Any, where: NamedSharding) -> Any:
+    """Arrays of several processes laid out anew. Every one must call it, in the same order.
+
+    Args:
+      tree: pytree of jax.Arrays.
+      where: of all leaves.
+
+    Returns:
+      The same pytree, in buffers of its own where the layout changes.
+    """
+    return jax.jit(_same, out_shardings=where)(tree)
+
+
+def _same(x: Any) -> Any:
     return x  # not a lambda, which would be another program each time
 
 
@@ -335,7 +345,7 @@ def fetch(tree: Any) -> Any:
 
     def whole(x):
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-            return jax.jit(_same, out_shardings=replicated(x.sharding.mesh))(x)
+            return relaid(x, replicated(x.sharding.mesh))
         return x
 
     return jax.device_get(jax.tree.map(whole, tree))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlhf_jax.models import gpt_neox, gpt_neox_hf
 from rlhf_jax.models.draw import normal
 from rlhf_jax.models.gpt_neox_config import PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.layers import product
-from rlhf_jax.sharding import Layout, constrain, rules_of
+from rlhf_jax.sharding import Layout, constrain, rules_of, shardings
 from rlhf_jax.types import Array, Params, UserError
 
 HEADS = ("causal", "scalar")
@@ -209,14 +208,11 @@ class Model:
         gathered, once: `tensor` alone splits the weights that make tokens."""
         params = self.rounded(params, dtype)
 
-        def gathered(path: str, leaf: Array) -> Array:
-            names = next((row for pattern, row in self.family.param_rules if re.search(pattern, path)), ())
-            names = ["tensor" if name == "vocabulary" else None if name == "fsdp" else name for name in names]
-            return constrain(self.layout, leaf, *names, *[None] * (leaf.ndim - len(names)))
-
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: gathered(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), params
-        )
+        if self.layout is not None and self.layout.mesh.size > 1:
+            gathered = {"fsdp": None, "vocabulary": "tensor"}
+            names = [(rule, tuple(gathered.get(name, name) for name in row)) for rule, row in self.family.param_rules]
+            where = shardings(params, rules_of(names, self.layout.folded), self.layout.mesh)
+            params = jax.lax.with_sharding_constraint(params, where)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]

@@ -187,7 +187,7 @@ class Stage:
         return jax.tree.map(lambda x: x.sharding, self.state)
 
 
-def rules_of(models: dict[str, Any]) -> sharding.Rules:
+def state_rules(models: dict[str, Any]) -> sharding.Rules:
     """The sharding rules of a TrainState's params, {role: params}, each by those of its own model."""
     return tuple((f"^{role}.*?{rule}", spec) for role, model in models.items() for rule, spec in model.param_rules)
 

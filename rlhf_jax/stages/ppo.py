@@ -59,7 +59,7 @@ class PPOStage(PolicyStage):
             backbone = self.weights.copy(value, {"backbone": policy["backbone"]})
             trained["value"] = {**backbone, "score": self.new_score(value, None)}
         models = {"policy": self.policy, "value": value or self.policy}
-        self.state = self.initial_state(trained, base.rules_of(models), c.seed)
+        self.state = self.initial_state(trained, base.state_rules(models), c.seed)
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`ppo.make_experience`."""

@@ -34,7 +34,7 @@ class RLOOStage(PolicyStage):
         c = self.config
         policy = self.load_policy()
         self.ref_params = self.load_reference(policy, self.frozen_dtype) if c.beta else None
-        self.state = self.initial_state({"policy": policy}, base.rules_of({"policy": self.policy}), c.seed)
+        self.state = self.initial_state({"policy": policy}, base.state_rules({"policy": self.policy}), c.seed)
         if c.sync_ref_model:
             # A copy of its own: the update gives the state's buffers away, and samples are held to the first reference.
             self.state = self.state.replace(ref_params=self.load_reference(policy, jnp.dtype(jnp.float32)))

@@ -26,7 +26,7 @@ class SupervisedStage(base.Stage):
         self._load_data(train_dataset, eval_dataset)
         self.report = [str(self.train_data.report)]
         self.total_steps = batch_arithmetic(config, self.rows).updates
-        rules = base.rules_of({"model": self.model})
+        rules = base.state_rules({"model": self.model})
         self.state = self.initial_state({"model": self._starting_params()}, rules, config.seed)
         self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self._compile()
