@@ -10,63 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import arithmetic, configfile, data, footprint, models, sharding
-from rlhf_jax.config import PolicyConfig, PPOConfig, RLOOConfig, SFTConfig, StageConfig, stage_name
-from rlhf_jax.models import hf
+from rlhf_jax import arithmetic, configfile, footprint, sharding
+from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _scratch(config: StageConfig):
-    """The model of random weights."""
-    rows = 50304
-    if config.tokenizer_name_or_path:
-        tokenizer = data.load_tokenizer(config.tokenizer_name_or_path, None, vocab_size=None)
-        rows = 128 * math.ceil(tokenizer.vocab_size / 128)
-    if "x" in config.scratch_model:
-        return models.custom_shape(config.scratch_model, rows)
-    return models.pythia(config.scratch_model, vocab_size=rows)
-
-
-def _model(config: StageConfig, path: str | None, revision: str):
-    """The model at `path`, from its config.json alone; None where there is none to read."""
-    if path is None:
-        return None
-    folder, stage = os.path.split(config.run_dir)
+def awaited(config: StageConfig) -> str | None:
+    """The export of an earlier stage of the same pipeline that the stage starts from and that is not there yet."""
+    folder, stage = os.path.split(config.run_dir or "")
     exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
-    if stage == stage_name(config) and path in exports and not os.path.exists(path):
-        # An earlier stage of the same pipeline will leave it there.
-        raise FileNotFoundError(path)
-    return hf.load_model(path, revision=revision)
+    starts = [value for value in vars(config).values() if value in exports and not os.path.exists(value)]
+    return starts[0] if starts and stage == stage_name(config) else None
 
 
-def parameters(model: Any, head: str) -> int:
-    """Number of parameters of a model with one head."""
-    shapes = jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0))
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-
-
-def roles(config: StageConfig) -> list[tuple[str, Any, str, bool]]:
-    """(role, model, head, trained) of every model that the stage holds."""
-    if not isinstance(config, PolicyConfig):
-        head = "causal" if isinstance(config, SFTConfig) else "scalar"
-        start = _scratch(config) if config.scratch_model else None
-        return [("model", start or _model(config, config.model_name_or_path, config.model_revision), head, True)]
-    policy = _scratch(config) if config.scratch_model else _model(config, config.sft_model_path, config.model_revision)
-    reward = _model(config, config.reward_model_path, config.reward_model_revision)
-    found = [("policy", policy, "causal", True)]
-    if isinstance(config, PPOConfig) and config.value_model == "separate":
-        value = _model(config, config.value_model_path, config.value_model_revision) or reward or policy
-        found.append(("value", value, "scalar", True))
-    if not isinstance(config, RLOOConfig) or config.beta:
-        found.append(
-            ("reference", _model(config, config.ref_model_path, config.ref_model_revision) or policy, "causal", False)
-        )
-    if reward is not None:
-        found.append(("reward", reward, "scalar", False))
-    for number, path in enumerate(config.more_reward_models, 2):
-        found.append((f"reward {number}", _model(config, path, "main"), "scalar", False))
-    return found
+def roles(stage: Any) -> list[tuple[str, int, bool]]:
+    """(role, parameters, trained) of every model that a planned stage holds."""
+    trained, frozen = stage.state.params, stage.frozen()
+    count = lambda params: sum(math.prod(x.shape) for x in jax.tree.leaves(params))  # noqa: E731
+    return [(role, count(params), role in trained) for role, params in {**trained, **frozen}.items()]
 
 
 def mesh_of(config: StageConfig) -> Any:
@@ -84,11 +46,13 @@ def size(count: float) -> str:
 def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
     """The parameters of each model; what each device holds between programs and while each of them runs; whether it
     fits."""
-    lines = []
-    for role, model, head, trained in roles(config):
-        what = "trained" if trained else "frozen"
-        lines.append(f"{role:<12} {parameters(model, head):>15,} parameters, {what}")
+    if (path := awaited(config)) is not None:
+        return [f"memory: not known before {path} exists"]
     stage = footprint.planned_stage(config, mesh)
+    lines = [
+        f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}"
+        for role, count, trained in roles(stage)
+    ]
     device, parts = mesh.devices.flat[0], footprint.parts(stage)
     limit = footprint.capacity(device)
     has = f"which has {size(limit)}" if limit else "whose memory is not known"
@@ -140,10 +104,6 @@ def show(config: StageConfig, tell: Callable[[str], None] = print) -> None:
     where = f" of {config.topology}, compiled for and not there" if config.topology else ""
     devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
     tell(f"mesh: {axes} ({devices}), jax {jax.__version__}")
-    try:
-        lines = memory_lines(config, mesh)
-    except FileNotFoundError as error:
-        lines = [f"memory: not known before {error} exists"]
-    for line in lines:
+    for line in memory_lines(config, mesh):
         tell(line)
     tell(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import rlhf_jax
-from rlhf_jax import arithmetic, configfile, models, plan
+from rlhf_jax import arithmetic, configfile, data, footprint, models, plan, sharding
 from rlhf_jax.config import (
     REWARD_EXPORT,
     SFT_EXPORT,
@@ -311,11 +311,17 @@ def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys)
 
 
 def test_a_dry_run_counts_every_reward_model(tmp_path):
-    models.hf.save(tmp_path / "rm", *tiny_reward_model(), kind="scalar")
+    model, params = tiny_reward_model()
+    models.hf.save(tmp_path / "rm", model, params, kind="scalar")
+    data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
     rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
-    found = [(role, head, trained) for role, _, head, trained in plan.roles(RLOOConfig(**{**SCRATCH, **rewards}))]
-    assert found[2:] == [("reward", "scalar", False), ("reward 2", "scalar", False)]
-    assert [role for role, *_ in plan.roles(PPOConfig(**{**SCRATCH, **rewards}))][1] == "value"
+    rloo, ppo = (
+        plan.roles(footprint.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        for config in (RLOOConfig, PPOConfig)
+    )
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert rloo[2:] == [("reward", count, False), ("reward 2", count, False)]
+    assert ppo[1] == ("value", count, True)
 
 
 def tiny_reward_model():
