@@ -2,14 +2,11 @@
 layout needs. Nothing is run."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.children import child, last_line
+
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 64, 8, 128
 ROWS, MICRO, COLUMNS, T = 32, 16, 16, 8
 LAYER = 12 * WIDTH**2  # numbers in the four kernels of a layer
@@ -98,12 +95,7 @@ def decode_needs(data: int, fsdp: int, tensor: int) -> float:
 
 @pytest.fixture(scope="module")
 def found():
-    flags = "--xla_force_host_platform_device_count=8"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "32"}
-    words = [sys.executable, "-m", "tests.test_collectives"]
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line(child("tests.test_collectives", devices=8, optimized=True))
 
 
 def name_of(mesh):

@@ -3,15 +3,14 @@ with params, moments and caches that are really split."""
 
 import json
 import math
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
+from tests.children import child, reward_checkpoint
+
 pytestmark = pytest.mark.processes
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 UPDATES, BATCH, EVALUATED = 3, 16, 10
 ONE, DATA, FSDP, TENSOR, MIXED = "1x1x1", "8x1x1", "1x8x1", "1x1x8", "2x2x2"
 MANY = (DATA, FSDP, TENSOR, MIXED)
@@ -104,39 +103,17 @@ def main(folder: str, mesh: str) -> None:
 # --- what must hold
 
 
-def start(folder: pathlib.Path, devices: int, mesh: str) -> subprocess.Popen:
-    """Begins `main` in a process that sees so many devices."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.test_devices", str(folder), mesh],
-        # XLA's pool has a thread a device, and collectives hold theirs until all devices have come: with two of them at
-        # once it deadlocks on few cores. NPROC is the number of threads that it takes instead.
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "32"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The run folders of all meshes, and what `train_on` found on each."""
-    import jax
-
-    from rlhf_jax import data, models
-    from rlhf_jax.models import hf
-
     folder = tmp_path_factory.mktemp("devices")
-    model = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
-    params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))
-    hf.save(folder / "reward", model, params, kind="scalar")
-    data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))
+    reward_checkpoint(folder)
     # Two at a time: more would only wait for each other.
     todo, runs = [(1, ONE), *((8, mesh) for mesh in MANY)], []
     while todo or runs:
         while todo and len(runs) < 2:
-            runs.append(start(folder, *todo.pop(0)))
+            devices, mesh = todo.pop(0)
+            runs.append(child("tests.test_devices", folder, mesh, devices=devices))
         run = runs.pop(0)
         output, _ = run.communicate(timeout=600)
         assert run.returncode == 0, output[-5000:]

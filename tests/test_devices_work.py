@@ -1,14 +1,11 @@
 """Four (forced host) devices share the work of judging and learning: each computes a quarter of what one would."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests.children import child, last_line
+
 ROWS, COLUMNS, T = 32, 48, 16
 
 
@@ -71,12 +68,7 @@ def flops_of(algo: str, devices: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def counted():
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "16"}
-    words = [sys.executable, "-m", "tests.test_devices_work"]
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line(child("tests.test_devices_work", devices=4))
 
 
 @pytest.mark.parametrize("program", ["judge", "learn"])

@@ -16,6 +16,8 @@ import time
 import numpy as np
 import pytest
 
+from tests.children import reward_checkpoint
+
 pytestmark = pytest.mark.processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -188,16 +190,8 @@ def errors(text):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A reward model, a config file and a file of reward functions."""
-    import jax
-
-    from rlhf_jax import data, models
-    from rlhf_jax.models import hf
-
     folder = tmp_path_factory.mktemp("processes")
-    model = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
-    params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))
-    hf.save(folder / "reward", model, params, kind="scalar")
-    data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))
+    reward_checkpoint(folder)
     (folder / "rewards.py").write_text(REWARDS)
     config = CONFIG.replace("REWARDS:", f"{folder / 'rewards.py'}:")
     (folder / "config.py").write_text(config.replace('"REWARD"', repr(str(folder / "reward"))))

@@ -1,10 +1,8 @@
 """Params straight into their shards: what is read, where it lies, what leaves again; the same planned on shapes."""
 
 import json
-import os
 import pathlib
 import socket
-import subprocess
 import sys
 import tracemalloc
 
@@ -18,10 +16,10 @@ from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models import hf, shards, weight_files
 from rlhf_jax.stages import STAGES
 from rlhf_jax.stages.weights import PlannedWeights, Weights
+from tests.children import child
 from tests.models_common import assert_trees_equal, random_params
 
 pytestmark = pytest.mark.processes
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
 FORMS = {"single": 10**9, "sharded": 20_000}
 KINDS = {"single": "causal", "sharded": "causal", "bin": "causal", "reward": "scalar", "scalar_model": "scalar"}
@@ -228,18 +226,6 @@ def params_of(form: str):
 # --- what must hold
 
 
-def child(*arguments, devices: int, **env) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.test_weights", *map(str, arguments)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "32", **env},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints of every form."""
@@ -264,7 +250,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def eight(folder):
     """What `on_eight` found."""
-    run = child("eight", folder, devices=8)
+    run = child("tests.test_weights", "eight", folder, devices=8)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output[-5000:]
     return json.loads((folder / "eight.json").read_text())
@@ -325,7 +311,7 @@ def test_a_process_reads_only_its_own_shards_and_the_first_writes_for_all(folder
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     shared = {"devices": 2, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
-    runs = [child("two", folder, address, **shared, JAX_PROCESS_ID=str(i)) for i in range(2)]
+    runs = [child("tests.test_weights", "two", folder, address, **shared, JAX_PROCESS_ID=str(i)) for i in range(2)]
     try:
         outputs = [run.communicate(timeout=180)[0] for run in runs]
     finally:
