@@ -10,7 +10,7 @@ from rlhf_jax.config import Config, Pipeline, PolicyConfig, RewardConfig, RLOOCo
 from rlhf_jax.types import UserError
 
 __all__ = ["RANGES", "Arithmetic", "batch_arithmetic", "batch_lines", "check", "check_devices", "check_devices_of"]
-__all__ += ["check_rows", "eval_updates", "sampling_options", "with_micro_batch"]
+__all__ += ["check_rows", "sampling_options", "updates_between", "with_micro_batch"]
 
 
 def check(config: Config) -> None:
@@ -158,19 +158,19 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
     return dataclasses.replace(config, micro_batch_size=max(fitting, default=minibatch))
 
 
-def eval_updates(config: StageConfig, total_updates: int) -> int:
-    """eval_steps in updates: below 1 it is a share of the run, at least one update (transformers); 0: only at the end.
+def updates_between(steps: float, total_updates: int) -> int:
+    """eval_steps or save_steps in updates: below 1 it is a share of the run, at least one update (transformers).
 
     Args:
-      config: a stage's.
+      steps: the option.
       total_updates: of the whole run.
 
     Returns:
-      Updates between two evaluations; 0: none but the last.
+      Updates between two of them; 0: none but the last.
     """
-    if 0 < config.eval_steps < 1:
-        return max(1, math.ceil(config.eval_steps * total_updates))
-    return int(config.eval_steps)
+    if 0 < steps < 1:
+        return max(1, math.ceil(steps * total_updates))
+    return int(steps)
 
 
 def check_rows(config: StageConfig, n_rows: int) -> list[str]:

@@ -17,6 +17,10 @@ _AT_LEAST_1: Rule = ("at least 1", lambda v: v >= 1)
 _POSITIVE: Rule = ("above 0", lambda v: v > 0)
 _SHARE: Rule = ("between 0 and 1", lambda v: 0 <= v <= 1)
 _DECAY: Rule = ("at least 0 and below 1", lambda v: 0 <= v < 1)
+_EVERY: Rule = (
+    "0 (only at the end), between 0 and 1 (a share of the run) or a whole number of updates",
+    lambda v: 0 <= v < 1 or (v >= 1 and float(v).is_integer()),
+)
 
 RANGES: dict[str, Rule] = {
     "seed": ("at least 0 and below 2^32", lambda v: 0 <= v < 2**32),
@@ -25,11 +29,9 @@ RANGES: dict[str, Rule] = {
     **dict.fromkeys(("max_train_samples", "max_eval_samples", "normalize_samples", "save_total_limit"), _AT_LEAST_1),
     **dict.fromkeys(("logging_steps", "mesh_fsdp", "mesh_tensor"), _AT_LEAST_1),
     "mesh_data": ("-1 (all that the other axes leave) or at least 1", lambda v: v == -1 or v >= 1),
-    "eval_steps": (
-        "0 (only at the end), between 0 and 1 (a share of the run) or a whole number of updates",
-        lambda v: 0 <= v < 1 or (v >= 1 and float(v).is_integer()),
-    ),
-    **dict.fromkeys(("save_steps", "warmup_steps", "early_stopping_patience"), _AT_LEAST_0),
+    **dict.fromkeys(("eval_steps", "save_steps"), _EVERY),
+    **dict.fromkeys(("max_minutes", "save_minutes"), _POSITIVE),
+    **dict.fromkeys(("warmup_steps", "early_stopping_patience"), _AT_LEAST_0),
     **dict.fromkeys(("learning_rate", "weight_decay", "center_rewards_coefficient", "kl_coef"), _AT_LEAST_0),
     **dict.fromkeys(("vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _AT_LEAST_0),
     "missing_eos_penalty": ("at least 0, as it is taken off the score", lambda v: v >= 0),

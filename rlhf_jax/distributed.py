@@ -79,12 +79,29 @@ def initialize(mode: str = "auto", num_processes: int | None = None, process_id:
             raise UserError(f"--{option} {value} goes with --distributed HOST:PORT, but --distributed is {mode}")
     # jax would take SIGTERM for itself and only remember it: nobody asks, and the process would go on.
     jax.config.update("jax_enable_preemption_service", False)
+    if by_hand or (mode == "auto" and cluster() is not None):
+        _order_collectives()
     if by_hand:
         _join(mode, num_processes, process_id)
     elif mode == "auto" and not jax.distributed.is_initialized():
         _join_cluster(cluster())
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         _start_watch()
+
+
+def _order_collectives() -> None:
+    """CPU processes: every collective in one order on all of them, or their data would meet that of others.
+
+    Of a sum over several arrays at once XLA sends the parts in no order (a crash where sizes differ, wrong numbers
+    where they do not): it is not to make such sums. And a process with one device runs programs side by side that do
+    not depend on each other.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    option = "--xla_disable_hlo_passes="
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    passes = [flag.removeprefix(option) for flag in flags if flag.startswith(option)]
+    rest = [flag for flag in flags if not flag.startswith(option)]
+    os.environ["XLA_FLAGS"] = " ".join([*rest, option + ",".join([*passes, "cpu-all-reduce-combiner"])])
 
 
 BY_HAND = "--distributed HOST:PORT --num_processes N --process_id I, with the address of process 0"

@@ -1,11 +1,13 @@
 """A run's folder: what is in it, whose it is, and how far it got.
 
-config.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  completions/STEP.jsonl  finished.json
+config.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  completions/STEP.jsonl
+finished.json  .lock
 policy/  value/  ...the final models
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -13,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,13 +24,20 @@ import jax
 
 from rlhf_jax import distributed
 from rlhf_jax.distributed import is_main
+from rlhf_jax.lock import Lock
 from rlhf_jax.metrics import json_text, with_floats
 from rlhf_jax.types import UserError
 
 # How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
 NOT_KEPT = (*distributed.OPTIONS, "topology")
 # Options that change nothing that a run computes, so that it may be continued with others.
-MAY_DIFFER = ("run_dir", "resume", "dry_run", "logging_steps", "report_to", "save_*")
+MAY_DIFFER = (
+    *("run_dir", "resume", "override_resume", "dry_run", "logging_steps", "report_to", "save_*", "max_minutes"),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
+)
+# Options that change where and in which parts it is computed: the same but for rounding.
+ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
+ROUNDING += ("deterministic",)
 
 
 def write_atomically(path: str, text: str) -> None:
@@ -87,6 +97,14 @@ class RunFolder:
     """The paths of a run's folder. Made by `open`, which checks that the folder belongs to the run."""
 
     path: str
+    lock: Lock = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "lock", Lock(self.path))
+
+    def close(self) -> None:
+        """Gives the folder back: another run may enter it."""
+        self.lock.release()
 
     @property
     def config(self) -> str:
@@ -114,31 +132,52 @@ class RunFolder:
         return os.path.join(self.path, "completions")
 
     @property
+    def inputs(self) -> str:
+        """inputs.json, which data and starting checkpoints the run began with."""
+        return os.path.join(self.path, "inputs.json")
+
+    @property
     def mark(self) -> str:
         """finished.json, there once the run has ended."""
         return os.path.join(self.path, "finished.json")
 
     @classmethod
     def open(
-        cls, run_dir: str, config: dict[str, Any], resume: str = "auto", may_differ: Sequence[str] = MAY_DIFFER
+        cls,
+        run_dir: str,
+        config: dict[str, Any],
+        resume: str = "auto",
+        may_differ: Sequence[str] = MAY_DIFFER,
+        override: bool = False,
+        inputs: dict[str, str] | None = None,
     ) -> RunFolder:
-        """Makes the folder of a new run, or enters that of the same run again. Writes config.json.
+        """Makes the folder of a new run, or enters that of the same run again, and locks it. Writes config.json.
 
-        Args and errors as `check`, and a UserError where another process does not see the folder. Only the main process
-        looks and writes; the others get the paths.
+        Args and errors as `check`, and a UserError where another process does not see the folder, or another run is in
+        it. Only the main process looks and writes; the others get the paths.
+
+        Args:
+          inputs: what the run is made of beside its options (see `Stage.inputs`), compared as options are.
 
         Returns:
-          The RunFolder.
+          The RunFolder; `close` gives the lock back.
         """
         folder = cls(os.path.abspath(os.path.expanduser(run_dir)))
         mark = error = None
         if is_main():
             try:
-                check(run_dir, config, resume, may_differ)
-                os.makedirs(folder.path, exist_ok=True)
-                write_atomically(folder.config, json_text(config, indent=2) + "\n")
-                mark = folder._mark_shared()
+                check(run_dir, config, resume, may_differ, override)
+                with _may_write(folder.path):
+                    os.makedirs(folder.path, exist_ok=True)
+                    folder.lock.take()
+                    folder._check_inputs(inputs or {}, override)
+                    write_atomically(folder.config, json_text(config, indent=2) + "\n")
+                    write_atomically(folder.inputs, json_text(inputs or {}, indent=2) + "\n")
+                    if os.path.exists(folder.mark):  # finished, and now it goes on with other options
+                        os.remove(folder.mark)
+                    mark = folder._mark_shared()
             except UserError as wrong:
+                folder.lock.release()
                 error = wrong
         mark = distributed.agree(mark, error)[0]
         if mark is not None:
@@ -168,6 +207,24 @@ class RunFolder:
             f"--run_dir {self.path} is not the folder that process 0 writes to: checkpoints and models must lie on a "
             "file system that all processes share. Give a --run_dir there"
         )
+
+    def _check_inputs(self, inputs: dict[str, str], override: bool) -> None:
+        """Refuses data and starting checkpoints that are not those that the run began with."""
+        if not self.has_progress() or not os.path.exists(self.inputs):
+            return
+        try:
+            with open(self.inputs, encoding="utf-8") as file:
+                old = dict(json.load(file))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{self.inputs} cannot be read ({error}). Remove it to go on without a check") from error
+        lines = differences(old, inputs, ())
+        if lines and not override:
+            raise UserError(
+                f"--run_dir {self.path} holds a run of other data or models: give another folder, or --override_resume "
+                "to go on all the same\n  " + "\n  ".join(lines)
+            )
+        for line in lines:
+            print(f"warning: --override_resume: {line}", file=sys.stderr, flush=True)
 
     def has_checkpoint(self) -> bool:
         """Whether checkpoints/ holds a saved step."""
@@ -207,7 +264,7 @@ class RunFolder:
             text = json_text({"step": step, "metrics": metrics, "paths": paths}, indent=2) + "\n"
             write_atomically(self.mark, text)
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, written: int | None = None) -> None:
         """Forgets what an earlier process did after update `step`, from which the run goes on.
 
         metrics.jsonl and timings.jsonl lose the later lines (and a torn last one) and keep the others byte for byte;
@@ -215,14 +272,16 @@ class RunFolder:
 
         Args:
           step: the last update to keep; 0 keeps nothing.
+          written: the last whose metrics to keep, where those of `step` are still to be written.
         """
         if not is_main():
             return
+        written = step if written is None else written
         for path in (self.metrics, self.timings):
             if os.path.exists(path):
                 with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
                     lines = file.readlines()
-                kept = [line for line in lines if 0 <= _step_of(line) <= step and step > 0]
+                kept = [line for line in lines if 0 <= _step_of(line) <= written and step > 0]
                 if kept != lines:
                     write_atomically(path, "".join(kept))
         if os.path.isdir(self.completions):
@@ -230,7 +289,7 @@ class RunFolder:
                 match = re.fullmatch(r"(?:training_)?(\d+)\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
                     os.remove(os.path.join(self.completions, name))
-        if step == 0:
+        if written == 0:
             shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
     def write_completions(self, step: int, rows: Iterable[dict[str, Any]], what: str = "samples") -> None:
@@ -248,8 +307,29 @@ class RunFolder:
             write_atomically(os.path.join(self.completions, name), text)
 
 
+@contextlib.contextmanager
+def _may_write(path: str):
+    """UserError where a folder cannot be made or written to."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--run_dir {path} cannot be written to ({error.strerror or error}): give another") from error
+
+
+def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
+    """Options in which a config is not that of the run that has begun in a folder, a line each; see `differences`."""
+    folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
+    if not os.path.exists(folder.config) or not folder.has_progress():
+        return []
+    return differences(_config_of(folder, run_dir), config, may_differ)
+
+
 def check(
-    run_dir: str, config: dict[str, Any], resume: str = "auto", may_differ: Sequence[str] = MAY_DIFFER
+    run_dir: str,
+    config: dict[str, Any],
+    resume: str = "auto",
+    may_differ: Sequence[str] = MAY_DIFFER,
+    override: bool = False,
 ) -> dict[str, Any] | None:
     """Whether a run may use a folder; touches nothing.
 
@@ -260,6 +340,7 @@ def check(
         folder with a checkpoint or a finished run. A run that ended before its first checkpoint left nothing to
         continue from or to lose: its folder may be used again, with any config.
       may_differ: options that may differ from those in the folder's config.json.
+      override: others may too; a finished run then goes on.
 
     Returns:
       What `RunFolder.finish` wrote when the run there is finished, else None.
@@ -274,9 +355,16 @@ def check(
     if begun and resume == "never":
         raise UserError(f"--run_dir {run_dir} holds a run already and --resume is never: give another folder")
     if used:
-        old = _config_of(folder, run_dir)
-        if begun:
-            _refuse_other_config(old, run_dir, config, may_differ)
+        _config_of(folder, run_dir)
+        folder.lock.check()
+        lines = changes(run_dir, config, may_differ)
+        if lines and not override:
+            raise UserError(
+                f"--run_dir {run_dir} holds a run of another config: give another folder, these options as they were, "
+                "or --override_resume to go on with the new ones\n  " + "\n  ".join(lines)
+            )
+        if lines:
+            return None
     else:
         _refuse_strangers(folder, run_dir)
     finished = folder.finished() if used else None
@@ -315,15 +403,6 @@ def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
     if not isinstance(old, dict) or "stage" not in old:
         raise UserError(f"--run_dir {run_dir} is no run's folder (its config.json names no stage): give another folder")
     return old
-
-
-def _refuse_other_config(old: dict[str, Any], run_dir: str, config: dict[str, Any], may_differ: Sequence[str]) -> None:
-    lines = differences(old, config, may_differ)
-    if lines:
-        raise UserError(
-            f"--run_dir {run_dir} holds a run of another config: give another folder, or these options as they were\n  "
-            + "\n  ".join(lines)
-        )
 
 
 def _step_of(line: str) -> int:

@@ -160,6 +160,7 @@ class MetricLogger:
         self._every, self._total = logging_steps, total_steps
         self._stage, self._callback, self._stream = stage, callback, stream or sys.stdout
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
+        self.last: dict[str, Any] = {}
         self._updates = 0
         self._seconds: deque[float] = deque(maxlen=20)
         self._files: dict[str, TextIO] = {}
@@ -202,6 +203,13 @@ class MetricLogger:
         if self._board is not None:
             self._board.add_text(name, markdown, step)
 
+    def take(self) -> dict[str, Any]:
+        """What is held back, as host numbers, which is then not written; `log` it again to have it written."""
+        if self._pending is None:
+            return {}
+        (_, metrics, _), self._pending = self._pending, None
+        return {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
+
     def flush(self) -> None:
         """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
         if self._pending is None:
@@ -209,6 +217,7 @@ class MetricLogger:
         (step, metrics, timings), self._pending = self._pending, None
         metrics = {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
         timings.update(peak_memory())
+        self.last = metrics
         if self._updates == 1:
             # The first update compiles, which says nothing about the time that the others need.
             self._seconds.clear()

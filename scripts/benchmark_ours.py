@@ -32,7 +32,7 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax import arithmetic, compile_cache, configfile, folder, metrics, train
+from rlhf_jax import arithmetic, compile_cache, configfile, folder, loop, metrics, stops
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import in_chunks
@@ -73,7 +73,7 @@ class NoCheckpoints:
 
 
 def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
-    """All updates by `rlhf_jax.train.train`, the loop of every run: (state, its clocks an update, peak memory)."""
+    """All updates by `rlhf_jax.loop`, as every run: (state, its clocks an update, peak memory)."""
     config = stage.config
     run_folder = folder.RunFolder.open(config.run_dir, json.loads(configfile.to_json(config)), config.resume)
     peak, control = Peak(), Control()
@@ -85,7 +85,8 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:
-        state, _ = train.train(stage, stage.state, 0, control, run_folder, NoCheckpoints(), logger, (peak,))
+        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stops.Stops())
+        state, _ = run.train(stage.state, {})
     return state, metrics.read_metrics(run_folder.timings), peak.found
 
 

@@ -201,7 +201,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """Every algorithm on every mesh, finished."""
-    for mesh, variant in [("one", "all"), ("one", "rloo"), ("two", "all"), ("two", "rloo"), ("four", "rloo")]:
+    for mesh, variant in [(mesh, variant) for mesh in MESHES for variant in ("all", "rloo")]:
         codes, texts = Started(folder, mesh, variant).ends()
         assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
     return folder
@@ -221,7 +221,7 @@ def notes_of(folder, mesh, variant):
     return found
 
 
-PAIRS = [("two", run) for run in STAGES] + [("four", "rloo")]
+PAIRS = [(mesh, run) for mesh in ("two", "four") for run in STAGES]
 
 
 @pytest.mark.parametrize("mesh, run", PAIRS)
@@ -242,7 +242,7 @@ def test_metrics_do_not_depend_on_the_processes(runs, mesh, run):
         assert not far
 
 
-@pytest.mark.parametrize("mesh, variant", [("two", "all"), ("two", "rloo"), ("four", "rloo")])
+@pytest.mark.parametrize("mesh, variant", [(mesh, variant) for mesh in SHARES for variant in ("all", "rloo")])
 def test_each_row_is_scored_once_by_one_process(runs, mesh, variant):
     one, many = notes_of(runs, "one", variant), notes_of(runs, mesh, variant)
     training = [row for row in one if row[1] is not None]
@@ -253,7 +253,7 @@ def test_each_row_is_scored_once_by_one_process(runs, mesh, variant):
     assert shares == list(SHARES[mesh])
 
 
-@pytest.mark.parametrize("mesh, run", [("two", "all/ppo"), ("two", "rloo"), ("four", "rloo")])
+@pytest.mark.parametrize("mesh, run", [(mesh, run) for mesh in SHARES for run in ("all/ppo", "rloo")])
 def test_tables_of_completions_are_those_of_one_process(runs, mesh, run):
     for name in ("training_1.jsonl", "training_2.jsonl", "2.jsonl"):
         one, many = (

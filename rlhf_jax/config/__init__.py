@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 SFT_EXPORT = "{run_dir}/sft/policy"  # in a pipeline: what the SFT stage exports
+TOGETHER = ("distributed", "num_processes", "process_id", "topology", "max_minutes", "deterministic")
+"""Options of the command, the same for all stages of a pipeline."""
 REWARD_EXPORT = "{run_dir}/reward/reward_model"  # and the reward stage
 
 
@@ -41,6 +43,12 @@ class Pipeline:
     """Seed of every stage; None: each stage's own."""
     resume: Literal["auto", "must", "never"] | None = None
     """What every stage does with a used folder (auto, must, never); None: each stage's own."""
+    override_resume: bool = False
+    """Every stage goes on although options, data or starting models are not those that it began with."""
+    max_minutes: float | None = None
+    """Stop, saved and resumable (exit code 75), before so many minutes of wall time are over; None: no limit."""
+    deterministic: bool = False
+    """On GPUs: only kernels that give the same bits each time, none chosen by timing; slower. Others always do so."""
     dry_run: bool = False
     """Print the resolved configs, the batch arithmetic, the mesh and the memory of compiled programs; then stop."""
     topology: str | None = None
@@ -87,8 +95,9 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
     if not isinstance(config, Pipeline):
         return {stage_name(config): config}
     shared = {"seed": config.seed, "resume": config.resume, "dry_run": config.dry_run or None}
+    shared["override_resume"] = config.override_resume or None
     shared = {name: value for name, value in shared.items() if value is not None}
-    together = {name: getattr(config, name) for name in ("distributed", "num_processes", "process_id", "topology")}
+    together = {name: getattr(config, name) for name in TOGETHER}
     stages = {}
     for name in STAGES:
         stage, folder = getattr(config, name), f"{config.run_dir}/{name}"
@@ -102,7 +111,7 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
         for option, value in together.items():
             if getattr(stage, option) not in (getattr(type(stage), option), value):
                 raise UserError(
-                    f"{name}.{option} is {getattr(stage, option)!r}: all stages run in the same processes and devices, "
+                    f"{name}.{option} is {getattr(stage, option)!r}: all stages share one command, "
                     f"so give --{option} for the whole pipeline."
                 )
         paths = {key: value for key, value in vars(stage).items() if isinstance(value, str)}

@@ -15,6 +15,12 @@ class StageConfig:
     """Folder of the run; default runs/<stage>."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: go on from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
+    override_resume: bool = False
+    """Go on although options, data or starting models are not those that the run began with; they are listed."""
+    max_minutes: float | None = None
+    """Stop, saved and resumable (exit code 75), before so many minutes of wall time are over; None: no limit."""
+    deterministic: bool = False
+    """On GPUs: only kernels that give the same bits each time, none chosen by timing; slower. Others always do so."""
     dry_run: bool = False
     """Print the resolved config, the batch arithmetic, the mesh and the memory of compiled programs; then stop."""
     topology: str | None = None
@@ -25,10 +31,18 @@ class StageConfig:
     """Where metrics go beside metrics.jsonl: 'tensorboard' or nothing."""
     logging_steps: int = 1
     """Print a progress line every so many updates (metrics.jsonl gets every update)."""
-    save_steps: int = 500
-    """Checkpoint every so many updates; 0: only at the end."""
+    save_steps: float = 500
+    """Checkpoint every so many updates; below 1, every such share of the run; 0: only at the end."""
+    save_minutes: float | None = None
+    """Checkpoint also when the last is so many minutes old; None: never for that."""
     save_total_limit: int | None = 2
-    """Checkpoints kept; None keeps all."""
+    """Newest checkpoints kept, beside the best one; None keeps all."""
+    metric_for_best_model: str | None = None
+    """Metric by which the best checkpoint is known, and kept beside the newest, as eval/loss; None: none is."""
+    greater_is_better: bool = False
+    """Whether the best value of metric_for_best_model is the greatest."""
+    load_best_model_at_end: bool = False
+    """Export the checkpoint that is best by metric_for_best_model in place of the last."""
     eval_steps: float = 0
     """Evaluate every so many updates; below 1, every such share of the run; 0: only at the end."""
     eval_on_start: bool = False

@@ -159,5 +159,5 @@ class Batched(Generic[Batch]):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tokens."""
-        return fingerprint(*self._stores())
+        """How many rows there are, and a sha256 of their tokens."""
+        return f"{len(self)} rows, {fingerprint(*self._stores())[:16]}"

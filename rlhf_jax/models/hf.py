@@ -24,7 +24,7 @@ from huggingface_hub import errors as hub_errors
 from rlhf_jax.distributed import is_main
 from rlhf_jax.models.family import FAMILIES, HEADS, Model
 from rlhf_jax.models.shards import Filed, Given, gathered, read_shards, read_whole
-from rlhf_jax.models.weight_files import DTYPES, Source, open_weights, read_json, write_weights
+from rlhf_jax.models.weight_files import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
 from rlhf_jax.types import Params, UserError
 
 CONFIG = "config.json"
@@ -152,6 +152,11 @@ def load(
         return model, jax.tree.map(read_whole, leaves)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
     return model, jax.tree.map(read_shards, leaves, where(model, shapes))
+
+
+def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
+    """Which checkpoint this is, whatever it is called; see `weight_files.fingerprint_of`. UserError as `load`."""
+    return fingerprint_of(resolve(name_or_path, revision=revision))
 
 
 def load_shapes(

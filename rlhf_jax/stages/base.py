@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import arithmetic, distributed, models, sharding, shares
+from rlhf_jax import arithmetic, distributed, models, sharding, shares, stops
 from rlhf_jax.data import load_tokenizer, save_tokenizer
 from rlhf_jax.models import hf
 from rlhf_jax.stages.weights import Weights
@@ -26,6 +26,7 @@ class Stage:
       total_steps: updates of the whole run.
       progress: names of the metrics for the terminal, in order.
       state: the TrainState to start from; the loop owns it afterwards.
+      tick: is called at safe points, between the phases of an update and the batches of an evaluation; it may raise.
     """
 
     name = ""
@@ -48,6 +49,7 @@ class Stage:
         self.total_steps = 0
         self.state: TrainState | None = None
         self.report: list[str] = []
+        self.tick: stops.Tick = stops.no_tick
 
     # --- to be defined by each stage
 
@@ -87,6 +89,15 @@ class Stage:
     def frozen(self) -> dict[str, Params]:
         """Params of the models that are never trained, by what they are."""
         return {}
+
+    def inputs(self) -> dict[str, str]:
+        """What a run is made of beside its options: {what: which}, of every data set and starting checkpoint."""
+        sets = {"training data": self.train_data}
+        sets |= {f"evaluation data {name}".rstrip(): source for name, source in self.eval_sets.items()}
+        found = {what: source.fingerprint for what, source in sets.items()}
+        for path, revision in self.weights.loaded:
+            found[f"model {path}"] = hf.fingerprint(path, revision=revision)
+        return found
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final models under `folder`: {what: path}."""

@@ -53,6 +53,7 @@ class LookingStage(base.Stage):
     def _sample(self, policy, source, limit, temperature, group, step):
         """Scored responses to the first `limit` prompts, batch by batch: (Batch, real rows); the others are absent."""
         for prompts, start, real in self._batches(source, limit, group):
+            self.tick()
             first = self.place_batch(np.int32(start))
             rollout = self.roll(policy, prompts, self._eval_seed, first, temperature, group)
             rows, real = np.repeat(prompts.rows, group), real * group

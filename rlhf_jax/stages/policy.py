@@ -288,15 +288,18 @@ class PolicyStage(LookingStage):
         prompts = self._prompts(step)
         rollout = self.roll(state.params["policy"], prompts, state.seed, state.step, None, self.group)
         rollout = clock.wait("generate", rollout)
+        self.tick()
         rows = np.repeat(prompts.rows, self.group)
         scored = self.scorer.score(rollout, self.train_data, rows, self.group, self.trainer_state(step))
         clock.wait("score", scored.scores)
         seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
+        self.tick()
         if scored.nothing:
             warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
             state, metrics = self._skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
         experience, found = clock.wait("experience", self.judge(state, rollout, scored, self.group))
+        self.tick()
         self.shown = None
         if c.log_completions and (step + 1) % c.logging_steps == 0:
             # Copies: the update may give these buffers away.

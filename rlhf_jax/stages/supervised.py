@@ -101,6 +101,7 @@ class SupervisedStage(base.Stage):
         part = sharding.row_shards(self.mesh)
         size = min(self.config.batch_size, -(-max(8, len(source)) // part) * part)
         for start in range(0, len(source), size):
+            self.tick()
             batch = self.place_share(source.in_order(start, size, self.here(size)), size)
             yield batch, min(size, len(source) - start)
 

@@ -22,6 +22,7 @@ class Weights:
     def __init__(self, mesh: Mesh):
         """`mesh`: of the stage."""
         self.mesh = mesh
+        self.loaded: dict[tuple[str, str | None], None] = {}  # (path, revision) of each checkpoint, in order
 
     def where(self, model: Model, shapes: Any) -> Any:
         """A NamedSharding for each param of a model; UserError as `sharding.shardings`."""
@@ -43,6 +44,7 @@ class Weights:
           UserError: as `hf.load`.
         """
         where = lambda _, shapes: self.where(model, shapes)  # noqa: E731
+        self.loaded[path, revision] = None
         return hf.load(path, kind=kind, revision=revision, where=where)[1]
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:

@@ -1,0 +1,242 @@
+"""The loop of a stage: update, evaluate, sample, save, in this order, to the last update or until it is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+
+from rlhf_jax import arithmetic, compile_cache, distributed, metrics, tables
+from rlhf_jax.callbacks import Control
+from rlhf_jax.config import StageConfig
+from rlhf_jax.rewards import RewardFailure
+from rlhf_jax.stops import Asked, Stopped, Stops
+from rlhf_jax.types import UserError
+
+
+class Loop:
+    """Updates, evaluations, samples and checkpoints of a stage, in this order, to the last update or until stopped."""
+
+    def __init__(self, stage, start: int, control: Control, run_folder, checkpoints, logger, callbacks, stops: Stops):
+        self.stage, self.config, self.start, self.step = stage, stage.config, start, start
+        self.control, self.folder, self.checkpoints, self.logger = control, run_folder, checkpoints, logger
+        self.callbacks, self.stops = callbacks, stops
+        self.patience = Patience(stage, self.config, run_folder)
+        self.saved, self.saved_at = start, time.monotonic()
+        self.began = time.perf_counter()
+        self.todo: list[str] | None = None  # what the present update still wants
+        self.eval_updates, self.save_updates = (
+            arithmetic.updates_between(steps, stage.total_steps)
+            for steps in (self.config.eval_steps, self.config.save_steps)
+        )
+        stage.tick = stops.tick
+
+    def train(self, state, due: dict[str, Any]) -> tuple[Any, int]:
+        """From update start + 1 to the last: (final state, updates done). Metrics are read one update late.
+
+        Args:
+          state: after update `start`; the loop owns it.
+          due: what update `start` still wants, when the run was stopped right after it; else empty.
+        """
+        stage, total = self.stage, self.stage.total_steps
+        compiling = compile_cache.Clock()
+        if self.step < total:
+            say(f"{stage.name}: compiling; the first update takes longer than all others")
+        self.stops.loop(True)
+        try:
+            if due:
+                self.logger.log(self.step, metrics.with_floats(due["metrics"]))
+                if self.finish(state, due["what"]):
+                    return state, self.step
+            elif self.config.eval_on_start and self.step == 0:
+                self.evaluate(state)
+            while self.step < total:
+                state = self.update(state, compiling)
+                if self.finish(state, self.wanted()):
+                    break
+        except Asked:
+            self.stop(state)
+        except UserError as error:
+            # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
+            # processes all are here then; with another error this one may be alone, and a save waits for all.
+            if self.step > self.saved and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
+                self.save(state)
+                then = "which is saved; the same command continues"
+                say(f"{stage.name}: stopped by an error after update {self.step}, {then}")
+            raise
+        finally:
+            compiling.close()
+        return state, self.step
+
+    def update(self, state, compiling) -> Any:
+        """One update, its metrics handed to the logger."""
+        stage, started = self.stage, time.perf_counter()
+        self.stops.tick()
+        state, found, seconds = stage.train_step(state, self.step)
+        self.step += 1
+        timings = {f"time/{phase}": value for phase, value in seconds.items()}
+        timings["time/compile"] = compiling.since_last()
+        timings["step_time"] = time.perf_counter() - started
+        if self.step == self.start + 1:
+            took = f"{timings['step_time']:.1f} s, {timings['time/compile']:.1f} s of them compiling"
+            say(f"{stage.name}: the first update took {took}")
+        else:
+            self.stops.took(update=timings["step_time"])
+        # TRL's eps: episodes a second since the run (here: this process) began, everything included.
+        done = (self.step - self.start) * self.config.batch_size
+        timings["eps"] = done / (time.perf_counter() - self.began)
+        self.logger.log(self.step, found, timings)
+        show(stage, self.folder, self.logger, self.step, stage.training_completions(), "training")
+        if self.callbacks:
+            share_wishes(self.control)
+        return state
+
+    def wanted(self) -> list[str]:
+        """What is due after the present update, in order."""
+        config, step, total = self.config, self.step, self.stage.total_steps
+        last = step == total or self.control.stop
+        what = ["evaluate"] if last or self.control.evaluate or every(self.eval_updates, step) else []
+        what += ["samples"] if sample_now(config, step, total, last) else []
+        return what + (["last"] if last else [])
+
+    def finish(self, state, what: list[str]) -> bool:
+        """Does what is due after an update, and saves when that is; whether the run is over."""
+        self.todo = what = list(what)
+        last = "last" in what
+        if "evaluate" in what:
+            self.stops.tick()
+            self.control.evaluate = False
+            values = self.evaluate(state)
+            what.remove("evaluate")
+            if self.patience.exhausted(values) and not last:
+                limit, name = self.patience.limit, self.patience.name
+                say(f"{self.stage.name}: stopping; {limit} evaluations without a better {name}")
+                self.control.stop = last = True
+                what[:] = [item for item in self.wanted() if item != "evaluate"]
+        if "samples" in what:
+            show(self.stage, self.folder, self.logger, self.step, self.stage.samples(state), "samples")
+            what.remove("samples")
+        if last or self.save_due():
+            self.control.save = False
+            self.save(state)
+        self.todo = None
+        return last
+
+    def save_due(self) -> bool:
+        """Whether a checkpoint is due now: by count, by the first process' clock, or because a callback wants it."""
+        if self.control.save or every(self.save_updates, self.step):
+            return True
+        minutes = self.config.save_minutes
+        if minutes is None:
+            return False
+        return distributed.from_first(lambda: time.monotonic() - self.saved_at >= 60 * minutes)
+
+    def evaluate(self, state) -> dict[str, float]:
+        """Metrics of the evaluation, logged."""
+        values = self.stage.evaluate(state)
+        self.logger.log(self.step, values)
+        for callback in self.callbacks:
+            callback.on_evaluate(self.step, values, self.control)
+        if self.callbacks:
+            share_wishes(self.control)
+        return values
+
+    def save(self, state, due: dict[str, Any] | None = None) -> None:
+        """A checkpoint of the present update, its metrics on disk before it."""
+        self.logger.flush()
+        name, score, started = self.config.metric_for_best_model, None, time.monotonic()
+        known = self.logger.last
+        if name is not None and not due:
+            score = known.get(name)
+        extra = {"total_steps": self.stage.total_steps, "due": due}
+        self.checkpoints.save(self.step, state, extra, score)
+        self.saved, self.saved_at = self.step, time.monotonic()
+        self.stops.took(saving=time.monotonic() - started)
+        evaluated = any(other.startswith("eval") for other in known)
+        if name is not None and name not in known and not due and (evaluated or not name.startswith("eval")):
+            problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "
+            problem += ", ".join(sorted(known))
+            if self.step < self.stage.total_steps:
+                raise UserError(problem)
+            warn(problem)
+
+    def stop(self, state) -> None:
+        """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
+        due = None
+        if self.todo:
+            due = {"what": self.todo, "metrics": json.loads(metrics.json_text(self.logger.take()))}
+        if due or self.step > self.saved:
+            self.save(state, due)
+        self.checkpoints.wait()
+        after = f"after update {self.step}, which is saved" if self.step else "before the first update"
+        why = self.stops.asked()
+        raise Stopped(f"{self.stage.name}: stopped {why} {after}; the same command continues", together=True)
+
+
+def show(stage, run_folder, logger, step: int, rows: list[dict[str, Any]], what: str) -> None:
+    """A table of completions: all rows in the run's folder, the first in the terminal and in TensorBoard."""
+    if not rows:
+        return
+    config = stage.config
+    if config.log_unique_prompts:
+        rows = tables.unique_prompts(rows)
+    run_folder.write_completions(step, rows, what)
+    if distributed.is_main():
+        limit = config.num_completions_to_print
+        tables.show(rows, f"{stage.name}: {what} after update {step}", limit)
+        logger.text(step, f"completions/{what}", tables.markdown(rows[:limit]))
+
+
+class Patience:
+    """Early stopping on the stage's watched metric; its memory is metrics.jsonl, so that a resume forgets nothing."""
+
+    def __init__(self, stage, config, run_folder):
+        self.limit = getattr(config, "early_stopping_patience", 0)
+        self.name = stage.watched
+        self.values = distributed.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
+
+    def _so_far(self, path: str) -> list[float]:
+        lines = metrics.read_metrics(path) if os.path.exists(path) else []
+        return [line[self.name] for line in lines if self.name in line]
+
+    def exhausted(self, values: dict[str, float]) -> bool:
+        """True when the last `limit` evaluations were no better than the best before them."""
+        if not self.limit or self.name not in values:
+            return False
+        self.values.append(values[self.name])
+        return len(self.values) > self.limit and min(self.values[-self.limit :]) >= min(self.values[: -self.limit])
+
+
+def share_wishes(control: Control) -> None:
+    """What a callback asked for on one process holds on all: they stop, save and evaluate together."""
+    for wishes in distributed.gather_objects(dataclasses.asdict(control)):
+        for wish, asked in wishes.items():
+            setattr(control, wish, getattr(control, wish) or asked)
+
+
+def every(n: int, step: int) -> bool:
+    """Whether update `step` is one of each `n`; 0: never."""
+    return n > 0 and step % n == 0
+
+
+def sample_now(config: StageConfig, step: int, total: int, last: bool) -> bool:
+    """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
+    n = getattr(config, "num_sample_generations", 0)
+    return n > 0 and (last or step % max(1, total // n) == 0)
+
+
+def warn(text: str) -> None:
+    """A warning for the terminal, from the first process only."""
+    if distributed.is_main():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def say(line: str) -> None:
+    """A line for the terminal, from the first process only."""
+    if distributed.is_main():
+        print(line, flush=True)
