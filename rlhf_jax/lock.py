@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
+import platform
 import time
 
 from rlhf_jax.types import UserError
@@ -38,7 +38,7 @@ class Lock:
         if not _lock(file):
             os.close(file)
             raise self._taken()
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        who = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(file, 0)
         os.pwrite(file, (json.dumps(who) + "\n").encode(), 0)
         self._file = file

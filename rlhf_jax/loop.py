@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import arithmetic, compile_cache, distributed, metrics, tables
+from rlhf_jax import arithmetic, compile_cache, distributed, memory, metrics, tables
 from rlhf_jax.callbacks import Control
 from rlhf_jax.config import StageConfig
 from rlhf_jax.rewards import RewardFailure
@@ -64,7 +64,8 @@ class Loop:
         except UserError as error:
             # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
             # processes all are here then; with another error this one may be alone, and a save waits for all.
-            if self.step > self.saved and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
+            whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+            if self.step > self.saved and whole and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
                 self.save(state)
                 then = "which is saved; the same command continues"
                 say(f"{stage.name}: stopped by an error after update {self.step}, {then}")
@@ -77,7 +78,8 @@ class Loop:
         """One update, its metrics handed to the logger."""
         stage, started = self.stage, time.perf_counter()
         self.stops.tick()
-        state, found, seconds = stage.train_step(state, self.step)
+        with memory.explained(stage.config, lambda: stage.phase):
+            state, found, seconds = stage.train_step(state, self.step)
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = compiling.since_last()
@@ -138,7 +140,8 @@ class Loop:
 
     def evaluate(self, state) -> dict[str, float]:
         """Metrics of the evaluation, logged."""
-        values = self.stage.evaluate(state)
+        with memory.explained(self.stage.config, lambda: "evaluation"):
+            values = self.stage.evaluate(state)
         self.logger.log(self.step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self.step, values, self.control)

@@ -37,7 +37,7 @@ TABLES: dict[str, tuple[tuple[str, ...], str]] = {
         "learning_rate optim adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type "
         "warmup_steps num_train_epochs max_steps per_device_train_batch_size per_device_eval_batch_size "
         "gradient_accumulation_steps eval_strategy eval_steps eval_on_start save_strategy save_steps save_total_limit "
-        "load_best_model_at_end metric_for_best_model resume_from_checkpoint logging_steps seed bf16 "
+        "load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint logging_steps seed bf16 "
         "gradient_checkpointing remove_unused_columns dataloader_* group_by_length report_to push_to_hub "
         "hub_model_id use_liger_kernel torch_compile neftune_noise_alpha label_smoothing_factor deepspeed fsdp",
     ),
@@ -170,9 +170,7 @@ REFUSED: dict[str, str] = {
         "Give eval_steps: every so many updates, or below 1 such a share of the run; 0: only at the end. "
         "dataset_test_split None: never."
     ),
-    "save_strategy": "Give save_steps: every so many updates; 0: only at the end.",
-    "load_best_model_at_end": "Stages keep the last model; SFT's early_stopping_patience ends at a plateau.",
-    "metric_for_best_model": "SFT's early_stopping_patience goes by the validation loss; others keep the last.",
+    "save_strategy": "Give save_steps: every so many updates, or below 1 such a share of the run; 0: only at the end.",
     "resume_from_checkpoint": "The same run_dir goes on by itself; resume auto, must (fail without one) or never.",
     "overwrite_output_dir": "resume never refuses a used folder; delete it or take another run_dir.",
     "remove_unused_columns": "Columns are kept for reward functions and named by prompt_column and its like.",
@@ -248,7 +246,10 @@ NOTES: dict[str, str] = {
     "warmup_steps": "whole updates",
     "max_steps": "-1: num_train_epochs decides",
     "eval_steps": "updates, or below 1 a share of the run; 0: only at the end",
-    "save_steps": "the whole train state, optimizer and keys included; 0: only at the end",
+    "save_steps": "the whole train state, optimizer and keys included; below 1 a share of the run; 0: only at the end",
+    "save_total_limit": "default 2; the best one by metric_for_best_model stays beside them",
+    "metric_for_best_model": "any metric by its whole name, as eval/loss; greater_is_better is false unless given",
+    "load_best_model_at_end": "exports it; the run's last checkpoint stays",
     "seed": "the data order and the minibatches too",
     "report_to": "tensorboard or none; metrics.jsonl is always written",
     "max_length": "longer pairs are dropped, which is what TRL's code does",

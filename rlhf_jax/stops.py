@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -59,35 +58,33 @@ class Stops:
         self._why: str | None = None
         self._loop = False
         self._old: dict[int, Any] = {}
-        self._pipe: tuple[socket.socket, socket.socket] | None = None
+        self._pipe = -1
         self._old_fd = -1
 
     # --- signals
 
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
-            self._pipe = socket.socketpair()
-            for end in self._pipe:
-                end.setblocking(False)
-            self._old_fd = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
+            reads, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            self._old_fd = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
             for number in SIGNALS:
                 self._old[number] = signal.signal(number, self._in_main_thread)
-            threading.Thread(target=self._hear, args=(self._pipe[0],), daemon=True, name="stops").start()
+            threading.Thread(target=self._hear, args=(reads,), daemon=True, name="stops").start()
         return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
-        if self._pipe is not None:
+        if self._pipe >= 0:
             signal.set_wakeup_fd(self._old_fd)
-            self._pipe[1].close()  # the thread reads the end, and closes its own
-            self._pipe = None
+            os.close(self._pipe)  # the thread reads its end
+            self._pipe = -1
 
-    def _hear(self, pipe: socket.socket) -> None:
-        pipe.setblocking(True)
-        with pipe:
-            while heard := pipe.recv(1):
+    def _hear(self, reads: int) -> None:
+        with open(reads, "rb", buffering=0) as pipe:
+            while heard := pipe.read(1):
                 if heard[0] in SIGNALS:
                     self._heard(heard[0])
 

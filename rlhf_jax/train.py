@@ -25,6 +25,7 @@ from rlhf_jax import (
     distributed,
     folder,
     footprint,
+    memory,
     metrics,
     model_card,
     plan,
@@ -185,7 +186,8 @@ def run_stage(
         say(f"{name}: changed since the run began: {line}")
 
     # --- data and models, then the folder: a run that cannot start leaves nothing behind
-    stage = STAGES[name](config, **objects, optimizer=optimizer)
+    with memory.explained(config, lambda: "loading"):
+        stage = STAGES[name](config, **objects, optimizer=optimizer)
     warnings = arithmetic.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
     inputs = distributed.from_first(stage.inputs)

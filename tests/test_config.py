@@ -358,7 +358,6 @@ def test_every_field_has_a_line_of_meaning():
 
 # Functions that read options for whoever calls them.
 READERS = {"sampling_options": {*arithmetic.sampling_options(PPOConfig()), "generation_kwargs"}}
-READERS["eval_updates"] = {"eval_steps"}
 READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
 
 

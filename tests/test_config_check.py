@@ -43,7 +43,10 @@ IMPOSSIBLE = [
     (SFTConfig(adam_beta2=1.0), "adam_beta2 is 1.0; it must be at least 0 and below 1"),
     (SFTConfig(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
     (SFTConfig(max_steps=0), r"max_steps is 0; it must be -1 \(num_train_epochs decides\)"),
-    (SFTConfig(save_steps=-1), "save_steps is -1; it must be at least 0"),
+    (
+        SFTConfig(save_steps=-1),
+        "save_steps is -1; it must be 0 (only at the end), between 0 and 1 (a share of the run) or a whole number",
+    ),
     (SFTConfig(seed=-1), "seed is -1"),
     (SFTConfig(mesh_data=0), "mesh_data is 0; it must be -1"),
     (SFTConfig(mesh_tensor=0), "mesh_tensor is 0; it must be at least 1"),
@@ -213,8 +216,8 @@ def test_generation_kwargs_come_over_the_sampling_options():
     ("eval_steps", "total", "updates"),
     [(0, 100, 0), (5, 100, 5), (0.1, 100, 10), (0.25, 10, 3), (0.01, 10, 1), (1, 10, 1)],
 )
-def test_eval_steps_below_1_are_a_share_of_the_run(eval_steps, total, updates):
-    found = arithmetic.eval_updates(SFTConfig(eval_steps=eval_steps), total)
+def test_steps_below_1_are_a_share_of_the_run(eval_steps, total, updates):
+    found = arithmetic.updates_between(eval_steps, total)
     assert found == updates and type(found) is int
 
 

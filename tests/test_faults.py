@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_jax import arithmetic, command, data, folder, train
 from rlhf_jax.callbacks import Callback
-from rlhf_jax.checkpoint import Checkpoints
+from rlhf_jax.checkpoint import Checkpoints, Damaged
 from rlhf_jax.config import resolve
 from rlhf_jax.data import loading
 from rlhf_jax.stages import STAGES
@@ -65,6 +65,7 @@ def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
 @pytest.mark.parametrize("text", ["", '{"step": 3', "[]", '{"step": 3, "metrics": 7, "paths": {}}', "\udcff"])
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = folder.RunFolder.open(str(tmp_path / "run"), SOME)
+    run.close()
     pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
         folder.check(run.path, SOME)
@@ -94,19 +95,28 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_what_to_do(tmp_path, case):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case):
     state = {"kernel": jnp.arange(6.0).reshape(2, 3)}
     with Checkpoints(str(tmp_path)) as checkpoints:
         for step in (2, 5):
             checkpoints.save(step, state)
     DAMAGE[case](tmp_path / "5")
     with Checkpoints(str(tmp_path)) as checkpoints:
-        with pytest.raises(UserError) as error:
+        with pytest.raises(Damaged) as error:
             checkpoints.restore(5, state)
-    says(str(error.value), f"checkpoint {tmp_path / '5'} is damaged", "Remove that folder to continue after update 2")
-    shutil.rmtree(tmp_path / "5")
-    with Checkpoints(str(tmp_path)) as checkpoints:
-        np.testing.assert_array_equal(checkpoints.restore(2, state)[0]["kernel"], state["kernel"])
+    says(str(error.value), f"checkpoint {tmp_path / '5'} is damaged")
+    said = []
+    with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
+        restored, _, step = checkpoints.restore_newest(state)
+        assert step == 2 and checkpoints.steps() == [2]
+        np.testing.assert_array_equal(restored["kernel"], state["kernel"])
+        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "It is 5.damaged now; going on from update 2")
+        assert checkpoints.save(5, state)  # its place is free again
+    DAMAGE[case](tmp_path / "5")
+    DAMAGE[case](tmp_path / "2")
+    with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
+        with pytest.raises(UserError, match="No other checkpoint is left to go on from. Remove .* to start anew"):
+            checkpoints.restore_newest(state)
 
 
 # --- models

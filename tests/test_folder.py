@@ -17,14 +17,21 @@ def run_dir(tmp_path):
     return str(tmp_path / "run")
 
 
+def entered(*args, **options):
+    """A run's folder, left again."""
+    run = RunFolder.open(*args, **options)
+    run.close()
+    return run
+
+
 def used(run_dir, **changes):
-    run = RunFolder.open(run_dir, {**CONFIG, **changes})
+    run = entered(run_dir, {**CONFIG, **changes})
     os.makedirs(os.path.join(run.checkpoints, "5"))
     return run
 
 
 def test_a_new_run_leaves_its_config(run_dir):
-    run = RunFolder.open(run_dir, CONFIG)
+    run = entered(run_dir, CONFIG)
     with open(run.config, encoding="utf-8") as file:
         assert json.load(file) == {**CONFIG, "report_to": ["tensorboard"]}
     assert run.finished() is None and not run.has_checkpoint()
@@ -37,14 +44,14 @@ def test_checking_touches_nothing(run_dir):
 
 def test_the_same_config_may_enter_again(run_dir):
     used(run_dir)
-    RunFolder.open(run_dir, dict(CONFIG, report_to=["tensorboard"]))
-    RunFolder.open(run_dir, CONFIG, resume="must")
+    entered(run_dir, dict(CONFIG, report_to=["tensorboard"]))
+    entered(run_dir, CONFIG, resume="must")
 
 
 def test_options_that_change_no_result_may_differ(run_dir):
     used(run_dir)
     changed = {**CONFIG, "report_to": (), "save_steps": 3, "run_dir": "./x", "resume": "must", "logging_steps": 9}
-    run = RunFolder.open(run_dir, changed, resume="must")
+    run = entered(run_dir, changed, resume="must")
     with open(run.config, encoding="utf-8") as file:
         assert json.load(file)["save_steps"] == 3
 
@@ -52,7 +59,7 @@ def test_options_that_change_no_result_may_differ(run_dir):
 def test_another_config_is_refused_with_old_and_new_values(run_dir):
     used(run_dir, model={"layers": 2})
     with pytest.raises(UserError) as error:
-        RunFolder.open(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
+        entered(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
     message = str(error.value)
     assert message.startswith(f"--run_dir {run_dir} holds a run of another config")
     assert message.splitlines()[1:] == [
@@ -83,24 +90,24 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 def test_an_empty_folder_and_hidden_files_are_welcome(tmp_path):
     (tmp_path / ".DS_Store").write_text("")
     (tmp_path / "config.json.tmp").write_text("{")
-    RunFolder.open(str(tmp_path), CONFIG)
+    entered(str(tmp_path), CONFIG)
 
 
 def test_never_refuses_a_used_folder(run_dir):
-    RunFolder.open(run_dir, CONFIG, resume="never")
-    RunFolder.open(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
+    entered(run_dir, CONFIG, resume="never")
+    entered(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
     used(run_dir)
     with pytest.raises(UserError, match="holds a run already and --resume is never"):
-        RunFolder.open(run_dir, CONFIG, resume="never")
+        entered(run_dir, CONFIG, resume="never")
 
 
 def test_must_refuses_a_folder_without_a_checkpoint(run_dir):
     with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
-        RunFolder.open(run_dir, CONFIG, resume="must")
+        entered(run_dir, CONFIG, resume="must")
     assert not os.path.exists(run_dir)
-    RunFolder.open(run_dir, CONFIG)
+    entered(run_dir, CONFIG)
     with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
-        RunFolder.open(run_dir, CONFIG, resume="must")
+        entered(run_dir, CONFIG, resume="must")
 
 
 def test_a_finished_run_says_so(run_dir):
@@ -155,7 +162,7 @@ def test_completions_are_json_lines(run_dir):
 
 def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
     monkeypatch.setattr(folder, "is_main", lambda: False)
-    run = RunFolder.open(run_dir, CONFIG)
+    run = entered(run_dir, CONFIG)
     run.finish(1, {}, {})
     run.write_completions(1, [{"a": 1}])
     run.cut(0)

@@ -26,6 +26,7 @@ class Stage:
       total_steps: updates of the whole run.
       progress: names of the metrics for the terminal, in order.
       state: the TrainState to start from; the loop owns it afterwards.
+      phase: what an update is at: generate, score, experience or update.
       tick: is called at safe points, between the phases of an update and the batches of an evaluation; it may raise.
     """
 
@@ -50,6 +51,7 @@ class Stage:
         self.state: TrainState | None = None
         self.report: list[str] = []
         self.tick: stops.Tick = stops.no_tick
+        self.phase = "update"
 
     # --- to be defined by each stage
 

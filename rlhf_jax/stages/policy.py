@@ -285,21 +285,22 @@ class PolicyStage(LookingStage):
     def train_step(self, state, step):
         """Prompts, rollout, scores, experience, update; seconds of each."""
         c, clock = self.config, Clock()
+        self.phase = "generate"
         prompts = self._prompts(step)
         rollout = self.roll(state.params["policy"], prompts, state.seed, state.step, None, self.group)
         rollout = clock.wait("generate", rollout)
-        self.tick()
+        self._next("score")
         rows = np.repeat(prompts.rows, self.group)
         scored = self.scorer.score(rollout, self.train_data, rows, self.group, self.trainer_state(step))
         clock.wait("score", scored.scores)
         seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
-        self.tick()
+        self._next("experience")
         if scored.nothing:
             warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
             state, metrics = self._skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
         experience, found = clock.wait("experience", self.judge(state, rollout, scored, self.group))
-        self.tick()
+        self._next("update")
         self.shown = None
         if c.log_completions and (step + 1) % c.logging_steps == 0:
             # Copies: the update may give these buffers away.
@@ -309,6 +310,11 @@ class PolicyStage(LookingStage):
         self._ahead = {step + 1: self._prompts(step + 1)}  # while the device works
         state, metrics = clock.wait("update", learned)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
+
+    def _next(self, phase: str) -> None:
+        """A safe point between two phases of an update."""
+        self.tick()
+        self.phase = phase
 
     def _prompts(self, step: int):
         """The host's batch of an update: the one prepared during the last, or a new one."""
