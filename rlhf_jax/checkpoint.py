@@ -194,7 +194,7 @@ class Checkpoints:
         error = None
         try:
             self._manager.save(step, args=items, force=True)
-        except Exception as raised:  # tensorstore's and orbax's errors share no class
+        except Exception as raised:
             error = raised
         if any(distributed.gather_objects(error is not None)):
             self._failed(step, _reason(error))
@@ -296,7 +296,9 @@ class Checkpoints:
         error = None
         try:
             state = self._manager.restore(step, args=items)["state"]
-        except _DAMAGE as raised:
+        except jax.errors.JaxRuntimeError:
+            raise  # the device's, not the disk's
+        except Exception as raised:  # tensorstore's and orbax's errors share no class
             error = raised
         if any(distributed.gather_objects(error is not None)):
             raise self._damaged(step, error or OSError("on another process")) from error

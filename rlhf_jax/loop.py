@@ -34,6 +34,7 @@ class Loop:
             arithmetic.updates_between(steps, stage.total_steps)
             for steps in (self.config.eval_steps, self.config.save_steps)
         )
+        self.looking = False
         stage.tick = stops.tick
 
     def train(self, state, due: dict[str, Any]) -> tuple[Any, int]:
@@ -49,23 +50,24 @@ class Loop:
             say(f"{stage.name}: compiling; the first update takes longer than all others")
         self.stops.loop(True)
         try:
-            if due:
-                self.logger.log(self.step, metrics.with_floats(due["metrics"]))
-                if self.finish(state, due["what"]):
-                    return state, self.step
-            elif self.config.eval_on_start and self.step == 0:
-                self.evaluate(state)
-            while self.step < total:
-                state = self.update(state, compiling)
-                if self.finish(state, self.wanted()):
-                    break
+            with memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
+                if due:
+                    self.logger.log(self.step, metrics.with_floats(due["metrics"]))
+                    if self.finish(state, due["what"]):
+                        return state, self.step
+                elif self.config.eval_on_start and self.step == 0:
+                    self.evaluate(state)
+                while self.step < total:
+                    state = self.update(state, compiling)
+                    if self.finish(state, self.wanted()):
+                        break
         except Asked:
             self.stop(state)
         except UserError as error:
             # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
             # processes all are here then; with another error this one may be alone, and a save waits for all.
-            whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-            if self.step > self.saved and whole and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
+            lost = isinstance(error, memory.OutOfMemory) and stage.phase == "update" and not self.looking
+            if self.step > self.saved and not lost and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
                 self.save(state)
                 then = "which is saved; the same command continues"
                 say(f"{stage.name}: stopped by an error after update {self.step}, {then}")
@@ -78,8 +80,7 @@ class Loop:
         """One update, its metrics handed to the logger."""
         stage, started = self.stage, time.perf_counter()
         self.stops.tick()
-        with memory.explained(stage.config, lambda: stage.phase):
-            state, found, seconds = stage.train_step(state, self.step)
+        state, found, seconds = stage.train_step(state, self.step)
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = compiling.since_last()
@@ -140,8 +141,9 @@ class Loop:
 
     def evaluate(self, state) -> dict[str, float]:
         """Metrics of the evaluation, logged."""
-        with memory.explained(self.stage.config, lambda: "evaluation"):
-            values = self.stage.evaluate(state)
+        self.looking = True
+        values = self.stage.evaluate(state)
+        self.looking = False
         self.logger.log(self.step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self.step, values, self.control)
