@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -163,7 +164,10 @@ class MetricLogger:
         self.last: dict[str, Any] = {}
         self._updates = 0
         self._seconds: deque[float] = deque(maxlen=20)
-        self._files: dict[str, TextIO] = {}
+        self._folder = folder
+        self._files: dict[str, int] = {}
+        self._unwritten: dict[str, bytes] = {}
+        self._failed: set[str] = set()
         self._board = None
         writer = _tensorboard(report_to)
         self._clock = time.perf_counter()
@@ -171,7 +175,9 @@ class MetricLogger:
             return
         os.makedirs(folder, exist_ok=True)
         for name in ("metrics", "timings"):
-            self._files[name] = open(os.path.join(folder, f"{name}.jsonl"), "a", encoding="utf-8")
+            path = os.path.join(folder, f"{name}.jsonl")
+            self._files[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._unwritten[name] = b""
         if writer is not None:
             purge = start_step + 1 if start_step else None
             # A name of its own for each file: the writer's own names repeat within a second.
@@ -234,13 +240,35 @@ class MetricLogger:
     def _write(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         rows = {"metrics": {"step": step, **metrics}, "timings": {"step": step, "wall_time": time.time(), **timings}}
         for name, row in rows.items():
-            # One write of a whole line: a process that is killed leaves at most a torn last line.
-            self._files[name].write(json_text(row) + "\n")
-            self._files[name].flush()
+            self._unwritten[name] += (json_text(row) + "\n").encode()
+        self._append()
         if self._board is not None:
             for name, value in {**metrics, **timings}.items():
                 self._board.add_scalar(name, value, step)
-            self._board.flush()
+            with contextlib.suppress(OSError):  # said of metrics.jsonl, which has all of it
+                self._board.flush()
+
+    def _append(self) -> None:
+        """Writes what is not on disk yet. A disk that is full costs no line: they are kept, and written once it is not.
+
+        Whole lines in one write: a process that is killed leaves at most a torn last line.
+        """
+        for name, lines in self._unwritten.items():
+            try:
+                done = os.write(self._files[name], lines)
+            except OSError as error:
+                done = 0
+                if name not in self._failed:
+                    path = os.path.join(self._folder, f"{name}.jsonl")
+                    print(
+                        f"warning: {path} cannot be written to ({error.strerror}); its lines are kept for when it can",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    self._failed.add(name)
+            self._unwritten[name] = lines[done:]
+            if not self._unwritten[name]:
+                self._failed.discard(name)
 
     def line(self, step: int, metrics: dict[str, Any]) -> str:
         """The terminal's line for an update: its number, the metrics that matter, seconds an update, time left."""
@@ -256,12 +284,21 @@ class MetricLogger:
     def close(self) -> None:
         """Flushes and closes the files."""
         self.flush()
+        if self._files:
+            self._append()
+        lost = {name: lines.count(b"\n") for name, lines in self._unwritten.items() if lines}
         for file in self._files.values():
-            file.close()
-        self._files = {}
+            os.close(file)
+        self._files, self._unwritten = {}, {}
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
             self._board = None
+        for name, count in lost.items():
+            raise UserError(
+                f"{os.path.join(self._folder, name)}.jsonl lacks the last {count} lines: the disk is full or gone. "
+                "Make room; the same command continues from the newest checkpoint"
+            )
 
     def __enter__(self) -> MetricLogger:
         return self

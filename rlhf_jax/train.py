@@ -247,8 +247,10 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         raise
     finally:
         stops.loop(False)
-        logger.close()
-        checkpoints.close()
+        try:
+            logger.close()
+        finally:
+            checkpoints.close()
     lines = distributed.from_first(lambda: metrics.read_metrics(run_folder.metrics))
     final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **found}
     if distributed.is_main():

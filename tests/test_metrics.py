@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import struct
 
 import jax
@@ -188,3 +189,36 @@ def test_durations_read_as_people_say_them(seconds, said):
 def test_json_text_is_strict_for_nested_values():
     text = metrics.json_text({"a": [np.float32(1.5), math.nan], "b": {"c": (True, None, "é")}, "d": np.arange(2)})
     assert json.loads(text) == {"a": [1.5, "NaN"], "b": {"c": [True, None, "é"]}, "d": [0, 1]}
+
+
+def test_a_full_disk_loses_no_line(tmp_path, capsys):
+    """The system refuses to let the files grow, as on a full disk, and then no more."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger = metrics.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
+    path = tmp_path / "metrics.jsonl"
+    logger.log(1, {"loss": 1.0})
+    logger.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, old[1]))  # a torn line at first
+    try:
+        for step in (2, 3):
+            logger.log(step, {"loss": float(step)})
+        logger.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert len(path.read_text().splitlines()) == 2
+    assert capsys.readouterr().err.count(f"{path} cannot be written to (File too large)") == 1
+    logger.log(4, {"loss": 4.0})
+    logger.close()
+    assert [(line["step"], line["loss"]) for line in metrics.read_metrics(str(path))] == [(n, n) for n in range(1, 5)]
+
+
+def test_lines_that_never_reach_the_disk_are_an_error(tmp_path, capsys):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger = metrics.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
+    try:
+        logger.log(1, {"loss": 1.0})
+        with pytest.raises(UserError, match="metrics.jsonl lacks the last 1 lines: the disk is full or gone"):
+            logger.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)

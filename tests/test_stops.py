@@ -134,7 +134,7 @@ def test_max_minutes_stops_before_they_are_over(tmp_path):
 def test_the_command_says_by_its_exit_code_that_it_may_be_started_again(tmp_path, capsys):
     config = tmp_path / "config.py"
     config.write_text(
-        "from rlhf_jax.config import SFTConfig\n\n\ndef get_config(variant):\n"
+        "from rlhf_jax.config import SFTConfig\n\n\ndef get_config(variant=None):\n"
         f"    return SFTConfig(model_name_or_path=None, max_steps=2, max_length=96, **{SHARED!r})\n"
     )
     command = ["--config", str(config), "--run_dir", str(tmp_path / "run")]
