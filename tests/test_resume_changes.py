@@ -64,8 +64,8 @@ def steps(folder):
     [
         (ROWS[:8], r'training data: "12 rows, \w+" -> "8 rows, \w+"'),
         (
-            [*ROWS[:-1], {"prompt": "what is 11?", "completion": " it is 0."}],
-            r'training data: "12 rows, \w+" -> "12 ro',
+            [*ROWS[:-1], {"prompt": "what is it?", "completion": " it is it."}],
+            r'training data: "12 rows, \w+" -> "12 rows, \w+"',
         ),
     ],
 )
@@ -96,9 +96,7 @@ def test_a_starting_model_that_has_changed_is_refused(folder, tmp_path):
 
 
 def test_an_option_that_has_changed_is_refused_and_may_be_overridden(folder, capsys):
-    with pytest.raises(
-        UserError, match=r"or --override_resume to go on with the new ones\n  learning_rate: 3e-06 -> 0.1"
-    ):
+    with pytest.raises(UserError, match=r"or --override_resume to go on with the new ones\n  learning_rate: 3e-06 -> "):
         run(folder, learning_rate=0.1)
     run(folder, learning_rate=0.1, override_resume=True)
     assert "sft: changed since the run began: learning_rate: 3e-06 -> 0.1" in capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,14 @@ class PromptData(batches.Batched[PromptBatch]):
         return PromptBatch(
             batches.pad_left(chosen, width, self.pad_id), batches.lengths_of(chosen), rows.astype(np.int32)
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """How many rows there are, and a sha256 of their tokens and of the columns that reward functions see."""
+        digest = hashlib.sha256(super().fingerprint.encode())
+        for row in self.raw:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
     @property
     def conversational(self) -> bool:
