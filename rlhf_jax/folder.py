@@ -22,10 +22,12 @@ import jax
 from rlhf_jax import distributed
 from rlhf_jax.distributed import is_main
 from rlhf_jax.metrics import json_text, with_floats
+from rlhf_jax.text import parse_json
 from rlhf_jax.types import UserError
 
 # How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
 NOT_KEPT = (*distributed.OPTIONS, "topology")
+EXPORTS = ("policy", "value", "reward_model")
 # Options that change nothing that a run computes, so that it may be continued with others.
 MAY_DIFFER = ("run_dir", "resume", "dry_run", "logging_steps", "report_to", "save_*")
 
@@ -135,8 +137,11 @@ class RunFolder:
         if is_main():
             try:
                 check(run_dir, config, resume, may_differ)
-                os.makedirs(folder.path, exist_ok=True)
-                write_atomically(folder.config, json_text(config, indent=2) + "\n")
+                try:
+                    os.makedirs(folder.path, exist_ok=True)
+                    write_atomically(folder.config, json_text(config, indent=2) + "\n")
+                except OSError as wrong:
+                    raise UserError(f"--run_dir {run_dir} cannot be written: {wrong}. Give another folder") from wrong
                 mark = folder._mark_shared()
             except UserError as wrong:
                 error = wrong
@@ -187,7 +192,7 @@ class RunFolder:
             return None
         try:
             with open(self.mark, encoding="utf-8") as file:
-                found = json.load(file)
+                found = parse_json(file.read())
             return {"step": found["step"], "metrics": with_floats(found["metrics"]), "paths": dict(found["paths"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -280,19 +285,37 @@ def check(
     else:
         _refuse_strangers(folder, run_dir)
     finished = folder.finished() if used else None
+    if finished is None:
+        _refuse_links(folder)
     if resume == "must" and finished is None and not (used and folder.has_checkpoint()):
         raise UserError(f"--resume is must, but --run_dir {run_dir} holds no checkpoint to continue from")
     return finished
 
 
 def _refuse_files(folder: RunFolder, run_dir: str) -> None:
-    """A file in the place of the folder or of one above it."""
+    """A name that no folder can have, a link to nowhere, a file in the place of the folder or of one above it."""
+    if "\0" in run_dir:
+        raise UserError(f"--run_dir {run_dir} holds a NUL character. Give a folder")
+    if os.path.expanduser(run_dir).startswith("~"):
+        raise UserError(f"--run_dir {run_dir}: there is no user of that name. Write ./{run_dir} for a folder called so")
+    if os.path.islink(folder.path) and not os.path.exists(folder.path):
+        raise UserError(f"--run_dir {run_dir} is a link to {os.readlink(folder.path)}, which is not there")
     nearest = folder.path
     while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
         nearest = os.path.dirname(nearest)
     if os.path.exists(nearest) and not os.path.isdir(nearest):
         what = "is a file" if nearest == folder.path else f"cannot be made: {nearest} is a file"
         raise UserError(f"--run_dir {run_dir} {what}. Give a folder")
+
+
+def _refuse_links(folder: RunFolder) -> None:
+    """A link in the place of a model, through which the final model would overwrite another."""
+    for name in EXPORTS:
+        if os.path.islink(path := os.path.join(folder.path, name)):
+            raise UserError(
+                f"{path} is a link to {os.readlink(path)}: the final model would be written over what is there. "
+                "Remove the link, or give another --run_dir"
+            )
 
 
 def _refuse_strangers(folder: RunFolder, run_dir: str) -> None:
@@ -309,8 +332,8 @@ def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
     """The config of the run whose folder this is; a model's folder, say, has a config.json too."""
     try:
         with open(folder.config, encoding="utf-8") as file:
-            old = json.load(file)
-    except ValueError as error:
+            old = parse_json(file.read())
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder.config} is no JSON ({error}): give another --run_dir") from error
     if not isinstance(old, dict) or "stage" not in old:
         raise UserError(f"--run_dir {run_dir} is no run's folder (its config.json names no stage): give another folder")

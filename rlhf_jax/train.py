@@ -29,6 +29,7 @@ from rlhf_jax import (
     model_card,
     plan,
     tables,
+    text,
 )
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
@@ -58,6 +59,7 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 2 with one line of explanation when something the user gave is wrong, or 1 when other
     processes were not found."""
+    text.never_fail_to_print()
     try:
         config = command.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
@@ -344,7 +346,7 @@ def sample_now(config: StageConfig, step: int, total: int, last: bool) -> bool:
 def say(line: str) -> None:
     """A line for the terminal, from the first process only."""
     if distributed.is_main():
-        print(line, flush=True)
+        print(text.printable(line), flush=True)
 
 
 if __name__ == "__main__":
