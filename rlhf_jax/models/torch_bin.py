@@ -117,6 +117,13 @@ class _Unpickler(pickle.Unpickler):
         return BinTensor(storage, offset, tuple(shape), tuple(strides))
 
 
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one that spans disks, say
+        return True
+
+
 def _checked_pickle(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
     """The bytes of the pickle. torch.save compresses nothing and numbers what it refers to again without gaps: a small
     file that would fill the memory does neither."""
@@ -139,7 +146,7 @@ def read(path: str | Path) -> dict[str, BinTensor]:
     before 1.6; an entry that is no tensor; damage.
     """
     path = Path(path)
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         with path.open("rb") as file:
             legacy = file.read(len(_LEGACY)) == _LEGACY
         what = (
