@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib.util
 import inspect
@@ -263,9 +264,12 @@ def load_config(spec: str) -> Config:
     spec: a path to a .py file that defines get_config(variant=None), or a name in configs/ ('tldr_ppo.py', 'tldr_ppo'),
     either with ':VARIANT' behind it; or a run's config.json, or the run's folder. Raises UserError.
     """
-    if "\0" in spec or max(map(len, spec.split("/"))) > 255 or len(spec) > 4000:
-        raise UserError(f"--config {shown(spec, 200)}: no file can have that name.")
     path, variant = pathlib.Path(spec), None
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:  # ValueError: NUL, or half of a surrogate pair
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"--config {shown(spec, 200)}: no file can have that name.") from None
     if not path.exists() and ":" in path.name:
         name, _, variant = spec.rpartition(":")
         path = pathlib.Path(name)

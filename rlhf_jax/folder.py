@@ -140,7 +140,7 @@ class RunFolder:
                 try:
                     os.makedirs(folder.path, exist_ok=True)
                     write_atomically(folder.config, json_text(config, indent=2) + "\n")
-                except OSError as wrong:
+                except (OSError, ValueError) as wrong:
                     raise UserError(f"--run_dir {run_dir} cannot be written: {wrong}. Give another folder") from wrong
                 mark = folder._mark_shared()
             except UserError as wrong:

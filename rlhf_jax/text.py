@@ -14,7 +14,7 @@ LONGEST = 20_000
 _KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _SUSPECT = re.compile(r"[^\x20-\x7e\n]")
-_PASSWORD = re.compile(r"(?<=://)[^\s/?#@]*@")
+_PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ import zipfile
 
 import jax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import arithmetic, command, configfile, data, models, text
@@ -44,7 +44,9 @@ def nothing_but_a_user_error():
     """The one exception that is allowed, with a text that a terminal may have."""
     try:
         yield
+        event("read")
     except UserError as error:
+        event("refused")
         said = str(error)
         assert said and text.printable(said) == said and len(said) < 2 * text.LONGEST
 
@@ -422,8 +424,10 @@ def test_any_answer_of_a_reward_server_is_scores_or_a_failure_without_the_token(
     function = RemoteReward(answering.url, timeout=10, retries=0, token_env="FUZZED_TOKEN")
     try:
         found = asyncio.run(function(["a", "b"], ["c", "d"]))
+        event("read")
         assert len(found) == 2 and all(score is None or abs(float(score)) < 3.5e38 for score in found)
     except RewardFailure as error:
+        event("refused")
         said = str(error)
         assert text.printable(said) == said and len(said) < 3000
         assert SECRET not in said and json.dumps(SECRET)[1:-1] not in said

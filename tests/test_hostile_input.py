@@ -187,10 +187,10 @@ def test_a_run_dir_that_cannot_be_is_named_before_any_model_is_opened(refusal, t
             says(refusal(run_dir=run_dir), "--run_dir", part)
 
 
-@pytest.mark.parametrize("run_dir", ["/proc/no/run", "x" * 300])
+@pytest.mark.parametrize("run_dir", ["/proc/no/run", "x" * 300, "\ud800"])
 def test_a_run_dir_that_cannot_be_written_is_named(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"--run_dir {run_dir} cannot be written: .*Give another folder"):
+    with pytest.raises(UserError, match=r"--run_dir .* cannot be written: .*Give another folder"):
         folder.RunFolder.open(run_dir, {"stage": "ppo"})
 
 
@@ -292,7 +292,7 @@ def test_a_config_file_that_raises_or_returns_anything_is_told_by_file_and_line(
     says(said, path, *parts)
 
 
-@pytest.mark.parametrize("spec", ["a\0b", "x" * 300, "x" * 5000, "/dev/zero", "CIRCLE"])
+@pytest.mark.parametrize("spec", ["a\0b", "x" * 300, "x" * 5000, "\u6f22" * 100, "\ud800", "/dev/zero", "CIRCLE"])
 def test_a_config_that_cannot_be_a_file_is_named(tmp_path, capsys, spec):
     if spec == "CIRCLE":
         (tmp_path / "circle.py").symlink_to(tmp_path / "circle.py")
