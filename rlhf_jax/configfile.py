@@ -125,7 +125,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     if inner is float and value and not _SMALLEST <= abs(value) <= _LARGEST:
         raise UserError(f"{name} = {value!r}: it must be 0 or between {_SMALLEST:.2g} and {_LARGEST:.2g} (float32).")
     if inner is int and abs(value) >= 2**63:
-        raise UserError(f"{name} is a number of {len(hex(value)) * 4} bits: it must be below 2^63.")
+        raise UserError(f"{name} is a number of {value.bit_length()} bits: it must be below 2^63.")
     return value
 
 
@@ -138,7 +138,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(name, item, depth + 1) for item in value]
     if isinstance(value, int) and abs(value) >= 2**63:
-        raise UserError(f"{name} is a number of {len(hex(value)) * 4} bits: it must be below 2^63.")
+        raise UserError(f"{name} is a number of {value.bit_length()} bits: it must be below 2^63.")
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise UserError(

@@ -335,6 +335,14 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
     says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "read other words")
 
 
+def test_a_model_without_a_tokenizer_is_trusted(room, tmp_path):
+    folder = test_bad_input.model_of(tmp_path / "alone", room.rows)
+    tokenizer = data.load_tokenizer("synthetic")
+    data.check_made_for(tokenizer, str(folder))
+    data.check_same_tokenizer(tokenizer, str(folder))
+    assert data.same_tokenizer(tokenizer, str(folder))
+
+
 def spoil(path: pathlib.Path, whole: dict, renamed: dict[str, str]) -> None:
     vocab = {renamed.get(word, word): i for word, i in whole["model"]["vocab"].items()}
     path.write_text(json.dumps({**whole, "model": {**whole["model"], "vocab": vocab}}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import warnings
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
         folder = huggingface_hub.snapshot_download(
             name_or_path, revision=revision, allow_patterns=[*_ON_THE_HUB, "config.json"], ignore_patterns=["*/*"]
         )
+    if not any(fnmatch.fnmatch(file, pattern) for file in os.listdir(folder) for pattern in _ON_THE_HUB):
+        raise OSError("it has no tokenizer.json")  # of a config.json alone AutoTokenizer makes an empty tokenizer
     try:
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
         if hf.eos_token_id is not None:
