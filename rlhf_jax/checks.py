@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_jax import configfile
 from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig
+from rlhf_jax.text import has_password
 from rlhf_jax.types import UserError
 
 Rule = tuple[str, Callable[[float], bool]]
@@ -57,7 +59,9 @@ RANGES: dict[str, Rule] = {
 def out_of_range(config: StageConfig) -> Iterator[str]:
     """A line for every option whose value is impossible by itself."""
     for name, value in vars(config).items():
-        if name in RANGES and value is not None and not RANGES[name][1](value):
+        if type(value) is int and abs(value) >= 2**31 and name != "seed":
+            yield f"{name} is {value}; it must be below 2^31, as steps, rows and tokens are counted in 32 bits."
+        elif name in RANGES and value is not None and not RANGES[name][1](value):
             yield f"{name} is {value}; it must be {RANGES[name][0]}."
 
 
@@ -68,6 +72,12 @@ def combinations(config: StageConfig) -> Iterator[str]:
             "dataset_streaming is refused: batches are a function of the seed and the step, so that a run can resume "
             "anywhere, and a stream has no random access. Download the data set (leave the option out)."
         )
+    for name, value in vars(config).items():
+        if any(isinstance(part, str) and has_password(part) for part in (value if type(value) is tuple else (value,))):
+            yield (
+                f"{name} is a URL with a user name or a password in it: config.json and the model card would hold it. "
+                "Take it out; a reward server's token comes from the environment (reward_server_token_env)."
+            )
     unknown = [name for name in config.report_to if name != "tensorboard"]
     if unknown:
         yield f"report_to: {', '.join(unknown)} is not supported; 'tensorboard' or 'none' (metrics.jsonl always comes)."
@@ -140,7 +150,8 @@ def _multiples(total: int, part: int) -> str:
 
 def _divisors(total: int, near: float, times: int = 1) -> str:
     """The divisors of `total` on both sides of `near`, each `times` as much, in words."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = sorted({*small, *(total // d for d in small)})
     around = [d for d in divisors if d < near][-1:] + [d for d in divisors if d > near][:1]
     return " or ".join(str(d * times) for d in around)
 

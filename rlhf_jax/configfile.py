@@ -8,11 +8,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib.util
+import inspect
 import json
 import math
 import pathlib
+import re
 import traceback
 import types
 import typing
@@ -21,9 +24,13 @@ from typing import Any
 
 from rlhf_jax import migrating
 from rlhf_jax.config import STAGES, Config, Pipeline, StageConfig, stage_name
+from rlhf_jax.text import parse_json, shown
 from rlhf_jax.types import UserError
 
 CONFIG_TYPES: dict[str, type] = {**STAGES, "pipeline": Pipeline}
+# What computes with the numbers is float32: a larger one would be inf there, a smaller one 0.
+_LARGEST, _SMALLEST = float.fromhex("0x1.fffffep+127"), 2.0**-126
+_DEEPEST = 50  # dicts and lists in each other
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
@@ -84,7 +91,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     Ints become floats and lists tuples. For a list of words or floats, one alone is a list of one, and the word 'none'
     an empty list.
     """
-    wrong = UserError(f"{name} = {value!r}: it must be {describe_type(hint)}.")
+    wrong = UserError(f"{name} = {shown(value)}: it must be {describe_type(hint)}.")
     inner, optional = _alternatives(hint)
     if value is None:
         if optional:
@@ -92,8 +99,8 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
         raise wrong
     if typing.get_origin(inner) is typing.Literal:
         allowed = typing.get_args(inner)
-        if isinstance(value, bool) or value not in allowed:
-            raise UserError(str(wrong) + nearest(str(value), map(str, allowed), 1))
+        if isinstance(value, bool) or not isinstance(value, str | int) or value not in allowed:
+            raise UserError(str(wrong) + nearest(shown(value, 50).strip("'"), map(str, allowed), 1))
         return value
     if typing.get_origin(inner) is tuple:
         of = typing.get_args(inner)[0]
@@ -110,25 +117,33 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
             raise wrong
         return _plain(name, value)
     if inner is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 2**128 else math.inf
     if not isinstance(value, inner) or (isinstance(value, bool) and inner is not bool):
         raise wrong
     if inner is float and not math.isfinite(value):
         raise UserError(f"{name} = {value!r}: it must be a finite number.")
+    if inner is float and value and not _SMALLEST <= abs(value) <= _LARGEST:
+        raise UserError(f"{name} = {value!r}: it must be 0 or between {_SMALLEST:.2g} and {_LARGEST:.2g} (float32).")
+    if inner is int and abs(value) >= 2**63:
+        raise UserError(f"{name} is a number of {value.bit_length()} bits: it must be below 2^63.")
     return value
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
     """`value` as config.json gives it back (tuples as lists); UserError where it could not."""
+    if depth > _DEEPEST:
+        raise UserError(f"{name.partition('[')[0]} is nested more than {_DEEPEST} deep, or holds itself.")
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(f"{name}[{key!r}]", item) for key, item in value.items()}
+        return {key: _plain(f"{name}[{key!r}]", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, depth + 1) for item in value]
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{name} is a number of {value.bit_length()} bits: it must be below 2^63.")
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise UserError(
-        f"{name} = {value!r}: it must be plain, as config.json holds it: text, a finite number, true, false, None, "
-        "or a list or dict (with text keys) of these."
+        f"{name} = {shown(value)}: it must be plain, as config.json holds it: text, a finite number, true, false, "
+        "None, or a list or dict (with text keys) of these."
     )
 
 
@@ -153,7 +168,7 @@ def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
         return None
     if is_dict(hint):
         try:
-            return checked_value(name, hint, json.loads(word))
+            return checked_value(name, hint, parse_json(word))
         except json.JSONDecodeError as error:
             raise UserError(f"{name} = {word!r} is not JSON ({error}): it must be {describe_type(hint)}.") from None
     if typing.get_origin(inner) is typing.Literal:
@@ -194,13 +209,13 @@ def to_json(config: Config) -> str:
 def from_json(text: str, source: str = "config.json") -> Config:
     """The config that `to_json` wrote. Absent fields take their defaults; unknown ones are a UserError."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{source} is not JSON: {error}.") from None
-    if not isinstance(data, dict) or data.get("stage") not in CONFIG_TYPES:
+    if not isinstance(data, dict) or data.get("stage") not in list(CONFIG_TYPES):
         got = data.get("stage") if isinstance(data, dict) else type(data).__name__
         raise UserError(
-            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(CONFIG_TYPES)}, not {got!r}."
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(CONFIG_TYPES)}, not {shown(got)}."
         )
     try:
         return _from_dict(CONFIG_TYPES[data.pop("stage")], data, "")
@@ -217,7 +232,7 @@ def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
         stage = stage_type(hints[name])
         if stage is not None and not (value is None and _alternatives(hints[name])[1]):
             if not isinstance(value, dict):
-                raise UserError(f"{name} must be an object with the stage's fields, not {value!r}.")
+                raise UserError(f"{name} must be an object with the stage's fields, not {shown(value)}.")
             values[name] = _from_dict(stage, value, f"{name}.")
         else:
             values[name] = checked_value(prefix + name, hints[name], value)
@@ -250,6 +265,11 @@ def load_config(spec: str) -> Config:
     either with ':VARIANT' behind it; or a run's config.json, or the run's folder. Raises UserError.
     """
     path, variant = pathlib.Path(spec), None
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:  # ValueError: NUL, or half of a surrogate pair
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"--config {shown(spec, 200)}: no file can have that name.") from None
     if not path.exists() and ":" in path.name:
         name, _, variant = spec.rpartition(":")
         path = pathlib.Path(name)
@@ -268,6 +288,8 @@ def load_config(spec: str) -> Config:
         return checked_types(config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: get_config returned a config that holds itself.") from None
 
 
 def _read(path: pathlib.Path, spec: str) -> str:
@@ -298,29 +320,40 @@ def _run_file(path: pathlib.Path, variant: str | None) -> Config:
         if not hasattr(module, "get_config"):
             raise UserError(f"{path} defines no get_config(variant=None) that returns a config.")
         variants = getattr(module, "VARIANTS", {})
+        if not isinstance(variants, dict | list | tuple | set | frozenset):
+            raise UserError(f"{path}: VARIANTS is of type {type(variants).__name__}; it must be a dict or a list.")
         if variant is not None and variant not in variants:
-            known = f"It has {', '.join(variants)}." if variants else "It has none (no VARIANTS)."
+            known = f"It has {', '.join(map(str, variants))}." if variants else "It has none (no VARIANTS)."
             raise UserError(f"{path.name} has no variant {variant!r}. {known}")
         config = module.get_config() if variant is None else module.get_config(variant)
     except UserError:
         raise
     except SyntaxError as error:
-        raise UserError(f"{path}, line {error.lineno}: {error.msg}.") from None
-    except Exception as error:  # whatever the user's own code raises
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise UserError(f"{path}{where}: {error.msg}.") from None
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # whatever the user's own code raises, sys.exit too
         raise UserError(_explain(path, error)) from error
+    if inspect.iscoroutine(config):
+        config.close()  # or Python warns that nobody awaited it
     if type(config) not in CONFIG_TYPES.values():
         kinds = ", ".join(t.__name__ for t in CONFIG_TYPES.values())
         raise UserError(f"{path}: get_config returned {type(config).__name__}; it must return one of {kinds}.")
     return config
 
 
-def _explain(path: pathlib.Path, error: Exception) -> str:
+def _explain(path: pathlib.Path, error: BaseException) -> str:
     """One line on an exception in a config file, with the nearest field where a field's name is unknown."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     where = f"{path}, line {frames[-1].lineno}" if frames else str(path)
-    text = f"{where}: {type(error).__name__}: {error}."
-    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-        config_name, field = str(error).split(".")[0], str(error).rsplit("'", 2)[1]
+    try:
+        said = str(error)
+    except Exception:  # the user's own class
+        said = "(its message cannot be written)"
+    text = f"{where}: {type(error).__name__}: {said}."
+    if isinstance(error, TypeError) and re.match(r"\w+\.__init__\(\) got an unexpected keyword argument '", said):
+        config_name, field = said.split(".")[0], said.rsplit("'", 2)[1]
         known = {t.__name__: t for t in CONFIG_TYPES.values()}.get(config_name)
         return text + (_what_became_of(field, known) if known else "")
     return text

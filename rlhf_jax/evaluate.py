@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhf_jax.folder import write_atomically
 from rlhf_jax.metrics import json_text
+from rlhf_jax.text import printable
 
 Z95 = 1.959963984540054  # 97.5 % point of the normal distribution
 
@@ -197,11 +198,13 @@ def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) ->
         for response in responses:
             gold = response.get("gold")
             heads.append(response["name"] if gold is None else f"{response['name']} (gold {gold:.2f})")
-            texts.append(textwrap.wrap(" ".join(response["text"].split()), each) or ["(empty)"])
+            texts.append(textwrap.wrap(printable(" ".join(response["text"].split())), each) or ["(empty)"])
         heads = _same_height([textwrap.wrap(head, each) for head in heads])
         columns = _same_height([[*head, "-" * each, *text] for head, text in zip(heads, texts)])
         lines = [" | ".join(cell.ljust(each) for cell in line).rstrip() for line in zip(*columns)]
-        post = [part for line in sample["post"].splitlines() for part in (textwrap.wrap(line, width) or [""])]
+        post = [
+            part for line in printable(sample["post"]).splitlines() for part in (textwrap.wrap(line, width) or [""])
+        ]
         blocks.append("\n".join([f"== Sample {number}", *post, "", *lines]))
     return "\n\n".join(blocks)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import json
 import os
 import re
@@ -23,21 +22,14 @@ from typing import Any
 import jax
 
 from rlhf_jax import distributed
+from rlhf_jax.differences import MAY_DIFFER, differences
 from rlhf_jax.distributed import is_main
 from rlhf_jax.lock import Lock
 from rlhf_jax.metrics import json_text, with_floats
+from rlhf_jax.text import parse_json
 from rlhf_jax.types import UserError
 
-# How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
-NOT_KEPT = (*distributed.OPTIONS, "topology")
-# Options that change nothing that a run computes, so that it may be continued with others.
-MAY_DIFFER = (
-    *("run_dir", "resume", "override_resume", "dry_run", "logging_steps", "report_to", "save_*", "max_minutes"),
-    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
-)
-# Options that change where and in which parts it is computed: the same but for rounding.
-ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
-ROUNDING += ("deterministic",)
+EXPORTS = ("policy", "value", "reward_model")
 
 
 def write_atomically(path: str, text: str) -> None:
@@ -53,43 +45,6 @@ def write_atomically(path: str, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
-    """Whether an option is one of `patterns`, in which `*` stands for anything."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as {'a.b': value}, values as JSON has them (tuples are lists)."""
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = json.loads(json.dumps(value))
-    return flat
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
-    """What distinguishes two configs, one line an option: 'name: old -> new'.
-
-    Args:
-      old, new: configs as dicts, nested or not.
-      may_differ: options to pass over; `*` stands for anything.
-
-    Returns:
-      Lines in the order of the new config, options that only the old one has last.
-    """
-    old, new = flatten(old), flatten(new)
-    lines = []
-    for name in dict.fromkeys([*new, *old]):
-        if matches(name.split(".")[-1], may_differ):
-            continue
-        before, after = (json.dumps(c[name]) if name in c else "(no such option)" for c in (old, new))
-        if before != after:
-            lines.append(f"{name}: {before} -> {after}")
-    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +199,7 @@ class RunFolder:
             return None
         try:
             with open(self.mark, encoding="utf-8") as file:
-                found = json.load(file)
+                found = parse_json(file.read())
             return {"step": found["step"], "metrics": with_floats(found["metrics"]), "paths": dict(found["paths"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -312,8 +267,10 @@ def _may_write(path: str):
     """UserError where a folder cannot be made or written to."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"--run_dir {path} cannot be written to ({error.strerror or error}): give another") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"--run_dir {path} cannot be written: {error}. Give another folder") from error
 
 
 def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
@@ -368,19 +325,37 @@ def check(
     else:
         _refuse_strangers(folder, run_dir)
     finished = folder.finished() if used else None
+    if finished is None:
+        _refuse_links(folder)
     if resume == "must" and finished is None and not (used and folder.has_checkpoint()):
         raise UserError(f"--resume is must, but --run_dir {run_dir} holds no checkpoint to continue from")
     return finished
 
 
 def _refuse_files(folder: RunFolder, run_dir: str) -> None:
-    """A file in the place of the folder or of one above it."""
+    """A name that no folder can have, a link to nowhere, a file in the place of the folder or of one above it."""
+    if "\0" in run_dir:
+        raise UserError(f"--run_dir {run_dir} holds a NUL character. Give a folder")
+    if os.path.expanduser(run_dir).startswith("~"):
+        raise UserError(f"--run_dir {run_dir}: there is no user of that name. Write ./{run_dir} for a folder called so")
+    if os.path.islink(folder.path) and not os.path.exists(folder.path):
+        raise UserError(f"--run_dir {run_dir} is a link to {os.readlink(folder.path)}, which is not there")
     nearest = folder.path
     while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
         nearest = os.path.dirname(nearest)
     if os.path.exists(nearest) and not os.path.isdir(nearest):
         what = "is a file" if nearest == folder.path else f"cannot be made: {nearest} is a file"
         raise UserError(f"--run_dir {run_dir} {what}. Give a folder")
+
+
+def _refuse_links(folder: RunFolder) -> None:
+    """A link in the place of a model, through which the final model would overwrite another."""
+    for name in EXPORTS:
+        if os.path.islink(path := os.path.join(folder.path, name)):
+            raise UserError(
+                f"{path} is a link to {os.readlink(path)}: the final model would be written over what is there. "
+                "Remove the link, or give another --run_dir"
+            )
 
 
 def _refuse_strangers(folder: RunFolder, run_dir: str) -> None:
@@ -397,8 +372,8 @@ def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
     """The config of the run whose folder this is; a model's folder, say, has a config.json too."""
     try:
         with open(folder.config, encoding="utf-8") as file:
-            old = json.load(file)
-    except ValueError as error:
+            old = parse_json(file.read())
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder.config} is no JSON ({error}): give another --run_dir") from error
     if not isinstance(old, dict) or "stage" not in old:
         raise UserError(f"--run_dir {run_dir} is no run's folder (its config.json names no stage): give another folder")

@@ -16,6 +16,7 @@ from rlhf_jax.callbacks import Control
 from rlhf_jax.config import StageConfig
 from rlhf_jax.rewards import RewardFailure
 from rlhf_jax.stops import Asked, Stopped, Stops
+from rlhf_jax.text import printable
 from rlhf_jax.types import UserError
 
 
@@ -238,10 +239,10 @@ def sample_now(config: StageConfig, step: int, total: int, last: bool) -> bool:
 def warn(text: str) -> None:
     """A warning for the terminal, from the first process only."""
     if distributed.is_main():
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
     """A line for the terminal, from the first process only."""
     if distributed.is_main():
-        print(line, flush=True)
+        print(printable(line), flush=True)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -19,6 +20,9 @@ import numpy as np
 from rlhf_jax.distributed import is_main
 from rlhf_jax.types import UserError
 
+# json.dumps escapes what is below the blank. The rest of what a terminal would obey, or what UTF-8 has no form for, is
+# inside strings too, and \uXXXX is the same character there.
+_OUTSIDE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -60,7 +64,8 @@ def json_text(value: Any, indent: int | None = None) -> str:
             x = x.tolist()
         return [clean(v) for v in x] if isinstance(x, (list, tuple)) else json_value(x)
 
-    return json.dumps(clean(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(clean(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _OUTSIDE_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ import platform
 import re
 from typing import Any
 
-from rlhf_jax.folder import matches, write_atomically
+from rlhf_jax.differences import matches
+from rlhf_jax.folder import write_atomically
 from rlhf_jax.metrics import short_number
+from rlhf_jax.text import printable
 
 _METHODS = {
     "sft": "supervised fine-tuning",
@@ -114,7 +116,8 @@ def _on_hub(name: str | None) -> bool:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    text = re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1?...", str(value))  # a URL's query may hold a secret
+    return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
 def write_model_card(

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_jax.text import printable
+
 Row = dict[str, Any]
 
 
@@ -22,9 +24,9 @@ def unique_prompts(rows: Sequence[Row]) -> list[Row]:
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: numbers to 2 decimals, anything else as text."""
+    """A value as a table shows it: numbers to 2 decimals, anything else as text, which `printable` makes safe."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return printable(str(value))
     return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
@@ -40,10 +42,12 @@ def show(rows: Sequence[Row], title: str, limit: int | None = None, stream: Text
     if not rows:
         return
     shown = rows if limit is None else rows[:limit]
-    table = Table(title=title, show_lines=True, title_justify="left")
+    table = Table(title=Text(printable(title)), show_lines=True, title_justify="left")
     for name in rows[0]:
         of_numbers = all(isinstance(row.get(name), (int, float)) for row in shown)
-        table.add_column(name, justify="right" if of_numbers else "left", overflow="fold", no_wrap=of_numbers)
+        table.add_column(
+            Text(printable(name)), justify="right" if of_numbers else "left", overflow="fold", no_wrap=of_numbers
+        )
     for row in shown:
         # Text, not markup: a completion may hold [brackets].
         table.add_row(*(Text(cell(row.get(name, ""))) for name in rows[0]))

@@ -22,6 +22,7 @@ from rlhf_jax import (
     compile_cache,
     configfile,
     determinism,
+    differences,
     distributed,
     folder,
     footprint,
@@ -29,6 +30,7 @@ from rlhf_jax import (
     metrics,
     model_card,
     plan,
+    text,
 )
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
@@ -59,6 +61,7 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
     something the user gave is wrong, or 1 when other processes were not found."""
+    text.never_fail_to_print()
     try:
         config = command.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
@@ -171,13 +174,13 @@ def run_stage(
     """One stage from start to end."""
     name = stage_name(config)
     options = json.loads(configfile.to_json(config))
-    options = {option: value for option, value in options.items() if option not in folder.NOT_KEPT}
+    options = {option: value for option, value in options.items() if option not in differences.NOT_KEPT}
     if config.dry_run:
         plan.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
     # Micro-batches that show in the numbers may not change; those that do not, may.
-    same = () if config.micro_batches_show else folder.ROUNDING
-    whose = (config.run_dir, options, config.resume, (*folder.MAY_DIFFER, *same), config.override_resume)
+    same = () if config.micro_batches_show else differences.ROUNDING
+    whose = (config.run_dir, options, config.resume, (*differences.MAY_DIFFER, *same), config.override_resume)
     finished = distributed.from_first(lambda: folder.check(*whose))
     if finished is not None:
         say(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")

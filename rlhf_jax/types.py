@@ -10,15 +10,23 @@ from typing import Any
 import flax
 import jax
 
+from rlhf_jax import text
+
 Array = jax.Array
 Params = dict[str, Any]
 Metrics = dict[str, Array]
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong: an option, a file, a row, a tensor. Says which one, and what to do."""
+    """Something the user gave is wrong: an option, a file, a row, a tensor. Says which one, and what to do.
+
+    Its text is safe to show: see `text.message`.
+    """
 
     status = 2  # the command's exit code
+
+    def __init__(self, *args: Any):
+        super().__init__(*(text.message(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 @flax.struct.dataclass

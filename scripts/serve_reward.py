@@ -1,19 +1,26 @@
 """Serves a reward model over HTTP, for --reward_server of a run elsewhere.
 
+    export RLHF_JAX_REWARD_TOKEN=$(python -c "import secrets; print(secrets.token_urlsafe())")
     python scripts/serve_reward.py --model runs/tldr/reward/reward_model --port 8000
 
 POST /score {"prompts": [...], "completions": [...]} answers {"scores": [...]}, a finite number a row: the model's score
 at the eos after prompt + completion, tokenised as one text by the model's own tokenizer. Lists of messages in place of
-texts go through the tokenizer's chat template. GET /health answers {"status": "ok", ...}.
+texts go through the tokenizer's chat template. GET /health answers {"status": "ok"}.
+
+It listens on loopback, where other users of the machine can connect too, and so wants a bearer token. The size of a
+body, its rows, the connections at a time and the seconds in which a request must have arrived are bounded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
+import ipaddress
 import json
 import math
 import os
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,11 +32,18 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.models import hf
+from rlhf_jax.text import never_fail_to_print, parse_json
 from rlhf_jax.trainers import reward
 from rlhf_jax.types import UserError
 
 MAX_BODY = 32 << 20  # bytes
+MAX_ROWS = 65_536  # of a request; an empty row costs a forward pass too
 IDLE = 60.0  # seconds that a connection may stay silent
+ARRIVAL = 120.0  # seconds until a whole request must be there: bytes that trickle are not silence
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 33\r\nConnection: close\r\n\r\n" + b'{"error": "too many connections"}'
+)
 
 
 class BadRequest(Exception):
@@ -70,6 +84,9 @@ class Scorer:
     def scores(self, prompts: list, completions: list) -> list[float]:
         """One float a row; BadRequest names the row that cannot be scored."""
         texts = [self._text(row, *pair) for row, pair in enumerate(zip(prompts, completions, strict=True))]
+        for row, text in enumerate(texts):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise BadRequest(400, f"row {row} holds a surrogate without its other half")
         ids = [[*row, self._tokenizer.eos_id] for row in self._tokenizer.encode_batch(texts)]
         for row, tokens in enumerate(ids):
             if len(tokens) > self._longest:
@@ -107,16 +124,46 @@ class Scorer:
         raise BadRequest(400, f"row {row}: prompt and completion must both be texts, or both lists of messages")
 
 
-def make_server(scorer: Scorer, name: str, host: str, port: int, token: str) -> ThreadingHTTPServer:
-    """A server, bound and not yet serving; an empty token: everybody may ask."""
+def make_server(
+    scorer: Scorer,
+    host: str,
+    port: int,
+    token: str,
+    *,
+    max_connections: int = 64,
+    arrival: float = ARRIVAL,
+) -> ThreadingHTTPServer:
+    """A server, bound and not yet serving.
+
+    Args:
+      scorer: see `Scorer`.
+      host, port: to listen on.
+      token: that requests must carry; empty: everybody may ask.
+      max_connections: at a time; who comes beyond them gets 503.
+      arrival: seconds in which a request must have arrived.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = IDLE
 
+        def setup(self) -> None:
+            super().setup()
+            self._late = threading.Timer(arrival, self._cut)
+            self._late.daemon = True
+            self._late.start()
+
+        def _cut(self) -> None:
+            with contextlib.suppress(OSError):  # the client may have left
+                self.connection.shutdown(socket.SHUT_RD)
+
+        def finish(self) -> None:
+            self._late.cancel()
+            super().finish()
+
         def do_GET(self) -> None:
             if self.path.split("?")[0] == "/health":
-                self._send(200, {"status": "ok", "model": name})
+                self._send(200, {"status": "ok"})
             else:
                 self._send(404, {"error": "there are GET /health and POST /score"})
 
@@ -126,48 +173,61 @@ def make_server(scorer: Scorer, name: str, host: str, port: int, token: str) -> 
             except BadRequest as error:
                 self._send(error.status, {"error": str(error)})
             except Exception as error:
-                self._send(500, {"error": f"{type(error).__name__}: {error}"})
+                self._send(500, {"error": f"{type(error).__name__}; the server's log says more"})
                 raise
 
         def _scores(self) -> list[float]:
+            given = self.headers.get("Authorization", "").encode()
+            if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+                self._forget()  # nobody's memory is filled before this
+                raise BadRequest(401, "a bearer token is needed, and the right one")
             body = self._body()
             if self.path.split("?")[0] != "/score":
                 raise BadRequest(404, "there are GET /health and POST /score")
-            given = self.headers.get("Authorization", "").encode()
-            if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                raise BadRequest(401, "a bearer token is needed, and the right one")
+            self._late.cancel()
             try:
-                asked = json.loads(body)
-            except (ValueError, RecursionError) as error:
+                asked = parse_json(body)
+            except ValueError as error:
                 raise BadRequest(400, f"the body is no JSON: {error}") from None
             columns = [asked.get(key) if isinstance(asked, dict) else None for key in ("prompts", "completions")]
             if not all(isinstance(column, list) for column in columns):
                 raise BadRequest(400, 'the body must be {"prompts": [...], "completions": [...]}')
             if len(columns[0]) != len(columns[1]):
                 raise BadRequest(400, f"{len(columns[0])} prompts but {len(columns[1])} completions")
+            if len(columns[0]) > MAX_ROWS:
+                raise BadRequest(413, f"a request may have {MAX_ROWS} rows, this one has {len(columns[0])}")
             return scorer.scores(*columns)
 
-        def _body(self) -> bytes:
+        def _length(self) -> int:
             length = self.headers.get("Content-Length", "")
-            if not length.isdecimal():
+            if not (length.isascii() and length.isdecimal() and len(length) < 16):
                 raise BadRequest(411, "Content-Length is needed")
-            length = int(length)
-            if length <= MAX_BODY:
-                return self.rfile.read(length)
-            # Read on and forget, within reason: a connection that is closed before would lose the answer too.
-            left = min(length, 4 * MAX_BODY)
+            return int(length)
+
+        def _body(self) -> bytes:
+            length = self._length()
+            if length > MAX_BODY:
+                self._forget()
+                raise BadRequest(413, f"a body may have {MAX_BODY} bytes, this one has {length}: send fewer rows")
+            body = self.rfile.read(length)
+            if len(body) < length:
+                raise BadRequest(408, f"only {len(body)} of {length} bytes came within {arrival:g} s")
+            return body
+
+        def _forget(self) -> None:
+            """Reads the body and keeps none of it, within reason: a connection closed before loses the answer too."""
+            left = min(self._length(), 4 * MAX_BODY)
             while left > 0 and (piece := self.rfile.read(min(left, 1 << 20))):
                 left -= len(piece)
-            raise BadRequest(413, f"a body may have {MAX_BODY} bytes, this one has {length}: send fewer rows")
 
         def _send(self, status: int, answer: dict[str, Any]) -> None:
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
-            if status != 200:  # what is left of the request may not be taken for the next one
-                self.send_header("Connection", "close")
-                self.close_connection = True
+            # One request a connection: what is left of it is never taken for the next, and none waits in a slot.
+            self.send_header("Connection", "close")
+            self.close_connection = True
             self.end_headers()
             self.wfile.write(body)
 
@@ -177,12 +237,39 @@ def make_server(scorer: Scorer, name: str, host: str, port: int, token: str) -> 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
+        slots = threading.BoundedSemaphore(max_connections)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if not self.slots.acquire(blocking=False):
+                with contextlib.suppress(OSError):
+                    request.setblocking(False)
+                    request.send(BUSY)
+                self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread could be started
+                self.slots.release()
+                raise
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.slots.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
             if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a client may leave early
                 super().handle_error(request, client_address)
 
     return Server((host, port), Handler)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def main() -> int:
@@ -193,21 +280,34 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="reward-model checkpoint: a folder or a hub name")
     parser.add_argument("--revision", help="hub revision")
     parser.add_argument("--tokenizer", help="folder or hub name, where the checkpoint has none of its own")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: any, then set --token_env")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: any")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed")
     parser.add_argument("--max_batch", type=int, default=32, help="rows of a forward pass")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="compute dtype")
-    parser.add_argument("--token_env", help="environment variable with the bearer token that requests must carry")
+    parser.add_argument("--max_connections", type=int, default=64, help="at a time; beyond them the answer is 503")
+    parser.add_argument(
+        "--token_env",
+        default="RLHF_JAX_REWARD_TOKEN",
+        help="environment variable with the bearer token that requests must carry",
+    )
+    parser.add_argument("--no_token", action="store_true", help="anybody on this machine may ask; on loopback only")
     args = parser.parse_args()
+    never_fail_to_print()
     try:
-        token = os.environ.get(args.token_env, "").strip() if args.token_env else ""
-        if args.token_env and not token:
-            raise UserError(f"--token_env {args.token_env}: this environment variable is not set")
-        if args.max_batch < 1:
-            raise UserError(f"--max_batch is {args.max_batch}; it must be at least 1")
+        token = "" if args.no_token else os.environ.get(args.token_env, "").strip()
+        if args.no_token and not is_loopback(args.host):
+            raise UserError(f"--no_token with --host {args.host}: without a token it listens on loopback only")
+        if not args.no_token and not token:
+            raise UserError(
+                f"--token_env {args.token_env}: this environment variable is not set. Set it here and where the run "
+                "is, or give --no_token to let everybody on this machine ask"
+            )
+        for option in ("max_batch", "max_connections"):
+            if getattr(args, option) < 1:
+                raise UserError(f"--{option} is {getattr(args, option)}; it must be at least 1")
         scorer = Scorer(args.model, args.revision, args.tokenizer, args.max_batch, args.dtype)
         try:
-            server = make_server(scorer, args.model, args.host, args.port, token)
+            server = make_server(scorer, args.host, args.port, token, max_connections=args.max_connections)
         except (OSError, OverflowError) as error:
             raise UserError(f"--host {args.host} --port {args.port}: {error}") from error
     except UserError as error:

@@ -153,7 +153,7 @@ def test_a_served_model_gives_the_rewards_of_the_model_itself(checkpoints, tmp_p
     policy["learning_rate"] = 1e-4
     model = {"reward_model_path": checkpoints["one"], "reward_input": "text"}
     of_model = rlhf_jax.run(rloo(tmp_path / "model", **policy, **model))
-    with serving(checkpoints["one"], "--max_batch", "4") as url:
+    with serving(checkpoints["one"], "--max_batch", "4", "--no_token") as url:
         of_server = rlhf_jax.run(rloo(tmp_path / "server", **policy, reward_server=url, reward_server_batch_size=3))
     ended = [line["completions/clipped_ratio"] for line in lines(of_server.run_dir)]
     assert ended == [0.0] * 3 and lines(of_server.run_dir)[0]["completions/max_length"] > 1

@@ -538,8 +538,8 @@ def test_the_server_says_what_it_cannot_start_with(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         started = [
-            (start("--model", str(tmp_path / "nothing")), "neither a local folder nor"),
-            (start("--model", str(checkpoint), "--port", port), f"--port {port}: .*in use"),
+            (start("--no_token", "--model", str(tmp_path / "nothing")), "neither a local folder nor"),
+            (start("--no_token", "--model", str(checkpoint), "--port", port), f"--port {port}: .*in use"),
             (start("--model", str(checkpoint), "--token_env", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE.*is not set"),
         ]
         try:

@@ -15,7 +15,14 @@ from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs
 from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts
 from rlhf_jax.data.scoring import reward_tokens
 from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.data.tokens import Tokenizer, check_same_tokenizer, load_tokenizer, same_tokenizer, save_tokenizer
+from rlhf_jax.data.tokens import (
+    Tokenizer,
+    check_made_for,
+    check_same_tokenizer,
+    load_tokenizer,
+    same_tokenizer,
+    save_tokenizer,
+)
 
 __all__ = [
     "DataReport",
@@ -27,6 +34,7 @@ __all__ = [
     "Rows",
     "Tokenizer",
     "bucket",
+    "check_made_for",
     "check_same_tokenizer",
     "default_buckets",
     "eval_sets",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlhf_jax.text import parse_json
 from rlhf_jax.types import UserError
 
 SUFFIXES = {
@@ -119,7 +120,7 @@ def _read_json_lines(path: str) -> Rows:
                 if wrong := _not_utf8(line):
                     rows.append(Malformed(f"{wrong[1]} {wrong[0] + 1}"))
                 else:
-                    rows.append(json.loads(line))
+                    rows.append(parse_json(line))
             except json.JSONDecodeError as error:
                 rows.append(Malformed(f"{_not_json(error)} at character {error.pos + 1}"))
             places.append(f"{path}, line {number}")
@@ -132,7 +133,7 @@ def _read_json(path: str) -> Rows:
         text = file.read()
     problem = content = None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return _read_json_lines(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import warnings
 from collections.abc import Sequence
@@ -53,9 +54,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids, spaces as they are."""
+        """The text of ids, spaces as they are. What a policy of NaN draws is no id, and left out."""
         return self.hf.decode(
-            [int(i) for i in ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            [int(i) for i in ids if i >= 0], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
 
@@ -72,6 +73,8 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
         folder = huggingface_hub.snapshot_download(
             name_or_path, revision=revision, allow_patterns=[*_ON_THE_HUB, "config.json"], ignore_patterns=["*/*"]
         )
+    if not any(fnmatch.fnmatch(file, pattern) for file in os.listdir(folder) for pattern in _ON_THE_HUB):
+        raise OSError("it has no tokenizer.json")  # of a config.json alone AutoTokenizer makes an empty tokenizer
     try:
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
         if hf.eos_token_id is not None:
@@ -80,9 +83,10 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
         pass  # AutoTokenizer reads more forms, and its error is the one to show
     from transformers import AutoTokenizer
 
-    hf = AutoTokenizer.from_pretrained(folder)
+    # Said, because unsaid it asks on the terminal whether to run a repository's code.
+    hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if hf.pad_token == NEOX_DEFAULT_PAD:
-        hf = AutoTokenizer.from_pretrained(folder, pad_token=None)
+        hf = AutoTokenizer.from_pretrained(folder, pad_token=None, trust_remote_code=False)
     return hf
 
 
@@ -125,6 +129,12 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
         raise UserError(
             f"tokenizer {name_or_path!r} has no eos token: responses could not end. "
             "Set eos_token in its tokenizer_config.json."
+        )
+    last = max(hf.get_vocab().values(), default=0)
+    if vocab_size is not None and len(hf) <= vocab_size <= last:
+        raise UserError(
+            f"tokenizer {name_or_path!r} has an id {last}, but the model's embedding has {vocab_size} rows: "
+            "they do not belong together; give tokenizer_name_or_path the model's own tokenizer"
         )
     if vocab_size is not None and len(hf) > vocab_size:
         raise UserError(
@@ -171,6 +181,32 @@ def _first_difference(
         if pair[0] != pair[1] and not (PAD_TOKEN in pair and None in pair):
             return i, *pair
     return None
+
+
+def check_made_for(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
+    """Checks a tokenizer that a config names against the one that a model comes with. A model that comes without is
+    trusted. A few ids that differ (special tokens of another name) are a warning.
+
+    Raises:
+      UserError: over 1% of the ids that both have mean something else to the model.
+    """
+    try:
+        other = _from_files(name_or_path, revision)
+    except Exception:  # no tokenizer there: nothing to compare
+        return
+    ours, theirs = ({i: token for token, i in hf.get_vocab().items()} for hf in (tokenizer.hf, other))
+    both = sorted(ours.keys() & theirs.keys())
+    different = [i for i in both if ours[i] != theirs[i]]
+    if not different:
+        return
+    i = different[0]
+    what = (
+        f"tokenizer_name_or_path {tokenizer.name}: {len(different):,} of {len(both):,} ids mean something else to "
+        f"{name_or_path}; id {i} is {theirs[i]!r} there and {ours[i]!r} here"
+    )
+    if len(different) * 100 > len(both):
+        raise UserError(f"{what}. The model would read other words: leave the option out, or give a model made for it.")
+    warnings.warn(what, stacklevel=2)
 
 
 def same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> bool:

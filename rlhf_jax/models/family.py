@@ -86,7 +86,7 @@ class Model:
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
         """The model of a config.json; UserError names the key, the value and `where` for what we cannot run."""
         model_type = config.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UserError(
                 f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
             )

@@ -21,6 +21,7 @@ ARCHITECTURES = ("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification", "GPTN
 _SAME_NAME = tuple(
     field.name for field in dataclasses.fields(GPTNeoXConfig) if field.name not in ("rotary_pct", "rotary_emb_base")
 )
+MOST_LAYERS = 10_000  # a list of a layer's tensors is made for each, before any file is opened
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _NATURAL = (*_REQUIRED, "max_position_embeddings")
 
@@ -31,6 +32,8 @@ def check(config: GPTNeoXConfig, where: str) -> None:
         value = getattr(config, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: {key} is {value!r}; it must be a positive whole number.")
+        if value > (MOST_LAYERS if key == "num_hidden_layers" else 2**31 - 1):
+            raise UserError(f"{where}: {key} is {value!r}, more than any model has.")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(field.default, bool) and not isinstance(value, bool):

@@ -15,6 +15,7 @@ import safetensors
 import safetensors.numpy
 
 from rlhf_jax.models import torch_bin
+from rlhf_jax.text import parse_json
 from rlhf_jax.types import UserError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -84,7 +85,7 @@ def fingerprint_of(folder: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; UserError, naming the file, when it is absent or not one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:

@@ -3,7 +3,8 @@
     POST {"prompts": [...], "completions": [...]}  ->  {"scores": [1.5, null, ...]}
 
 Texts, or lists of messages; null is None, 'not applicable'; "rewards" is read as "scores". scripts/serve_reward.py is
-such a server. Redirects are not followed and no proxy is used: the token goes to the named host alone.
+such a server. Redirects are not followed and no proxy is used: the token goes to the named host alone. It comes from
+the environment, because a config is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import datetime
 import email.utils
 import http.client
+import ipaddress
 import json
 import math
 import os
@@ -21,10 +23,13 @@ import socket
 import ssl
 import threading
 import urllib.parse
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.rewards import RewardFailure, as_number, show_row, shown
+from rlhf_jax.text import parse_json, printable
+from rlhf_jax.text import shown as whole
 from rlhf_jax.types import UserError
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
@@ -80,6 +85,14 @@ class RemoteReward:
         self._token = os.environ.get(token_env, "").strip() if token_env else ""
         if not (self._token.isascii() and self._token.isprintable() and " " not in self._token):
             raise UserError(f"${token_env}, the reward server's token, has characters that no HTTP header may carry")
+        # As servers may quote it back: as it is, inside JSON, inside a URL.
+        forms = {self._token, json.dumps(self._token)[1:-1], urllib.parse.quote(self._token, safe="")}
+        self._secrets = sorted(forms - {""}, key=len, reverse=True)
+        if self._token and self._tls is None and not _is_loopback(self._parts.hostname):
+            warnings.warn(
+                f"the token of reward server {self.url} goes over the network in the clear; give an https:// URL",
+                stacklevel=2,
+            )
 
     async def __call__(self, prompts: Sequence, completions: Sequence) -> list[float | None]:
         """Scores of B rows.
@@ -114,7 +127,9 @@ class RemoteReward:
         return RewardFailure(f"reward server {self.url}: {self._redacted(text)}")
 
     def _redacted(self, text: str) -> str:
-        return text.replace(self._token, "***") if self._token else text
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     # --- one slice of the rows
 
@@ -153,8 +168,8 @@ class RemoteReward:
         got = f"status {answer.status}, but"
         body = shown(self._redacted(answer.body.decode(errors="replace")))
         try:
-            found = json.loads(answer.body)
-        except (ValueError, RecursionError):
+            found = parse_json(answer.body)
+        except ValueError:
             raise self._failure(f"{got} no JSON: {body}. {first}") from None
         scores = found.get("scores", found.get("rewards")) if isinstance(found, dict) else None
         if not isinstance(scores, list):
@@ -169,7 +184,9 @@ class RemoteReward:
             except ValueError:
                 here = show_row(row, prompts, completions).replace(f"Row {row}", f"Row {start + row}", 1)
                 wanted = "a score is a finite number, or null where it does not apply"
-                raise self._failure(f"{got} a score of {shown(score)}; {wanted}. {here}") from None
+                text = self._redacted(score if isinstance(score, str) else whole(score, MAX_ANSWER))
+                said = shown(text) if isinstance(score, str) else _brief(text)
+                raise self._failure(f"{got} a score of {said}; {wanted}. {here}") from None
         return scores
 
     # --- one request
@@ -201,15 +218,16 @@ class RemoteReward:
             return None, f"no whole answer within {self._timeout:g} s"
         except ssl.SSLCertVerificationError as error:
             raise self._failure(f"its certificate is not trusted: {error.verify_message}") from error
-        except (OSError, http.client.HTTPException) as error:
-            return None, f"no answer ({type(error).__name__}: {error})"
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return None, f"no answer ({type(error).__name__}: {_brief(self._redacted(str(error)))})"
         finally:
             exchange.abort()
         if len(answer.body) > MAX_ANSWER:
             raise self._failure(f"status {answer.status}, and an answer of over {MAX_ANSWER >> 20} MiB")
         said = shown(self._redacted(answer.body.decode(errors="replace")))
-        to = f" to {answer.headers.get('Location')}, which is not followed" if 300 <= answer.status < 400 else ""
-        return answer, f"status {answer.status} {answer.reason}{to}: {said}"
+        to = _brief(self._redacted(str(answer.headers.get("Location"))))
+        to = f" to {to}, which is not followed" if 300 <= answer.status < 400 else ""
+        return answer, f"status {answer.status} {_brief(self._redacted(answer.reason))}{to}: {said}"
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
@@ -263,6 +281,20 @@ class _Exchange:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _brief(text: str) -> str:
+    """What a server said outside its body, for a message."""
+    text = printable(text)
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
 def _checked_url(url: str) -> urllib.parse.SplitResult:
     try:
         parts = urllib.parse.urlsplit(url)
@@ -285,7 +317,7 @@ def _retry_after(headers: Mapping[str, Any]) -> float | None:
     with contextlib.suppress(TypeError, ValueError):
         if math.isfinite(seconds := float(value)):
             return max(seconds, 0.0)
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError, IndexError):
         date = email.utils.parsedate_to_datetime(value)
         return max((date - datetime.datetime.now(datetime.UTC)).total_seconds(), 0.0)
     return None

@@ -19,6 +19,7 @@ from rlhf_jax.generate import in_chunks
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import functions as on_host
 from rlhf_jax.rewards.remote import RemoteReward
+from rlhf_jax.text import printable
 from rlhf_jax.trainers import common, reward
 from rlhf_jax.types import Array, Params, Rollout, UserError
 
@@ -374,7 +375,7 @@ class Scorer:
             if distributed.is_main():
                 for line in said["told"]:
                     who = f"process {index}: " if len(parts) > 1 else ""
-                    warnings.warn(f"{who}{line}", stacklevel=3)
+                    warnings.warn(printable(f"{who}{line}"), stacklevel=3)
         # A mean over a process' rows becomes the mean over all.
         metrics = {name: given[0][0] if len(given) == 1 else _weighted_mean(given) for name, given in values.items()}
         return failed, rewards, metrics, extra

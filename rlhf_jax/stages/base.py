@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import arithmetic, distributed, models, sharding, shares, stops
-from rlhf_jax.data import load_tokenizer, save_tokenizer
+from rlhf_jax.data import check_made_for, load_tokenizer, save_tokenizer
 from rlhf_jax.models import hf
 from rlhf_jax.stages.weights import Weights
 from rlhf_jax.trainers import common
@@ -220,7 +220,10 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     if name is None:
         raise UserError("--tokenizer_name_or_path is needed with --scratch_model: there is no model to take it from")
     revision = config.model_revision if name == model_path else None
-    return load_tokenizer(name, revision, vocab_size=model_rows)
+    tokenizer = load_tokenizer(name, revision, vocab_size=model_rows)
+    if model_path is not None and name != model_path:
+        check_made_for(tokenizer, model_path, config.model_revision)
+    return tokenizer
 
 
 def scratch_model(config, tokenizer_rows: int, max_positions: int):

@@ -1,0 +1,79 @@
+"""Text that comes from elsewhere: what of it may be shown in a terminal, and JSON of any size and depth."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import unicodedata
+from typing import Any
+
+LONGEST = 20_000
+"""Characters of a message."""
+_KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
+_HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_SUSPECT = re.compile(r"[^\x20-\x7e\n]")
+_PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may have it: line ends and tabs as they are; other control characters, which a terminal
+    would obey (escape sequences move the cursor, set titles, fill the clipboard), marks that turn the direction of
+    reading, and halves of surrogate pairs as the escapes \\x1b, \\u202e, \\ud800."""
+
+    def escaped(found: re.Match[str]) -> str:
+        character = found[0]
+        if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
+            return character
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+    return _SUSPECT.sub(escaped, text)
+
+
+def message(text: str) -> str:
+    """An error's text: `printable`, its middle left out beyond LONGEST, and the user and password of URLs as ***."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return _PASSWORD.sub("***@", printable(text))
+
+
+def has_password(text: str) -> bool:
+    """Whether there is a URL with a user or a password in it."""
+    return _PASSWORD.search(text) is not None
+
+
+def shown(value: Any, limit: int = 2000) -> str:
+    """repr of anything, its middle left out beyond `limit` characters; the type's name where repr itself fails."""
+    try:
+        text = repr(value)
+    except Exception:  # an object's own code
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """json.loads, which has other errors for what is nested too deep and for numbers that are too long.
+
+    Raises:
+      json.JSONDecodeError: whatever is wrong.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("Nested too deep", "", 0) from None
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"Not UTF-8 ({error.reason})", "", 0) from None
+    except ValueError:  # Python's limit on the digits of a whole number
+        raise json.JSONDecodeError("A number of too many digits", "", 0) from None
+
+
+def never_fail_to_print() -> None:
+    """Lets standard output show what its encoding lacks as escapes, in place of ending the run: a completion may hold
+    any character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
