@@ -137,6 +137,14 @@ def alone(prompts, trainer_state, **_):
     return [0.0] * len(prompts)
 
 
+async def told(prompts, completions, trainer_state, **_):
+    """As slowly, under its name, and a signal to one process in update 2."""
+    if process() == int(os.environ["TOLD"]) and trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.3)
+    return await slowly(prompts, completions)
+
+
 def dying(prompts, trainer_state, **_):
     if process() == int(os.environ["DIES"]) and trainer_state.global_step == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -345,6 +353,22 @@ def test_a_reward_that_fails_on_one_process_ends_all_with_one_error(folder, func
     # What was done is saved, as with one process.
     assert "stopped by an error after update 1, which is saved" in texts[0]
     assert (run_dir / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_process_stops_all_at_the_same_point(runs, folder, tmp_path, who):
+    reward = ("--reward_funcs", f"{folder / 'rewards.py'}:brevity", f"{folder / 'rewards.py'}:told")
+    run_dir = tmp_path / "run"
+    own = ("--run_dir", str(run_dir), "--save_steps", "0", "--override_resume")
+    codes, texts = Started(folder, "two", "rloo", *reward, *own, TOLD=str(who)).ends()
+    assert codes == [75, 75], texts
+    said = "rloo: stopped by SIGTERM after update 1, which is saved; the same command continues"
+    assert all(said in text for text in texts)
+    assert os.listdir(run_dir / "checkpoints") == ["1"]
+    reward = ("--reward_funcs", f"{folder / 'rewards.py'}:brevity", f"{folder / 'rewards.py'}:slowly")
+    codes, texts = Started(folder, "two", "rloo", *reward, *own).ends()
+    assert codes == [0, 0], texts
+    assert (run_dir / "metrics.jsonl").read_bytes() == (runs / "two" / "rloo" / "metrics.jsonl").read_bytes()
 
 
 def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_path):
