@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -164,18 +165,15 @@ class MetricLogger:
         self._seconds: deque[float] = deque(maxlen=20)
         self._files: dict[str, TextIO] = {}
         self._board = None
-        writer = _tensorboard(report_to)
+        board = _tensorboard(report_to)
         self._clock = time.perf_counter()
         if not is_main():
             return
         os.makedirs(folder, exist_ok=True)
         for name in ("metrics", "timings"):
             self._files[name] = open(os.path.join(folder, f"{name}.jsonl"), "a", encoding="utf-8")
-        if writer is not None:
-            purge = start_step + 1 if start_step else None
-            # A name of its own for each file: the writer's own names repeat within a second.
-            suffix = f".{time.time_ns()}"
-            self._board = writer(os.path.join(folder, "tensorboard"), purge_step=purge, filename_suffix=suffix)
+        if board is not None:
+            self._board = board(os.path.join(folder, "tensorboard"), start_step)
 
     def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
         """Takes the metrics of update `step`, and reads and writes those of the update before.
@@ -200,7 +198,7 @@ class MetricLogger:
     def text(self, step: int, name: str, markdown: str) -> None:
         """A text for TensorBoard's text page; nothing without TensorBoard."""
         if self._board is not None:
-            self._board.add_text(name, markdown, step)
+            self._board.text(step, name, markdown)
 
     def flush(self) -> None:
         """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
@@ -230,7 +228,7 @@ class MetricLogger:
             self._files[name].flush()
         if self._board is not None:
             for name, value in {**metrics, **timings}.items():
-                self._board.add_scalar(name, value, step)
+                self._board.scalar(step, name, value)
             self._board.flush()
 
     def line(self, step: int, metrics: dict[str, Any]) -> str:
@@ -282,9 +280,48 @@ def _tensorboard(report_to: Sequence[str] | str):
         raise UserError(f"--report_to {unknown[0]}: only 'tensorboard' and 'none' are supported")
     if "tensorboard" not in wanted:
         return None
-    try:
-        from tensorboardX import SummaryWriter  # a second to import: only when used
-    except ImportError as error:
-        raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none") from error
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none")
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # it tells of every NaN, which the terminal shows anyway
-    return SummaryWriter
+    return Board
+
+
+class Board:
+    """An event file of TensorBoard. What was written is on disk when `flush` returns.
+
+    tensorboardX's SummaryWriter promises as much, but hands events to a thread that its flush does not wait for: a
+    killed run lost those of updates that its checkpoint already held.
+    """
+
+    def __init__(self, folder: str, start_step: int = 0):
+        """A new file in `folder`, which has TensorBoard drop what earlier files hold after `start_step`, if above 0."""
+        from tensorboardX import summary  # a second to import: only when used
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        os.makedirs(folder, exist_ok=True)
+        # A name of its own for each file: the writer's own names repeat within a second.
+        self._writer = EventsWriter(os.path.join(folder, "events"), f".{time.time_ns()}")
+        self._summary, self._event = summary, event_pb2.Event
+        if start_step:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(start_step + 1, session_log=start)
+
+    def _write(self, step: int, **what: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, **what))
+
+    def scalar(self, step: int, name: str, value: float) -> None:
+        """A point of a curve."""
+        self._write(step, summary=self._summary.scalar(name, value))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """A text of the text page."""
+        self._write(step, summary=self._summary.text(name, markdown))
+
+    def flush(self) -> None:
+        """Returns when all is on disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._writer.close()
