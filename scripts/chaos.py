@@ -46,6 +46,9 @@ class Campaign:
         self.options, self.folder = options, options.folder.absolute()
         self.results = self.folder / "results.jsonl"
         self.kills = chaos_compare.lines_of(self.results)
+        here = {name: getattr(options, name) for name in ("signal", "processes", "resume_devices")}
+        if any({name: kill[name] for name in here} != here for kill in self.kills):
+            raise SystemExit(f"chaos: {self.folder} holds a campaign of another kind; give another --folder")
         self.cases = 1 + max((kill["case"] for kill in self.kills), default=-1)
         self.measured: dict[str, Measured] = {}
         self.began, self.before = time.monotonic(), len(self.kills)
@@ -77,20 +80,23 @@ class Campaign:
             self.measured[stage] = Measured(**{**found, **{key: numbers(found[key]) for key in ("seconds", "files")}})
 
     def measure(self, stage: str, whole: pathlib.Path) -> None:
-        """The two runs of a stage; the first compiles."""
-        watched = self.leg(stage, whole / "watched", watched=True)
-        plain = None
-        if watched.ends() is None and not any(watched.codes):
-            plain = self.leg(stage, whole)
-            plain.ends()
-        if plain is None or any(plain.codes):
-            raise SystemExit(f"chaos: {stage} does not even end without a kill; see {whole}")
-        if found := chaos_compare.differences(whole / "run", whole / "watched/run"):
+        """The two runs of a stage; the first compiles. --short makes do with the first."""
+        legs = [self.leg(stage, whole / "watched", watched=True)]
+        for plain in [False] if self.options.short else [False, True]:
+            legs += [self.leg(stage, whole)] if plain else []
+            if wrong := legs[-1].ends() or any(legs[-1].codes):
+                raise SystemExit(f"chaos: {stage} does not even end without a kill ({wrong}); see {whole}")
+        watched, plain = legs[0], legs[-1]
+        if plain is watched:
+            (whole / "watched/run").rename(whole / "run")
+        elif found := chaos_compare.differences(whole / "run", whole / "watched/run"):
             raise SystemExit(f"chaos: two uninterrupted runs of {stage} differ:\n  " + "\n  ".join(found))
         measured = Measured.of(watched.events, plain.seconds)
+        if plain is watched:
+            measured.wall -= sum(measured.seconds["compile"].values())
         (whole / "measured.json").write_text(json.dumps(vars(measured)), encoding="utf-8")
         chaos_runs.remove(whole / "watched")
-        print(f"{stage}: {plain.seconds:.0f} s uninterrupted, {watched.seconds:.0f} s with compiling", flush=True)
+        print(f"{stage}: {measured.wall:.0f} s uninterrupted, {watched.seconds:.0f} s with compiling", flush=True)
 
     def leg(self, stage: str, folder: pathlib.Path, cache: pathlib.Path | None = None, **options) -> Leg:
         """A start of a stage's run."""
@@ -171,8 +177,8 @@ class Campaign:
             kills.append(
                 {
                     **{"case": number, "stage": stage, "phase": phase, "asked": plan.phase, "when": when},
-                    **{"committed": committed_in(folder / "run"), "leg": len(kills) + 1, "signal": leg.how},
-                    **{"victim": victim, "processes": len(leg.processes), "exit": leg.codes},
+                    **{"committed": committed_in(folder / "run"), "leg": len(kills) + 1},
+                    **{"victim": victim, "exit": leg.codes},
                 }
             )
             if wrong:
@@ -182,16 +188,18 @@ class Campaign:
         if not wrong:
             leg = self.leg(stage, folder, cache, devices=self.options.resume_devices if kills else 1)
             wrong = leg.ends() or (f"continuing ends with {leg.codes}" if any(leg.codes) else None)
-        another_mesh = self.options.resume_devices > 1
+        # SIGTERM is answered with a checkpoint, where else there is none: those before the newest may be others.
+        how = {"another_mesh": self.options.resume_devices > 1, "other_checkpoints": self.options.signal == "TERM"}
         whole = self.folder / "whole" / stage / "run"
-        found = [wrong] if wrong else chaos_compare.differences(whole, folder / "run", another_mesh)
+        found = [wrong] if wrong else chaos_compare.differences(whole, folder / "run", **how)
         ended = {"legs": len(kills) + 1, "identical": not found, "difference": found[:3]}
         if not kills and found:  # a start that was never hit failed by itself
             kills = [{"case": number, "stage": stage, "phase": "none", "asked": "none", "committed": []}]
         seconds = round((time.monotonic() - began) / max(len(kills), 1), 1)
         if not found and not self.options.keep:
             chaos_runs.remove(folder)
-        return [{**kill, **ended, "seconds": seconds} for kill in kills]
+        kind = {"processes": self.options.processes, "resume_devices": self.options.resume_devices}
+        return [{**kill, **ended, **kind, "signal": self.options.signal, "seconds": seconds} for kill in kills]
 
     def run(self) -> None:
         """Cases until there are as many kills as asked for."""
@@ -199,8 +207,8 @@ class Campaign:
             fresh = self.case()
             with open(self.results, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(kill) + "\n" for kill in fresh))  # one write: a case is there or not
-            self.kills += fresh
             for kill in fresh:
+                self.kills.append(kill)
                 self.tell(kill)
 
     def tell(self, kill: dict) -> None:

@@ -26,8 +26,16 @@ CLOCKS = ("checkpoints", "tensorboard", "timings.jsonl")
 """What holds clocks or random names, and is compared by what it means."""
 
 
-def differences(whole: pathlib.Path, other: pathlib.Path, another_mesh: bool = False) -> list[str]:
-    """What distinguishes the run in `other` from the uninterrupted one, a line each; empty: nothing."""
+def differences(
+    whole: pathlib.Path, other: pathlib.Path, another_mesh: bool = False, other_checkpoints: bool = False
+) -> list[str]:
+    """What distinguishes the run in `other` from the uninterrupted one, a line each; empty: nothing.
+
+    Args:
+      whole, other: the runs' folders.
+      another_mesh: weights and metrics agree to a tolerance.
+      other_checkpoints: only the newest must be the same one.
+    """
     names = [set(files_of(folder)) for folder in (whole, other)]
     found = [f"{name} is missing" for name in sorted(names[0] - names[1])]
     found += [f"{name} is left over" for name in sorted(names[1] - names[0])]
@@ -38,8 +46,8 @@ def differences(whole: pathlib.Path, other: pathlib.Path, another_mesh: bool = F
             found += far_weights(name, whole / name, other / name)
         elif name == "metrics.jsonl":
             found += far_metrics(*(lines_of(folder / name) for folder in (whole, other)))
-    steps = [sorted(os.listdir(folder / "checkpoints")) for folder in (whole, other)]
-    if steps[0] != steps[1]:
+    steps = [sorted(os.listdir(folder / "checkpoints"), key=lambda x: (len(x), x)) for folder in (whole, other)]
+    if steps[0][-1:] != steps[1][-1:] if other_checkpoints else steps[0] != steps[1]:
         found.append(f"checkpoints/ holds {steps[1]}, not {steps[0]}")
     steps = [[line["step"] for line in lines_of(folder / "timings.jsonl")] for folder in (whole, other)]
     if steps[0] != steps[1]:
@@ -165,8 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("whole", type=pathlib.Path, help="folder of the uninterrupted run")
     parser.add_argument("continued", type=pathlib.Path, help="folder of the other")
     parser.add_argument("--another_mesh", action="store_true", help="it was continued on other devices")
+    parser.add_argument("--other_checkpoints", action="store_true", help="of checkpoints only the newest must agree")
     options = parser.parse_args(argv)
-    found = differences(options.whole, options.continued, options.another_mesh)
+    found = differences(options.whole, options.continued, options.another_mesh, options.other_checkpoints)
     print("\n".join(found) or "no difference")
     return 1 if found else 0
 
