@@ -10,7 +10,7 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax.callbacks import Callback
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
@@ -43,11 +43,11 @@ ROLLING = {
     "num_sample_generations": 3,
     "num_completions_to_print": 1,
 }
+# PPO is RLOO with another loss here, and takes as long again to trace; scripts/chaos.py has it.
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
     "sft": (SFTConfig(**SHARED, **SUPERVISED, max_train_samples=24, max_steps=6), 6),
     "reward": (RewardConfig(**SHARED, **SUPERVISED, max_train_samples=20, max_steps=5), 5),
-    "ppo": (PPOConfig(**SHARED, **ROLLING, max_train_samples=20, num_ppo_epochs=2, total_episodes=40), 5),
     "rloo": (RLOOConfig(**SHARED, **ROLLING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
 }
 
