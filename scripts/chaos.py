@@ -34,6 +34,7 @@ import chaos_runs
 from chaos_runs import SAVE_STEPS, UPDATES, Leg, Measured, Plan
 
 STAGES = ("sft", "reward", "ppo", "rloo")
+MODELS_OF = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "rloo": ("sft", "reward")}
 PHASES = ("compile", "rollout", "update", "save", "export", "any")
 SHARE_AFTER = 0.65  # of the kills come after a first committed checkpoint
 SHORT = {"kills": 5, "stages": ("sft", "rloo")}
@@ -64,16 +65,15 @@ class Campaign:
         chaos_runs.remove(self.folder / "cases")
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
         texts = chaos_runs.configs(self.folder, self.options.short)
-        wanted = self.options.stages if self.options.short else STAGES  # the models come from the earlier ones
-        for stage in wanted:
+        needed = {*self.options.stages}
+        for stage in () if self.options.short else self.options.stages:
+            needed |= {*MODELS_OF[stage]}
+        for stage in filter(needed.__contains__, STAGES):
             config = self.folder / f"configs/{stage}.json"
             whole = self.folder / "whole" / stage
             if not (whole / "measured.json").exists() or config.read_text(encoding="utf-8") != texts[stage]:
                 chaos_runs.remove(whole)
                 config.write_text(texts[stage], encoding="utf-8")
-                if stage not in self.options.stages:
-                    self.leg(stage, whole).ends()
-                    continue
                 self.measure(stage, whole)
             found = json.loads((whole / "measured.json").read_text(encoding="utf-8"))
             numbers = lambda of: {phase: {int(k): v for k, v in x.items()} for phase, x in of.items()}  # noqa: E731
