@@ -36,7 +36,7 @@ from chaos_runs import SAVE_STEPS, UPDATES, Leg, Measured, Plan
 STAGES = ("sft", "reward", "ppo", "rloo")
 MODELS_OF = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "rloo": ("sft", "reward")}
 PHASES = ("compile", "rollout", "update", "save", "export", "any")
-SHARE_AFTER = 0.65  # of the kills come after a first committed checkpoint
+SHARE_AFTER = 0.7  # of the kills come after a first committed checkpoint
 SHORT = {"kills": 5, "stages": ("sft", "rloo")}
 
 
