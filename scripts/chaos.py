@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import pathlib
 import random
@@ -52,6 +53,7 @@ class Campaign:
             raise SystemExit(f"chaos: {self.folder} holds a campaign of another kind; give another --folder")
         self.cases = 1 + max((kill["case"] for kill in self.kills), default=-1)
         self.measured: dict[str, Measured] = {}
+        self.pace: dict[tuple[str, str], float] = collections.defaultdict(lambda: 1.0)
         self.began, self.before = time.monotonic(), len(self.kills)
 
     # --- the runs that are left in peace
@@ -62,7 +64,6 @@ class Campaign:
         Raises:
           SystemExit: they differ, so that nothing can be compared.
         """
-        chaos_runs.remove(self.folder / "cases")
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
         texts = chaos_runs.configs(self.folder, self.options.short)
         needed = {*self.options.stages}
@@ -164,16 +165,22 @@ class Campaign:
         kills, wrong, cache, began = [], None, None, time.monotonic()
         for _ in range(min(rng.choice((1, 1, 2, 2, 3)), self.options.kills - len(self.kills))):
             plan = self.next_plan(rng, stage, committed_in(folder / "run"), len(kills))
+            plan = dataclasses.replace(plan, wait=plan.wait * self.pace[stage, plan.phase])
             if plan.phase == "compile":
                 cache = folder / f"cache-{len(kills)}"
             victim = rng.randrange(self.options.processes)
             devices = self.options.resume_devices if kills else 1
             leg = self.leg(stage, folder, cache, plan=plan, victim=victim, devices=devices)
             wrong = leg.ends()
-            if not leg.was_hit:
+            met = leg.was_hit
+            phase, when = leg.died_in(self.measured[stage]) if met else ("none", {})
+            # The machine may be faster than when the phases were measured: after a late signal the next comes earlier.
+            pace = self.pace[stage, plan.phase]
+            self.pace[stage, plan.phase] = min(1.1 * pace, 1.0) if phase == plan.phase else max(0.7 * pace, 0.1)
+            if not met:
+                print(f"case {number} {stage}: no signal met it in {plan.phase}", flush=True)
                 wrong = wrong or (f"exit status {leg.codes} before the kill" if any(leg.codes) else None)
                 break
-            phase, when = leg.died_in(self.measured[stage])
             kills.append(
                 {
                     **{"case": number, "stage": stage, "phase": phase, "asked": plan.phase, "when": when},
