@@ -21,6 +21,7 @@ setup(
         "optax>=0.2.8,<0.3",
         "orbax-checkpoint>=0.12,<0.13",
         "chex>=0.1.92,<0.2",
+        "filelock>=3",
         "numpy>=2.0,<3",
         "transformers>=5.0,<6",
         "datasets>=5.0,<6",

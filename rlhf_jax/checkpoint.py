@@ -102,9 +102,13 @@ class Keep:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """orbax's question: one answer a checkpoint, in order of steps."""
         del context
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = set(steps if self.newest is None else steps[-self.newest :])
-        return [step in kept or step == self.best(steps) for step in steps]
+        stays = self.preserved([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in stays for checkpoint in checkpoints]
+
+    def preserved(self, steps: Sequence[int]) -> set[int]:
+        """Those that stay, of steps in order."""
+        newest = steps if self.newest is None else steps[-self.newest :]
+        return {*newest, *([] if self.best(steps) is None else [self.best(steps)])}
 
 
 class Checkpoints:
@@ -146,6 +150,19 @@ class Checkpoints:
         self._manager = self._open()
         for step in self.steps():
             self._keep.scores[step] = self._score(step)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what is over the limit: a kill may have come before that, or in the middle of it."""
+        stays = self._keep.preserved(self.steps())
+        gone = [step for step in self.steps() if step not in stays]
+        if not gone:
+            return
+        if distributed.is_main():
+            for step in gone:
+                shutil.rmtree(os.path.join(self.folder, str(step)), ignore_errors=True)
+        distributed.wait_for_all("old checkpoints")
+        self._manager.reload()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(

@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 
+import filelock
 import jax
 
 LARGEST = 4 * 2**30  # bytes; the programs that were not used for longest go first
@@ -71,7 +72,25 @@ def switch_on() -> str | None:
         return None
     if not os.access(place, os.W_OK):
         return None
+    remove_torn(place)
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_compilation_cache_max_size", LARGEST)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
     return str(place)
+
+
+def remove_torn(place: pathlib.Path) -> None:
+    """Removes the programs that a killed process wrote in part: their time of use, which comes last, is missing.
+
+    JAX would neither read nor replace such a program, and keep no other one while it looks for that time.
+
+    Args:
+      place: the cache's folder.
+    """
+    try:
+        with filelock.FileLock(place / ".lockfile", timeout=10):  # JAX's own: nobody is writing now
+            for path in place.glob("*-cache"):
+                if not path.with_name(path.name.removesuffix("-cache") + "-atime").exists():
+                    path.unlink()
+    except (OSError, filelock.Timeout):
+        pass  # a later start does it

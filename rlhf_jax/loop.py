@@ -53,7 +53,7 @@ class Loop:
         try:
             with memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
                 if due:
-                    self.logger.log(self.step, metrics.with_floats(due["metrics"]))
+                    self.logger.log(self.step, metrics.with_floats(due["metrics"]), due["timings"])
                     if self.finish(state, due["what"]):
                         return state, self.step
                 elif self.config.eval_on_start and self.step == 0:
@@ -175,7 +175,8 @@ class Loop:
         """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
         due = None
         if self.todo:
-            due = {"what": self.todo, "metrics": json.loads(metrics.json_text(self.logger.take()))}
+            found, timings = self.logger.take()
+            due = {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
         if due or self.step > self.saved:
             self.save(state, due)
         self.checkpoints.wait()

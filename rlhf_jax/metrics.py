@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import math
@@ -174,7 +175,7 @@ class MetricLogger:
         self._unwritten: dict[str, bytes] = {}
         self._failed: set[str] = set()
         self._board = None
-        writer = _tensorboard(report_to)
+        board = _tensorboard(report_to)
         self._clock = time.perf_counter()
         if not is_main():
             return
@@ -183,11 +184,8 @@ class MetricLogger:
             path = os.path.join(folder, f"{name}.jsonl")
             self._files[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self._unwritten[name] = b""
-        if writer is not None:
-            purge = start_step + 1 if start_step else None
-            # A name of its own for each file: the writer's own names repeat within a second.
-            suffix = f".{time.time_ns()}"
-            self._board = writer(os.path.join(folder, "tensorboard"), purge_step=purge, filename_suffix=suffix)
+        if board is not None:
+            self._board = board(os.path.join(folder, "tensorboard"), start_step)
 
     def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
         """Takes the metrics of update `step`, and reads and writes those of the update before.
@@ -212,14 +210,14 @@ class MetricLogger:
     def text(self, step: int, name: str, markdown: str) -> None:
         """A text for TensorBoard's text page; nothing without TensorBoard."""
         if self._board is not None:
-            self._board.add_text(name, markdown, step)
+            self._board.text(step, name, markdown)
 
-    def take(self) -> dict[str, Any]:
-        """What is held back, as host numbers, which is then not written; `log` it again to have it written."""
+    def take(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """(metrics, timings) that are held back, as host numbers, and then not written; `log` them again for that."""
         if self._pending is None:
-            return {}
-        (_, metrics, _), self._pending = self._pending, None
-        return {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
+            return {}, {}
+        (_, metrics, timings), self._pending = self._pending, None
+        return {name: _number(name, value) for name, value in jax.device_get(metrics).items()}, timings
 
     def flush(self) -> None:
         """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
@@ -249,9 +247,8 @@ class MetricLogger:
         self._append()
         if self._board is not None:
             for name, value in {**metrics, **timings}.items():
-                self._board.add_scalar(name, value, step)
-            with contextlib.suppress(OSError):  # said of metrics.jsonl, which has all of it
-                self._board.flush()
+                self._board.scalar(step, name, value)
+            self._board.flush()
 
     def _append(self) -> None:
         """Writes what is not on disk yet. A disk that is full costs no line: they are kept, and written once it is not.
@@ -296,8 +293,7 @@ class MetricLogger:
             os.close(file)
         self._files, self._unwritten = {}, {}
         if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
+            self._board.close()
             self._board = None
         for name, count in lost.items():
             raise UserError(
@@ -333,9 +329,52 @@ def _tensorboard(report_to: Sequence[str] | str):
         raise UserError(f"--report_to {unknown[0]}: only 'tensorboard' and 'none' are supported")
     if "tensorboard" not in wanted:
         return None
-    try:
-        from tensorboardX import SummaryWriter  # a second to import: only when used
-    except ImportError as error:
-        raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none") from error
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none")
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # it tells of every NaN, which the terminal shows anyway
-    return SummaryWriter
+    return Board
+
+
+class Board:
+    """An event file of TensorBoard. What was written is on disk when `flush` returns.
+
+    tensorboardX's SummaryWriter promises as much, but hands events to a thread that its flush does not wait for: a
+    killed run lost those of updates that its checkpoint already held. A disk that is full costs events and no word: it
+    is said of metrics.jsonl, which loses nothing.
+    """
+
+    def __init__(self, folder: str, start_step: int = 0):
+        """A new file in `folder`, which has TensorBoard drop what earlier files hold after `start_step`, if above 0."""
+        from tensorboardX import summary  # a second to import: only when used
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        os.makedirs(folder, exist_ok=True)
+        # A name of its own for each file: the writer's own names repeat within a second.
+        self._writer = EventsWriter(os.path.join(folder, "events"), f".{time.time_ns()}")
+        self._summary, self._event = summary, event_pb2.Event
+        if start_step:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(start_step + 1, session_log=start)
+
+    def _write(self, step: int, **what: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, **what))
+
+    def scalar(self, step: int, name: str, value: float) -> None:
+        """A point of a curve."""
+        self._write(step, summary=self._summary.scalar(name, value))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """A text of the text page."""
+        self._write(step, summary=self._summary.text(name, markdown))
+
+    def flush(self) -> None:
+        """Returns when all is on disk."""
+        with contextlib.suppress(OSError):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        with contextlib.suppress(OSError):
+            self._writer.close()

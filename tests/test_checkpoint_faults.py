@@ -172,6 +172,16 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
         assert checkpoints.steps() == [6] and checkpoints.best() == 6
 
 
+def test_what_a_kill_left_over_the_limit_goes_at_the_next_start(tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_of(step, width=8))
+    shutil.rmtree(tmp_path / "1" / "state")  # killed in the middle of its removal
+    with Checkpoints(str(tmp_path), keep=1) as checkpoints:
+        assert checkpoints.steps() == [3] and os.listdir(tmp_path) == ["3"]
+        assert same(checkpoints.restore(3, state_of(0, width=8))[0], state_of(3, width=8))
+
+
 def test_a_run_never_begins_anew_without_a_word(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         assert checkpoints.restore_newest(state_of(0)) is None

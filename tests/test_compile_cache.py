@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_jax import compile_cache
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
@@ -35,6 +36,26 @@ def test_programs_go_to_the_users_cache(home):
     assert pathlib.Path(place).is_dir() and pathlib.Path(place).is_relative_to(home / "rlhf_jax")
     assert jax.config.jax_compilation_cache_dir == place
     assert place == str(compile_cache.folder())
+
+
+def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_again(home):
+    program = "import jax; from rlhf_jax import compile_cache as c; c.WORTH_KEEPING = 0.0; c.switch_on(); "
+    program += "jax.jit(lambda x: x * {})(jax.numpy.ones(3))"
+
+    def start(number):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        command = [sys.executable, "-c", program.format(number)]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
+
+    start(3)
+    (kept,) = compile_cache.folder().glob("jit__lambda*-cache")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:100])
+    kept.with_name(kept.name.replace("-cache", "-atime")).unlink()
+    assert "Error" not in start(4)  # another program is kept beside it
+    assert "Error" not in start(3)
+    assert len(list(compile_cache.folder().glob("jit__lambda*-cache"))) == 2 and len(kept.read_bytes()) == len(whole)
 
 
 def test_a_place_that_jax_was_told_stays(home):

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import struct
+import time
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,20 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_was_cut(folder):
     assert "memory/peak_rss_mib" in found
     # TensorBoard drops what earlier files hold from this step on.
     assert starts == [2]
+
+
+def test_a_flushed_update_is_in_tensorboards_file_even_if_the_process_dies_then(folder, monkeypatch):
+    from tensorboardX import event_file_writer
+
+    write = event_file_writer.EventsWriter.write_event
+    # A slow disk: what another thread would write is not there yet.
+    monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", lambda *args: (time.sleep(0.01), write(*args)))
+    with metrics.MetricLogger(folder.path, ("tensorboard",), 0) as logger:
+        for step in (1, 2):
+            logger.log(step, {"a": 1.0, "b": 2.0})
+            logger.flush()
+            found, _ = events(folder.path + "/tensorboard")
+            assert [found[name][-1][0] for name in ("a", "b", "memory/peak_rss_mib")] == [step] * 3
 
 
 def events(path):

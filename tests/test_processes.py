@@ -138,11 +138,14 @@ def alone(prompts, trainer_state, **_):
 
 
 async def told(prompts, completions, trainer_state, **_):
-    """As slowly, under its name, and a signal to one process in update 2."""
+    # As slowly, under its name, and a signal to one process in update 2.
     if process() == int(os.environ["TOLD"]) and trainer_state.global_step == 1:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.3)
     return await slowly(prompts, completions)
+
+
+told.__name__ = "slowly"  # by which its metrics are called
 
 
 def dying(prompts, trainer_state, **_):
