@@ -138,6 +138,7 @@ class MetricLogger:
         *,
         stage: str = "",
         callback: Callable[[int, dict[str, Any]], Any] | None = None,
+        watch: Any = None,
         stream: TextIO | None = None,
     ):
         """Opens the files of a run's folder for appending.
@@ -151,6 +152,7 @@ class MetricLogger:
           start_step: the step that the run continues from; TensorBoard drops what an earlier process wrote after it.
           stage: what the terminal's lines begin with.
           callback: called with (step, metrics as host numbers) once an update's have been read; on every process.
+          watch: a `Watch`, which says what is written, and whether the run goes on; on every process.
           stream: where the terminal's lines go; default: standard output.
 
         Raises:
@@ -159,6 +161,7 @@ class MetricLogger:
         self._names = tuple(names)
         self._every, self._total = logging_steps, total_steps
         self._stage, self._callback, self._stream = stage, callback, stream or sys.stdout
+        self._watch = watch
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self._updates = 0
         self._seconds: deque[float] = deque(maxlen=20)
@@ -202,12 +205,20 @@ class MetricLogger:
         if self._board is not None:
             self._board.add_text(name, markdown, step)
 
-    def flush(self) -> None:
-        """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
+    def flush(self, closing: bool = False) -> None:
+        """Reads and writes what is held back. The files are complete up to the last `log` when this returns.
+
+        Args:
+          closing: the run ends, by an error perhaps, and other processes may not be here.
+
+        Raises:
+          NonFinite: the watch's, after all is written.
+        """
         if self._pending is None:
             return
         (step, metrics, timings), self._pending = self._pending, None
         metrics = {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
+        metrics, said = self._watch.inspect(step, metrics, closing) if self._watch is not None else (metrics, [])
         timings.update(peak_memory())
         if self._updates == 1:
             # The first update compiles, which says nothing about the time that the others need.
@@ -219,8 +230,12 @@ class MetricLogger:
             self._write(step, metrics, timings)
             if self._every and (step % self._every == 0 or step == self._total):
                 print(self.line(step, metrics), file=self._stream, flush=True)
+            for line in said:
+                print(line, file=self._stream, flush=True)
         if self._callback is not None:
             self._callback(step, metrics)
+        if self._watch is not None and not closing:
+            self._watch.verdict()
 
     def _write(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         rows = {"metrics": {"step": step, **metrics}, "timings": {"step": step, "wall_time": time.time(), **timings}}
@@ -246,7 +261,7 @@ class MetricLogger:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self.flush()
+        self.flush(closing=True)
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -36,6 +36,7 @@ from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve
 from rlhf_jax.rewards import RewardFailure
 from rlhf_jax.stages import STAGES
 from rlhf_jax.types import UserError
+from rlhf_jax.watch import NonFinite, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +178,8 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
         state, _ = checkpoints.restore(start, state)
         say(f"{name}: continuing after update {start} of {stage.total_steps}")
     run_folder.cut(start)
+    watch = Watch(stage, run_folder)
+    state = watch.resumed(state)
     control = Control()
     logger = metrics.MetricLogger(
         run_folder.path,
@@ -186,6 +189,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
         stage.progress,
         start,
         stage=name,
+        watch=watch,
         callback=lambda step, values: [callback.on_step_end(step, values, control) for callback in callbacks],
     )
 
@@ -193,7 +197,7 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     for callback in callbacks:
         callback.on_train_begin(stage, control)
     try:
-        state, end = train(stage, state, start, control, run_folder, checkpoints, logger, callbacks)
+        state, end = train(stage, state, start, control, run_folder, checkpoints, logger, callbacks, watch)
         say(f"{name}: writing the models to {config.run_dir}")
         paths = stage.export(state, config.run_dir)
         found = stage.final_metrics(state)
@@ -216,7 +220,9 @@ def run_stage(config: StageConfig, objects: dict[str, Any], optimizer: Any, call
     return Result(config.run_dir, final, paths)
 
 
-def train(stage, state, start: int, control: Control, run_folder, checkpoints, logger, callbacks) -> tuple[Any, int]:
+def train(
+    stage, state, start: int, control: Control, run_folder, checkpoints, logger, callbacks, watch
+) -> tuple[Any, int]:
     """Updates start + 1 to the last: (final state, updates done). Metrics are read one update late."""
     config = stage.config
     patience = Patience(stage, config, run_folder)
@@ -239,7 +245,7 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
         evaluate()
     saved = step
     try:
-        while step < stage.total_steps:
+        while step < stage.total_steps and not watch.over(step):
             started = time.perf_counter()
             state, found, seconds = stage.train_step(state, step)
             step += 1
@@ -256,7 +262,10 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
             if callbacks:
                 share_wishes(control)
 
-            last = step == stage.total_steps or control.stop
+            over = watch.over(step)
+            last = step == stage.total_steps or control.stop or over
+            if over:
+                say(f"{stage.name}: stopping; an alarm of early_stop was raised")
             if last or control.evaluate or every(eval_updates, step):
                 control.evaluate = False
                 if patience.exhausted(evaluate()):
@@ -273,7 +282,10 @@ def train(stage, state, start: int, control: Control, run_folder, checkpoints, l
     except UserError as error:
         # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
         # processes all are here then; with another error this one may be alone, and a save waits for all.
-        if step > saved and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
+        if isinstance(error, NonFinite):
+            # The updates from that one on have changed nothing; with some of its steps taken the state is of no update.
+            state, step = watch.resumed(state), error.update - 1 if error.whole else saved
+        if step > saved and (jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))):
             save(stage, checkpoints, logger, step, state)
             say(f"{stage.name}: stopped by an error after update {step}, which is saved; the same command continues")
         raise
