@@ -370,7 +370,7 @@ def update(
             optimizer, params, opt_state, grads, rate, found["loss"], alive, allowed
         )
         if config.sync_ref_model:
-            due = alive & (state.step * steps + number + 1) % config.ref_model_sync_steps == 0
+            due = alive & ((state.step * steps + number + 1) % config.ref_model_sync_steps == 0)
             alpha = jnp.where(due, config.ref_model_mixup_alpha, 0.0)
             ref = jax.tree.map(lambda r, p: jnp.where(due, alpha * p + (1 - alpha) * r, r), ref, params["policy"])
         return (params, opt_state, ref, alive), {**found, **report}
