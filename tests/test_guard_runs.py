@@ -144,7 +144,7 @@ def test_a_bad_update_stops_a_run_which_then_goes_on_without_it(good, tmp_path, 
     assert programs == [1, 1, 1]
 
 
-@pytest.mark.parametrize("wrong", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("wrong", ["Infinity", "-Infinity"])
 def test_a_run_that_skips_goes_on_to_the_end(wrong, tmp_path, capsys):
     """The first update and the last are bad; a clip would make a score of the infinities."""
     value = metrics.with_floats({"x": wrong})["x"]
@@ -181,7 +181,7 @@ def test_a_run_that_skips_ends_after_so_many_in_a_row(tmp_path):
     assert [line.get("nonfinite/updates") for line in lines(result.run_dir)] == [None, 1, 2, None, None, None]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_reward_on_the_device_is_told_before_anything_is_learned(value, tmp_path):
     meddler = Meddler()
     with pytest.raises(NonFinite, match="update 1: a score is not a finite number"):
@@ -237,10 +237,11 @@ def test_sft_stops_at_a_bad_loss_and_goes_on_as_if_it_had_skipped(monkeypatch, t
     (tmp_path / "config.json").write_text(json.dumps(config | {"dataset_name": str(data)}))
     assert train.main(["--config", str(tmp_path / "config.json")]) == 2
     said = capsys.readouterr().err
-    assert f"error: update {bad}: the loss is not a finite number (nor then the gradient)" in said
+    assert f"error: update {bad}: the loss is not a finite number. Nothing of this update has reached" in said
     found = rows_of(tmp_path / "run", bad)
     assert [row["row"] for row in found] == rows[bad - 1].tolist()
-    assert all(row["text"].startswith("r/family sad") for row in found) and any("juan" in row["text"] for row in found)
+    texts = [row["text"] for row in found]
+    assert all("lost keys" in text for text in texts) and [" juan" in text for text in texts].count(True) == 1
     assert train.main(["--config", str(tmp_path / "config.json"), "--on_nonfinite", "skip"]) == 0
     assert lines(tmp_path / "run") == lines(whole.run_dir)
     assert bytes_of(tmp_path / "run", "policy/model.safetensors") == bytes_of(
@@ -281,10 +282,18 @@ class Killed(Exception):
     pass
 
 
-class KillAt(Callback):
-    def on_step_end(self, step, found, control):
-        if step == 1:
-            raise Killed
+class KillIn(Callback):
+    """In the second update; the first has its checkpoint then."""
+
+    def on_train_begin(self, stage, control):
+        learn = stage.train_step
+
+        def train_step(state, step):
+            if step == 1:
+                raise Killed
+            return learn(state, step)
+
+        stage.train_step = train_step
 
 
 @pytest.fixture(scope="module")
@@ -302,15 +311,16 @@ def test_an_alarm_of_early_stop_ends_the_run_with_its_exports(early):
 def test_a_killed_run_ends_by_the_same_alarm_at_the_same_update(early, tmp_path, capsys):
     config = rloo(tmp_path / "run", early_stop=("reward_std",), save_steps=1, **OF_RLOO)
     with pytest.raises(Killed):
-        rlhf_jax.run(config, reward_funcs=constant, callbacks=[KillAt()])
-    assert len(lines(tmp_path / "run")) == 1
+        rlhf_jax.run(config, reward_funcs=constant, callbacks=[KillIn()])
+    assert len(lines(tmp_path / "run")) == 1 and "alarm reward_std: all" in capsys.readouterr().out
     resumed = rlhf_jax.run(config, reward_funcs=constant)
     assert bytes_of(tmp_path / "run") == bytes_of(early.run_dir)
     assert bytes_of(resumed.paths["policy"], "model.safetensors") == bytes_of(
         early.paths["policy"], "model.safetensors"
     )
     out = capsys.readouterr().out
-    assert out.count("alarm reward_std: all scores of the batch are equal") == 1 and "stopping; an alarm" in out
+    assert "continuing after update 1" in out and "stopping; an alarm" in out
+    assert "alarm reward_std: all" not in out  # it has been told
     # Killed after its last checkpoint: it is not trained further.
     os.remove(os.path.join(resumed.run_dir, "finished.json"))
     rlhf_jax.run(config, reward_funcs=constant)
