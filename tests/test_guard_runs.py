@@ -7,6 +7,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import rlhf_jax
@@ -179,6 +180,22 @@ def test_a_run_that_skips_ends_after_so_many_in_a_row(tmp_path):
     more = dataclasses.replace(config, max_nonfinite=3)
     result = rlhf_jax.run(more, reward_funcs=evens, callbacks=[Meddler({3: (0, jnp.nan)})])
     assert [line.get("nonfinite/updates") for line in lines(result.run_dir)] == [None, 1, 2, None, None, None]
+
+
+def test_a_half_applied_update_is_never_saved(tmp_path, capsys):
+    """The second optimizer step of update 2 is bad: the first has moved the params."""
+    plain = optax.scale_by_schedule(lambda count: jnp.where(count == 3, jnp.nan, -1e-2))
+    for every, kept in ((0, []), (1, ["1"])):
+        where, meddler = tmp_path / str(every), Meddler()
+        config = rloo(where, num_mini_batches=2, save_steps=every, **OF_RLOO)
+        with pytest.raises(NonFinite, match="update 2: what the optimizer made .* but for 1 optimizer steps") as raised:
+            rlhf_jax.run(config, reward_funcs=evens, optimizer=plain, callbacks=[meddler])
+        assert not raised.value.whole and os.listdir(where / "checkpoints") == kept
+        assert "which is saved" not in capsys.readouterr().out
+        half = meddler.states[2]
+        assert int(half.nonfinite) == 1 and int(half.step) == 1 and not meddler.kept(2)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(half.params))
+        assert len(rows_of(where, 2)) == B  # each by itself is finite
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
