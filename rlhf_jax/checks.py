@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_jax import configfile
+from rlhf_jax.alarms import ALARMS, threshold
 from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig
 from rlhf_jax.text import has_password
 from rlhf_jax.types import UserError
@@ -52,6 +53,11 @@ RANGES: dict[str, Rule] = {
     **dict.fromkeys(("epsilon", "epsilon_high"), _POSITIVE),
     **dict.fromkeys(("reward_timeout", "reward_server_timeout", "reward_server_total_timeout"), _POSITIVE),
     "ref_model_mixup_alpha": _SHARE,
+    "max_nonfinite": _AT_LEAST_1,
+    **dict.fromkeys(("alarm_kl_below", "alarm_kl_above", "alarm_reward_std"), _AT_LEAST_0),
+    **dict.fromkeys(("alarm_first_ratio", "alarm_first_ratio_bfloat16", "target_kl"), _POSITIVE),
+    "alarm_eos_share": _SHARE,
+    "alarm_length_growth": _AT_LEAST_1,
     "max_steps": ("-1 (num_train_epochs decides) or at least 1", lambda v: v == -1 or v >= 1),
 }
 
@@ -174,6 +180,11 @@ def _policy(config: PolicyConfig) -> Iterator[str]:
         )
     if config.eos_penalty_mode == "replace" and config.missing_eos_penalty is None:
         yield "eos_penalty_mode 'replace' needs missing_eos_penalty: a response without eos then scores -penalty."
+    for name in config.early_stop:
+        if name not in ALARMS:
+            yield f"early_stop: {name!r} is no alarm; there are {', '.join(ALARMS)}.{configfile.nearest(name, ALARMS)}"
+        elif threshold(config, name) is None:
+            yield f"early_stop: {name} is switched off by its threshold (alarm_{name} None, or a batch of one row)."
 
 
 def _rewards(config: PolicyConfig) -> Iterator[str]:

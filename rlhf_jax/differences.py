@@ -16,6 +16,8 @@ MAY_DIFFER = (
     *("run_dir", "resume", "override_resume", "dry_run", "logging_steps", "report_to", "save_*", "max_minutes"),
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
 )
+# And what is to be done, or said, where a run goes wrong.
+MAY_DIFFER += ("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop")
 # Options that change where and in which parts it is computed: the same but for rounding.
 ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
 ROUNDING += ("deterministic",)

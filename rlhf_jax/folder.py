@@ -92,6 +92,11 @@ class RunFolder:
         return os.path.join(self.path, "inputs.json")
 
     @property
+    def nonfinite(self) -> str:
+        """nonfinite/, STEP.jsonl with the rows of an update in which something was not finite."""
+        return os.path.join(self.path, "nonfinite")
+
+    @property
     def mark(self) -> str:
         """finished.json, there once the run has ended."""
         return os.path.join(self.path, "finished.json")
@@ -223,7 +228,7 @@ class RunFolder:
         """Forgets what an earlier process did after update `step`, from which the run goes on.
 
         metrics.jsonl and timings.jsonl lose the later lines (and a torn last one) and keep the others byte for byte;
-        completions/ loses the later files. TensorBoard hides later events by itself (see MetricLogger).
+        completions/ and nonfinite/ lose the later files. TensorBoard hides later events by itself (see MetricLogger).
 
         Args:
           step: the last update to keep; 0 keeps nothing.
@@ -239,11 +244,11 @@ class RunFolder:
                 kept = [line for line in lines if 0 <= _step_of(line) <= written and step > 0]
                 if kept != lines:
                     write_atomically(path, "".join(kept))
-        if os.path.isdir(self.completions):
-            for name in os.listdir(self.completions):
+        for folder in filter(os.path.isdir, (self.completions, self.nonfinite)):
+            for name in os.listdir(folder):
                 match = re.fullmatch(r"(?:training_)?(\d+)\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
-                    os.remove(os.path.join(self.completions, name))
+                    os.remove(os.path.join(folder, name))
         if written == 0:
             shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
@@ -260,6 +265,14 @@ class RunFolder:
             os.makedirs(self.completions, exist_ok=True)
             name = f"{step}.jsonl" if what == "samples" else f"{what}_{step}.jsonl"
             write_atomically(os.path.join(self.completions, name), text)
+
+    def write_nonfinite(self, step: int, rows: Iterable[dict[str, Any]]) -> str:
+        """Writes nonfinite/STEP.jsonl, one JSON object a row, by the first process; its path."""
+        path = os.path.join(self.nonfinite, f"{step}.jsonl")
+        if is_main():
+            os.makedirs(self.nonfinite, exist_ok=True)
+            write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
+        return path
 
 
 @contextlib.contextmanager

@@ -15,18 +15,21 @@ from rlhf_jax import arithmetic, compile_cache, distributed, memory, metrics, ta
 from rlhf_jax.callbacks import Control
 from rlhf_jax.config import StageConfig
 from rlhf_jax.rewards import RewardFailure
-from rlhf_jax.stops import Asked, Stopped, Stops
+from rlhf_jax.stops import Asked, Stopped, Stops, no_tick
 from rlhf_jax.text import printable
 from rlhf_jax.types import UserError
+from rlhf_jax.watch import NonFinite
 
 
 class Loop:
     """Updates, evaluations, samples and checkpoints of a stage, in this order, to the last update or until stopped."""
 
-    def __init__(self, stage, start: int, control: Control, run_folder, checkpoints, logger, callbacks, stops: Stops):
+    def __init__(
+        self, stage, start: int, control: Control, run_folder, checkpoints, logger, callbacks, stops: Stops, watch
+    ):
         self.stage, self.config, self.start, self.step = stage, stage.config, start, start
         self.control, self.folder, self.checkpoints, self.logger = control, run_folder, checkpoints, logger
-        self.callbacks, self.stops = callbacks, stops
+        self.callbacks, self.stops, self.watch = callbacks, stops, watch
         self.patience = Patience(stage, self.config, run_folder)
         self.saved, self.saved_at = start, time.monotonic()
         self.began = time.perf_counter()
@@ -52,30 +55,42 @@ class Loop:
         self.stops.loop(True)
         try:
             with memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
-                if due:
-                    self.logger.log(self.step, metrics.with_floats(due["metrics"]), due["timings"])
-                    if self.finish(state, due["what"]):
-                        return state, self.step
-                elif self.config.eval_on_start and self.step == 0:
-                    self.evaluate(state)
-                while self.step < total:
-                    state = self.update(state, compiling)
-                    if self.finish(state, self.wanted()):
-                        break
-        except Asked:
-            self.stop(state)
+                try:
+                    if due:
+                        self.logger.log(self.step, metrics.with_floats(due["metrics"]), due["timings"])
+                        if self.finish(state, due["what"]):
+                            return state, self.step
+                    elif self.config.eval_on_start and self.step == 0:
+                        self.evaluate(state)
+                    while self.step < total and not self.watch.over(self.step):
+                        state = self.update(state, compiling)
+                        if self.finish(state, self.wanted()):
+                            break
+                except Asked:
+                    self.stop(state)
         except UserError as error:
-            # A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
-            # processes all are here then; with another error this one may be alone, and a save waits for all.
-            lost = isinstance(error, memory.OutOfMemory) and stage.phase == "update" and not self.looking
-            if self.step > self.saved and not lost and (jax.process_count() == 1 or isinstance(error, RewardFailure)):
-                self.save(state)
-                then = "which is saved; the same command continues"
-                say(f"{stage.name}: stopped by an error after update {self.step}, {then}")
+            self.rescue(state, error)
             raise
         finally:
             compiling.close()
         return state, self.step
+
+    def rescue(self, state, error: UserError) -> None:
+        """Saves what was done before an error, where the state is that of an update.
+
+        A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
+        processes all are here then, as when something was not finite; with another error this one may be alone, and a
+        save waits for all.
+        """
+        if isinstance(error, NonFinite):
+            # The updates from that one on have changed nothing; with some of its steps taken the state is of no update.
+            state, self.step = self.watch.resumed(state), error.update - 1 if error.whole else self.saved
+        lost = isinstance(error, memory.OutOfMemory) and self.stage.phase == "update" and not self.looking
+        together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
+        if self.step > self.saved and together and not lost:
+            self.save(state)
+            then = "which is saved; the same command continues"
+            say(f"{self.stage.name}: stopped by an error after update {self.step}, {then}")
 
     def update(self, state, compiling) -> Any:
         """One update, its metrics handed to the logger."""
@@ -103,7 +118,10 @@ class Loop:
     def wanted(self) -> list[str]:
         """What is due after the present update, in order."""
         config, step, total = self.config, self.step, self.stage.total_steps
-        last = step == total or self.control.stop
+        over = self.watch.over(step)
+        if over:
+            say(f"{self.stage.name}: stopping; an alarm of early_stop was raised")
+        last = step == total or self.control.stop or over
         what = ["evaluate"] if last or self.control.evaluate or every(self.eval_updates, step) else []
         what += ["samples"] if sample_now(config, step, total, last) else []
         return what + (["last"] if last else [])
@@ -113,7 +131,7 @@ class Loop:
         self.todo = what = list(what)
         last = "last" in what
         if "evaluate" in what:
-            self.stops.tick()
+            self.stage.tick()
             self.control.evaluate = False
             values = self.evaluate(state)
             what.remove("evaluate")
@@ -173,9 +191,14 @@ class Loop:
 
     def stop(self, state) -> None:
         """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
-        due = None
-        if self.todo:
-            found, timings = self.logger.take()
+        due, held = None, self.logger.take() if self.todo else None
+        if held and self.watch.bad(held):
+            # What there is to say of a bad update can be said only now.
+            self.logger.log(self.step, *held)
+            self.stage.tick = no_tick
+            self.finish(state, self.todo)
+        elif held:
+            found, timings = held
             due = {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
         if due or self.step > self.saved:
             self.save(state, due)

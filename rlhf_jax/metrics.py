@@ -145,6 +145,7 @@ class MetricLogger:
         *,
         stage: str = "",
         callback: Callable[[int, dict[str, Any]], Any] | None = None,
+        watch: Any = None,
         stream: TextIO | None = None,
     ):
         """Opens the files of a run's folder for appending.
@@ -158,6 +159,7 @@ class MetricLogger:
           start_step: the step that the run continues from; TensorBoard drops what an earlier process wrote after it.
           stage: what the terminal's lines begin with.
           callback: called with (step, metrics as host numbers) once an update's have been read; on every process.
+          watch: a `Watch`, which says what is written, and whether the run goes on; on every process.
           stream: where the terminal's lines go; default: standard output.
 
         Raises:
@@ -166,6 +168,7 @@ class MetricLogger:
         self._names = tuple(names)
         self._every, self._total = logging_steps, total_steps
         self._stage, self._callback, self._stream = stage, callback, stream or sys.stdout
+        self._watch = watch
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
         self._updates = 0
@@ -219,12 +222,20 @@ class MetricLogger:
         (_, metrics, timings), self._pending = self._pending, None
         return {name: _number(name, value) for name, value in jax.device_get(metrics).items()}, timings
 
-    def flush(self) -> None:
-        """Reads and writes what is held back. The files are complete up to the last `log` when this returns."""
+    def flush(self, closing: bool = False) -> None:
+        """Reads and writes what is held back. The files are complete up to the last `log` when this returns.
+
+        Args:
+          closing: the run ends, by an error perhaps, and other processes may not be here.
+
+        Raises:
+          NonFinite: the watch's, after all is written.
+        """
         if self._pending is None:
             return
         (step, metrics, timings), self._pending = self._pending, None
         metrics = {name: _number(name, value) for name, value in jax.device_get(metrics).items()}
+        metrics, said = self._watch.inspect(step, metrics, closing) if self._watch is not None else (metrics, [])
         timings.update(peak_memory())
         self.last = metrics
         if self._updates == 1:
@@ -237,8 +248,12 @@ class MetricLogger:
             self._write(step, metrics, timings)
             if self._every and (step % self._every == 0 or step == self._total):
                 print(self.line(step, metrics), file=self._stream, flush=True)
+            for line in said:
+                print(line, file=self._stream, flush=True)
         if self._callback is not None:
             self._callback(step, metrics)
+        if self._watch is not None and not closing:
+            self._watch.verdict()
 
     def _write(self, step: int, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         rows = {"metrics": {"step": step, **metrics}, "timings": {"step": step, "wall_time": time.time(), **timings}}
@@ -285,7 +300,7 @@ class MetricLogger:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self.flush()
+        self.flush(closing=True)
         if self._files:
             self._append()
         lost = {name: lines.count(b"\n") for name, lines in self._unwritten.items() if lines}

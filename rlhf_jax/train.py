@@ -39,6 +39,7 @@ from rlhf_jax.loop import Loop, say, warn
 from rlhf_jax.stages import STAGES
 from rlhf_jax.stops import Stopped, Stops
 from rlhf_jax.types import UserError
+from rlhf_jax.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +220,8 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         say(f"{name}: continuing after update {start} of {stage.total_steps}")
     written = start - 1 if due else start
     run_folder.cut(start, written)
+    watch = Watch(stage, run_folder)
+    state = watch.resumed(state)
     control = Control()
     logger = metrics.MetricLogger(
         run_folder.path,
@@ -228,13 +231,14 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         stage.progress,
         written,
         stage=name,
+        watch=watch,
         callback=lambda step, values: [callback.on_step_end(step, values, control) for callback in callbacks],
     )
 
     # --- the loop, and what remains
     for callback in callbacks:
         callback.on_train_begin(stage, control)
-    loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops)
+    loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops, watch)
     try:
         state, end = loop.train(state, due)
         stops.loop(False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax import text
 
@@ -93,3 +94,5 @@ class TrainState:
     kl_coef: Array  # [] float32, the KL controller's present value
     tokens: Array  # [] uint32, tokens of prompts and responses seen so far
     ref_params: Params | None = None  # the reference, where training moves it
+    nonfinite: Array = flax.struct.field(default_factory=lambda: jnp.int32(0))  # [] int32, updates in a row in which
+    # something was not finite

@@ -32,7 +32,7 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax import arithmetic, compile_cache, configfile, folder, loop, metrics, stops
+from rlhf_jax import arithmetic, compile_cache, configfile, folder, loop, metrics, stops, watch
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import in_chunks
@@ -85,7 +85,8 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:
-        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stops.Stops())
+        watched = watch.Watch(stage, run_folder)
+        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stops.Stops(), watched)
         state, _ = run.train(stage.state, {})
     return state, metrics.read_metrics(run_folder.timings), peak.found
 

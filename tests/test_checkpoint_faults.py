@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax import sharding
-from rlhf_jax.checkpoint import Checkpoints, Damaged, checksums
+from rlhf_jax.checkpoint import Checkpoints, Damaged
+from rlhf_jax.checksums import checksums
 from rlhf_jax.types import UserError
 
 

@@ -98,6 +98,27 @@ class PolicyConfig(StageConfig):
     old_logprobs: Literal["forward", "sampler"] = "forward"
     """Behaviour log-probabilities: from a forward pass, or the sampler's own."""
 
+    # --- when to stop
+    target_kl: float | None = None
+    """End an update's optimizer steps once policy/approxkl of a minibatch is over 1.5 times this; None: never."""
+    early_stop: tuple[str, ...] = ()
+    """Alarms that end the run, with its checkpoint and exports: kl_below, kl_above, first_ratio, reward_std, eos_share,
+    length_growth."""
+    alarm_kl_below: float | None = 1.0
+    """Alarm when objective/kl is below minus this; None: never, as in all alarms."""
+    alarm_kl_above: float | None = 200.0
+    """Alarm when objective/kl is above this."""
+    alarm_first_ratio: float | None = 0.01
+    """Alarm when val/first_ratio_error is above this, with dtype float32."""
+    alarm_first_ratio_bfloat16: float | None = 0.5
+    """The same with dtype bfloat16."""
+    alarm_reward_std: float | None = 1e-6
+    """Alarm when the standard deviation of a batch's scores is at most this."""
+    alarm_eos_share: float | None = 0.5
+    """Alarm when fewer responses end by themselves than this share of those of the start (means of 5 updates)."""
+    alarm_length_growth: float | None = 3.0
+    """Alarm when responses are longer than this times those of the start (means of 5 updates)."""
+
     # --- looking at it
     num_sample_generations: int = 10
     """Times in a run that sample completions are shown and written; 0: never."""

@@ -121,6 +121,12 @@ class StageConfig:
     max_grad_norm: float | None = None
     """Clip the gradient to this global norm; None: never."""
 
+    # --- numbers gone bad
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss, gradient or reward that is not finite, of which nothing is learned: end the run, or go on without it."""
+    max_nonfinite: int = 5
+    """With skip: end the run after so many such updates in a row."""
+
     # --- devices
     mesh_data: int = -1
     """Devices on the data axis; -1: all that the other axes leave."""

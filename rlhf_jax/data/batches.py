@@ -144,6 +144,10 @@ class Batched(Generic[Batch]):
     def __len__(self) -> int:
         return len(self._stores()[0])
 
+    def rows_of(self, seed: int, step: int, batch_size: int) -> np.ndarray:
+        """The rows of update `step` (0-based); see `rows_of_step`."""
+        return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle)
+
     def batch(self, seed: int, step: int, batch_size: int, here: np.ndarray | slice = _ALL) -> Batch:
         """Rows of update `step` (0-based), numpy arrays; see `rows_of_step` for which rows.
 
@@ -151,7 +155,7 @@ class Batched(Generic[Batch]):
           here: [H] int, the rows of the batch to prepare (see `shares.here`); default: all. Widths are the whole
             batch's, so that all processes have one shape.
         """
-        return self._take(rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle), here)
+        return self._take(self.rows_of(seed, step, batch_size), here)
 
     def in_order(self, start: int, count: int, here: np.ndarray | slice = _ALL) -> Batch:
         """Rows start .. start + count - 1; past the end the last row again, so that shapes stay. `here` as `batch`."""

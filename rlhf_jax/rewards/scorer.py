@@ -203,7 +203,7 @@ class Scorer:
             self.config.rollout_batch_size,
         )
 
-    def _pure_combine(self, columns: list[Array], failed: Array, lengths: Array):
+    def _pure_combine(self, columns: list[Array], failed: Array, broken: Array, lengths: Array):
         """Scores, scorable rows, dense rewards, the rewards one by one, and their means and deviations."""
         c = self.config
         t = max((x.shape[1] for x in columns if x.ndim == 2), default=0)
@@ -221,7 +221,9 @@ class Scorer:
         each = jnp.stack(each, axis=1)
         scalar_weights = jnp.array([w if x.ndim == 1 else 0.0 for w, x in zip(self._weights, columns)])
         scores, scorable = adv.combine_rewards(each, scalar_weights)
-        scorable = scorable & ~failed & (lengths >= 0)
+        # For the guard of the update to see: NaN alone would say that the reward does not apply.
+        scores = jnp.where(broken, jnp.nan, scores)
+        scorable = (scorable | broken) & ~failed & (lengths >= 0)
         token_rewards = sum(w * x for w, x in dense) if dense else None
         there = ~jnp.isnan(each) & (lengths >= 0)[:, None]
         metrics = {}
@@ -258,7 +260,8 @@ class Scorer:
           Scored.
 
         Raises:
-          RewardFailure: a reward is wrong and reward_failure is 'raise', on whichever process.
+          RewardFailure: a reward is wrong and reward_failure is 'raise', on whichever process. A reward of the device
+            that is not finite is none in training: it becomes a score of NaN, which `guard` tells.
         """
         seconds, began = {}, time.perf_counter()
         b = len(rows)
@@ -291,11 +294,11 @@ class Scorer:
             said = self._own(names, finite, source, rows, here, owned[jax.process_index()], texts, ids, state)
         except UserError as wrong:
             error = wrong
-        failed, host_columns, metrics, extra = self._together(
+        failed, broken, host_columns, metrics, extra = self._together(
             distributed.agree(said, error, on_host.RewardFailure), owned, b, limit, seconds
         )
         columns = [by_model[m.name] for m in self.models]
-        placed = sharding.shard_batch((failed, host_columns), self._mesh)
+        placed = sharding.shard_batch((failed, host_columns, broken), self._mesh)
         of_host, of_device = 0, iter(dense)
         for on_device in self._jax:
             if on_device:
@@ -303,7 +306,7 @@ class Scorer:
             else:
                 columns.append(placed[1][:, of_host])
                 of_host += 1
-        scores, scorable, token_rewards, each, found = self._combine(columns, placed[0], rollout.lengths)
+        scores, scorable, token_rewards, each, found = self._combine(columns, placed[0], placed[2], rollout.lengths)
         nothing = bool(failed[:limit].all())
         if not nothing and len(columns) == of_host:
             nothing = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
@@ -334,8 +337,12 @@ class Scorer:
         """What this process has to say of the rows that it answers for, as JSON holds it."""
         own = np.searchsorted(here, owned)  # where they are among the rows that it holds
         rows, texts = rows[owned], None if texts is None else [texts[i] for i in own]
-        failed, told = np.zeros(len(owned), bool), []
+        failed, broken, told = np.zeros(len(owned), bool), np.zeros(len(owned), bool), []
+        guarded = self.config.reward_failure == "raise" and not state.is_eval
         for name, fine in zip(names, finite):
+            if guarded:  # the update tells, and on_nonfinite says what becomes of it
+                broken |= ~fine[own]
+                continue
             told += self._check(name, fine[own], source, rows, texts, owned)
             failed |= ~fine[own]
         said = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
@@ -348,19 +355,19 @@ class Scorer:
             told += [f"{problem}; its rows are left out" for problem in called.problems]
             if not self.models and not self._device_functions:
                 told += filter(None, [on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))])
-        return {**said, "failed": failed, "told": told}
+        return {**said, "failed": failed, "broken": broken, "told": told}
 
     def _together(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):
-        """What all processes said of a batch: (failed [B], host rewards [B, F] or None, metrics, extra columns).
+        """What all processes said of a batch: (failed [B], broken [B], host rewards [B, F] or None, metrics, columns).
 
         Warnings come from the first process; the slowest process' seconds are added to `seconds`.
         """
-        failed, rewards, extra = np.zeros(count, bool), None, {}
+        failed, broken, rewards, extra = np.zeros(count, bool), np.zeros(count, bool), None, {}
         if self._host is not None:
             rewards = np.full((count, len(self._host.names)), np.nan, np.float32)
         values: dict[str, list[tuple[float, int]]] = {}
         for index, (said, rows) in enumerate(zip(parts, owned)):
-            failed[rows] = said["failed"]
+            failed[rows], broken[rows] = said["failed"], said["broken"]
             if rewards is not None:
                 rewards[rows] = np.asarray(said["rewards"], np.float32).reshape(len(rows), len(self._host.names))
             for name, column in said["extra"].items():
@@ -378,10 +385,11 @@ class Scorer:
                     warnings.warn(printable(f"{who}{line}"), stacklevel=3)
         # A mean over a process' rows becomes the mean over all.
         metrics = {name: given[0][0] if len(given) == 1 else _weighted_mean(given) for name, given in values.items()}
-        return failed, rewards, metrics, extra
+        return failed, broken, rewards, metrics, extra
 
     def _check(self, name: str, fine: np.ndarray, source, rows, texts, numbers) -> list[str]:
-        """A reward on the device that is not finite: an error with the row, or a warning where rows are dropped."""
+        """A reward on the device that is not finite, where rows are dropped or in an evaluation: a warning, or an error
+        with the row."""
         if fine.all():
             return []
         row = int(np.flatnonzero(~fine)[0])
@@ -391,7 +399,7 @@ class Scorer:
             f"reward {name} gave a score that is not a finite number for {int((~fine).sum())} of {len(fine)} "
             f"responses, first for row {numbers[row]}: {shown[-200:]!r}{answer}"
         )
-        if self.config.reward_failure == "raise":
+        if self.config.reward_failure == "raise" and self.config.on_nonfinite == "stop":
             raise on_host.RewardFailure(message)
         return [message + "; left out"]
 

@@ -85,6 +85,11 @@ class Stage:
         """The responses of the last update, where the config asks to show them; else empty."""
         return []
 
+    def offenders(self, step: int) -> list[dict[str, Any]]:
+        """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; those that are not finite
+        where the stage can tell. Every process must call it."""
+        return []
+
     def close(self) -> None:
         """Ends what the stage started: threads, connections."""
 
@@ -191,6 +196,7 @@ class Stage:
             "seed": jnp.uint32(seed),
             "kl_coef": jnp.float32(kl_coef),
             "tokens": jnp.uint32(0),
+            "nonfinite": jnp.int32(0),
         }
         scalars = self.weights.place(scalars, sharding.replicated(self.mesh))
         return TrainState(params=params, opt_state=opt_state, **scalars)

@@ -14,6 +14,7 @@ from rlhf_jax import sharding
 from rlhf_jax.rewards import completion_ids
 from rlhf_jax.rewards.scorer import Scored
 from rlhf_jax.stages import base
+from rlhf_jax.trainers import guard
 from rlhf_jax.types import Rollout
 
 NEARLY_GREEDY = 0.01  # temperature of TRL's generate_completions
@@ -137,6 +138,7 @@ class LookingStage(base.Stage):
         means = {name: _together(name, [f.get(name, math.nan) for f in found], weights) for name in names}
         means["num_tokens"] = float(sharding.fetch(state.tokens))
         means.pop("rollout/tokens")
+        means.pop("nonfinite/causes")
         return means, np.concatenate(scores)
 
     def samples(self, state):
@@ -171,6 +173,31 @@ class LookingStage(base.Stage):
             row |= {f"extra/{name}" if name in taken else name: values[i] for name, values in extra}
             rows.append(row | {"advantage": float(advantages[i, 0])})
         return rows
+
+    def offenders(self, step):
+        """The rows of an update that are not finite, those with what spreads from others to them last; all rows where
+        each by itself is finite.
+
+        Returns:
+          [{"row": of the prompts' data, "prompt", "response", "score", "not_finite": names of `guard.CAUSES`}]
+        """
+        if step not in self.evidence:
+            return []
+        batch, experience = self.evidence[step]
+        score, scorable = self.whole_scores(batch), batch.scored.scorable
+        found = (batch.rollout.response, batch.rollout.lengths, score, scorable, experience)
+        response, lengths, score, scorable, experience = sharding.fetch(found)
+        there = {name: getattr(experience, f"{name}s", None) for name in ("logprob", "value", "advantage", "return")}
+        parts = {"score": np.where(scorable, score, 0.0), **there}
+        bad = {
+            name: ~np.isfinite(x.reshape(len(lengths), -1)).all(axis=1) for name, x in parts.items() if x is not None
+        }
+        rows = []
+        for i, (prompt, text) in enumerate(zip(batch.source.shown(batch.rows), self.texts(response, lengths))):
+            row = {"row": int(batch.rows[i]), "prompt": prompt, "response": text, "score": float(score[i])}
+            rows.append(row | {"not_finite": [name for name in bad if bad[name][i]]})
+        worst = [row for row in rows if row["not_finite"]]
+        return sorted(worst, key=lambda row: guard.CAUSES.index(row["not_finite"][0])) or rows
 
 
 def _together(name: str, values: list[float], weights: list[int]) -> float:

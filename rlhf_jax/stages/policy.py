@@ -23,7 +23,7 @@ from rlhf_jax.rewards import TrainerState
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.stages import base
 from rlhf_jax.stages.looking import Batch, LookingStage
-from rlhf_jax.trainers import common, forward, rollouts
+from rlhf_jax.trainers import common, forward, guard, rollouts
 from rlhf_jax.types import PromptBatch, UserError
 
 
@@ -64,6 +64,7 @@ class PolicyStage(LookingStage):
         self._settle_frozen()
         self._compile()
         self._ahead: dict[int, Any] = {}
+        self.evidence: dict[int, Any] = {}  # batches and experiences of the last two updates, for `offenders`
         self.shown: Any = None  # a batch and its advantages, which `training_completions` shows once
 
     @property
@@ -222,21 +223,24 @@ class PolicyStage(LookingStage):
 
         def experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
             made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)
-            return made, {**rollouts.length_metrics(rollout), **found}
+            # As the rewards gave them: what is made of them may hide it, a clip an infinity.
+            causes = guard.causes(score=jnp.where(scorable, scores, 0.0))
+            return made, {**rollouts.length_metrics(rollout), "nonfinite/causes": causes, **found}
 
-        def ended(state, found, metrics):
+        def ended(before, state, found, metrics):
             found = dict(found)
-            tokens = state.tokens + found.pop("rollout/tokens").astype(jnp.uint32)
-            clock = self.clock_metrics(state, self.shown_rate(state.step - 1))
-            return state.replace(tokens=tokens), {**found, **metrics, **clock, "num_tokens": tokens}
+            state = guard.tick(state, c, tokens=found.pop("rollout/tokens"))
+            clock = self.clock_metrics(state, self.shown_rate(before.step))
+            counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
+            return state, {**found, **metrics, **clock, **counts}
 
         def update(state, experience, found):
-            state, metrics = self.learn(state, experience, found)
-            return ended(state, found, metrics)
+            after, metrics = self.learn(state, experience, found)
+            return ended(state, after, found, metrics)
 
         def skip(state, rollout):
-            state = state.replace(step=state.step + 1, episodes=state.episodes + c.batch_size)
-            return ended(state, rollouts.length_metrics(rollout), {})
+            after = guard.tick(state, c, step=1, episodes=c.batch_size)
+            return ended(state, after, rollouts.length_metrics(rollout), {})
 
         def kl_of(params, ref, rollout):
             return in_chunks(
@@ -306,6 +310,8 @@ class PolicyStage(LookingStage):
             # Copies: the update may give these buffers away.
             advantages = jnp.array(experience.advantages)
             self.shown = Batch(rollout, scored, self.train_data, rows), advantages
+        self.evidence = {n: kept for n, kept in self.evidence.items() if n == step}  # of the update before this one
+        self.evidence[step + 1] = Batch(rollout, scored, self.train_data, rows), experience
         learned = self._update(state, experience, found)
         self._ahead = {step + 1: self._prompts(step + 1)}  # while the device works
         state, metrics = clock.wait("update", learned)

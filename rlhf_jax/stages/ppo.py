@@ -75,7 +75,8 @@ class PPOStage(PolicyStage):
         b = experience.lengths.shape[0]
         shuffles = ppo.permutations(key, c.num_ppo_epochs, b)
         rate = self.rate(state.step)
-        state, metrics = ppo.update(self.nets, self.optimizer, state, experience, shuffles, rate, c)
+        causes = found["nonfinite/causes"]
+        state, metrics = ppo.update(self.nets, self.optimizer, state, experience, shuffles, rate, c, causes)
         return ppo.control_kl(state, found["objective/kl"], c, b), metrics
 
     def look(self, params, experience):

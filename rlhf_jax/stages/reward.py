@@ -40,6 +40,15 @@ class RewardStage(SupervisedStage):
         """`reward.update`."""
         return reward.update(self.model, self.optimizer, state, batch, key, rate, self.config)
 
+    def shown(self, batch, row):
+        """{"chosen", "rejected", "margin"}: both texts with their prompt."""
+        texts = {
+            "chosen": batch.chosen_tokens[row, : batch.chosen_lengths[row]],
+            "rejected": batch.rejected_tokens[row, : batch.rejected_lengths[row]],
+        }
+        decoded = {name: self.tokenizer.decode(tokens) for name, tokens in texts.items()}
+        return {**decoded, "margin": float(batch.margin[row])}
+
     def measure(self, params, source):
         """Accuracy, margin, loss and rewards on a set of pairs."""
         parts = []

@@ -68,8 +68,8 @@ class RLOOStage(PolicyStage):
             experience = rloo.apart(experience)
             shuffles = (shuffles[:, :, None] * size + jnp.arange(size)[None, None]).reshape(c.num_iterations, -1)
         dropout = jax.random.fold_in(key, 1) if self.dropout else None
-        rates = self.rates(state.step)
-        state, stats = rloo.update(self.nets, self.optimizer, state, experience, shuffles, rates, c, dropout)
+        rates, causes = self.rates(state.step), found["nonfinite/causes"]
+        state, stats = rloo.update(self.nets, self.optimizer, state, experience, shuffles, rates, c, dropout, causes)
         return state, rloo.averaged(stats, c)
 
     def look(self, params, experience):

@@ -36,6 +36,10 @@ class SFTStage(SupervisedStage):
         """`sft.update`."""
         return sft.update(self.model, self.optimizer, state, batch, key, rate, self.config)
 
+    def shown(self, batch, row):
+        """{"text"}: prompt and completion."""
+        return {"text": self.tokenizer.decode(batch.tokens[row, : batch.lengths[row]])}
+
     def measure(self, params, source):
         """Mean loss over the tokens of a data set."""
         total = count = jnp.float32(0)

@@ -49,6 +49,10 @@ class SupervisedStage(base.Stage):
         """(state, metrics) after one batch; pure."""
         raise NotImplementedError
 
+    def shown(self, batch: Any, row: int) -> dict[str, Any]:
+        """The texts of a row of a batch on the host."""
+        raise NotImplementedError
+
     def measure(self, params: Params, source: Any) -> dict[str, float]:
         """Metrics of a model on a whole data set."""
         raise NotImplementedError
@@ -77,7 +81,7 @@ class SupervisedStage(base.Stage):
     def _pure_update(self, state, batch):
         rate = self.rate(state.step)
         state, metrics = self.learn(state, batch, self.key(state.seed, state.step), rate)
-        return state, {**metrics, **self.clock_metrics(state, rate)}
+        return state, {**metrics, **self.clock_metrics(state, rate), "nonfinite/in_a_row": state.nonfinite}
 
     def programs(self, build) -> None:
         """The program of an update, as `PolicyStage.programs`: of the longest rows that there may be."""
@@ -95,6 +99,13 @@ class SupervisedStage(base.Stage):
         batch = self.train_data.batch(self.config.seed, step, size, self.here(size))
         state, metrics = self._update(state, self.place_share(batch, size))
         return state, metrics, {}
+
+    def offenders(self, step):
+        """All rows of the batch, as a gradient is of them all: {"row": of the data, and what `shown` tells}."""
+        c, size = self.config, self.config.batch_size
+        batch = self.train_data.batch(c.seed, step - 1, size)
+        rows = self.train_data.rows_of(c.seed, step - 1, size)
+        return [{"row": int(row), **self.shown(batch, i)} for i, row in enumerate(rows)]
 
     def in_batches(self, source) -> Iterator[tuple[Any, int]]:
         """A data set in order, in batches of one size: (batch on the mesh, its real rows); what is past them fills."""

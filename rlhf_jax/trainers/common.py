@@ -60,7 +60,11 @@ def _one_minus_power(b: float, count: Array) -> Array:
     return jnp.float32(1.0) if b == 0 else -jnp.expm1(count * math.log(b))
 
 
-def make_optimizer(config) -> optax.GradientTransformation:
+class AdamW(optax.GradientTransformation):
+    """What `make_optimizer` makes: of a gradient with a finite norm it makes finite updates and a finite state."""
+
+
+def make_optimizer(config) -> AdamW:
     """AdamW without its learning rate, which the step multiplies in (so that a schedule is a function of the step).
 
     Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_.
@@ -79,7 +83,7 @@ def make_optimizer(config) -> optax.GradientTransformation:
     if config.weight_decay:
         which = config.weight_decay_on
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))
-    return optax.chain(*parts)
+    return AdamW(*optax.chain(*parts))
 
 
 def learning_rate(config, step: Array, total_steps: int) -> Array:

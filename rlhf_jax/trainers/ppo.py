@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses, sharding
 from rlhf_jax.losses import INVALID_LOGPROB
-from rlhf_jax.trainers import common
+from rlhf_jax.trainers import common, guard
 from rlhf_jax.trainers.forward import Networks, evaluate_actor_critic, full_sequence, response_hidden, response_logprobs
 from rlhf_jax.trainers.rollouts import penalize_missing_eos
 from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, TrainState
@@ -300,6 +300,7 @@ def update(
     shuffles: Array,
     rate: Array,
     config,
+    causes: Array | None = None,
 ) -> tuple[TrainState, Metrics]:
     """All epochs of PPO on one batch of episodes: scans over epochs, minibatches and micro-batches.
 
@@ -311,14 +312,18 @@ def update(
       shuffles: [num_ppo_epochs, B] int32, the order of the rows in each epoch.
       rate: [] float32 learning rate of this update.
       config: a PPOConfig.
+      causes: [] int32, of `guard.causes`: what was found to be not finite before; None: nothing.
 
     Returns:
-      (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays)
+      (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Where something
+      is not finite, or target_kl is passed, neither that step nor a later one is taken (see `guard`).
     """
     b = experience.lengths.shape[0]
     minibatch = b // config.num_mini_batches
     t = experience.logprobs.shape[1]
 
+    causes = jnp.int32(0) if causes is None else causes
+    causes |= not_finite(experience, config)
     of_prompts = prompt_lengths(experience.mask, t)
     widths = common.prompt_widths(config, experience.tokens.shape[1] - t)
 
@@ -328,7 +333,7 @@ def update(
         return part.replace(tokens=tokens, mask=mask), scale
 
     def minibatch_step(carry, rows):
-        params, opt_state = carry
+        params, opt_state, alive = carry
         rows = rows[common.together_by_length(of_prompts[rows], config)]
         batch, lengths = jax.tree.map(lambda x: x[rows], (experience, of_prompts))
         micros, lengths = common.split_micro((batch, lengths), config.micro_batch_size)
@@ -347,20 +352,36 @@ def update(
             return loss, (metrics, jnp.where(own, error, 0.0), jnp.where(own, spread, 0.0))
 
         grads, (metrics, errors, ratios) = common.accumulate(loss_fn, params, (micros, weights), cuts)
-        params, opt_state, norm = common.apply_gradients(optimizer, params, opt_state, grads, rate)
+        loss = metrics["loss/policy_avg"], metrics["loss/value_avg"]
+        allowed = guard.within(metrics["policy/approxkl_avg"], config)
+        *carry, report = guard.attempt(optimizer, params, opt_state, grads, rate, loss, alive, allowed)
         ratios = ratios if config.metrics == "trl" else metrics["val/ratio"][None]
-        return (params, opt_state), ({**metrics, "grad_norm": norm}, jnp.max(errors), ratios)
+        return tuple(carry), ({**metrics, **report}, jnp.max(errors), ratios)
 
     rows = shuffles[:, : minibatch * config.num_mini_batches].reshape(-1, minibatch)
-    carry = (state.params, state.opt_state)
-    (params, opt_state), (stats, errors, ratios) = jax.lax.scan(minibatch_step, carry, rows)
-    metrics = {name: jnp.mean(values) for name, values in stats.items()}
+    carry = (state.params, state.opt_state, guard.may_learn(state, causes, config))
+    (params, opt_state, _), (stats, errors, ratios) = jax.lax.scan(minibatch_step, carry, rows)
+    metrics = guard.over_steps(stats, config)
+    metrics["nonfinite/causes"] |= causes
     metrics["val/ratio_var"] = common.ratio_variance(ratios.reshape(-1), config.metrics)
     # Before anything was learned the ratio is 1 but for rounding: what the first optimizer step saw.
     metrics["val/first_ratio_error"] = errors[0]
     metrics["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]
-    state = state.replace(params=params, opt_state=opt_state, step=state.step + 1, episodes=state.episodes + b)
-    return state, metrics
+    trained = {"params": params, "opt_state": opt_state}
+    return guard.settle(state, metrics["nonfinite/causes"], config, trained, {"step": 1, "episodes": b}), metrics
+
+
+def not_finite(experience: Experience, config) -> Array:
+    """`guard.causes` of an experience, where it is read: [] int32."""
+    t = experience.logprobs.shape[1]
+    inside = adv.response_mask(experience.lengths, t)
+    valued = adv.value_mask(experience.lengths, t) if config.score_position == "after_eos" else inside
+    return guard.causes(
+        logprob=jnp.where(inside, experience.logprobs, 0.0),
+        value=jnp.where(valued, experience.values, 0.0),
+        advantage=jnp.where(inside, experience.advantages, 0.0),
+        **{"return": jnp.where(valued, experience.returns, 0.0)},
+    )
 
 
 def control_kl(state: TrainState, kl: Array, config, episodes: int) -> TrainState:
@@ -373,9 +394,9 @@ def control_kl(state: TrainState, kl: Array, config, episodes: int) -> TrainStat
       episodes: episodes of the update.
 
     Returns:
-      The state with its new kl_coef.
+      The state with its new kl_coef; the old one where the update was skipped or the new one would not be finite.
     """
     if config.kl_target is None:
         return state
     new = adv.adaptive_kl(state.kl_coef, kl, target=config.kl_target, horizon=config.kl_horizon, n_steps=episodes)
-    return state.replace(kl_coef=new)
+    return state.replace(kl_coef=jnp.where((state.nonfinite == 0) & jnp.isfinite(new), new, state.kl_coef))

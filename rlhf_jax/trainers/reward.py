@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import losses
-from rlhf_jax.trainers import common
+from rlhf_jax.trainers import common, guard
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -105,7 +105,8 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
 
     Returns:
       (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32
-      and "num_tokens" [] uint32, of the run so far)
+      and "num_tokens" [] uint32, of the run so far, and what `guard.attempt` reports); where something is not finite
+      the params and the optimizer state are those of before
     """
     b = batch.chosen_lengths.shape[0]
     keys = common.row_keys(key, b)
@@ -130,10 +131,14 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         return loss, {"loss": loss, "scores": jnp.where(own[..., None], both[None], 0.0)}
 
     grads, found = common.accumulate(loss_fn, state.params, micros)
-    params, opt_state, norm = common.apply_gradients(optimizer, state.params, state.opt_state, grads, rate)
+    alive = guard.may_learn(state, jnp.int32(0), config)
+    params, opt_state, _, report = guard.attempt(
+        optimizer, state.params, state.opt_state, grads, rate, found["loss"], alive
+    )
     chosen, rejected = found["scores"][:, 0], found["scores"][:, 1]
-    # Of the whole run so far, as TRL counts.
-    tokens = state.tokens + jnp.sum(batch.chosen_lengths + batch.rejected_lengths).astype(jnp.uint32)
+    clock = {"step": 1, "episodes": b, "tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths)}
+    trained = {"params": params, "opt_state": opt_state}
+    state = guard.settle(state, report["nonfinite/causes"], config, trained, clock)
     metrics = {
         "loss": found["loss"],
         "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
@@ -141,11 +146,10 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         "mean_reward": jnp.mean(found["scores"]),
         "min_reward": jnp.min(found["scores"]),
         "max_reward": jnp.max(found["scores"]),
-        "num_tokens": tokens,
-        "grad_norm": norm,
+        "num_tokens": state.tokens,  # of the whole run so far, as TRL counts
+        **report,
     }
-    clock = {"step": state.step + 1, "episodes": state.episodes + b, "tokens": tokens}
-    return state.replace(params=params, opt_state=opt_state, **clock), metrics
+    return state, metrics
 
 
 def subtract_offset(params: Params, offset: Array) -> Params:

@@ -15,28 +15,10 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses, sharding
-from rlhf_jax.trainers import common
+from rlhf_jax.trainers import common, guard
 from rlhf_jax.trainers.forward import Networks, group_logprobs
-from rlhf_jax.trainers.rollouts import grouped, objective_metrics, penalize_missing_eos, reward_metrics
+from rlhf_jax.trainers.rollouts import apart, grouped, objective_metrics, penalize_missing_eos, reward_metrics
 from rlhf_jax.types import Array, GroupExperience, Metrics, Params, Rollout, TrainState
-
-
-def apart(experience: GroupExperience) -> GroupExperience:
-    """The same with G = 1: a copy of its prompt for every response, so that rows can be shuffled one by one."""
-    group = experience.lengths.shape[1]
-
-    def alone(x):
-        return x.reshape((-1, 1) + x.shape[2:])
-
-    return GroupExperience(
-        prompt_tokens=jnp.repeat(experience.prompt_tokens, group, axis=0),
-        prompt_lengths=jnp.repeat(experience.prompt_lengths, group),
-        response=alone(experience.response),
-        mask=alone(experience.mask),
-        lengths=alone(experience.lengths),
-        logprobs=alone(experience.logprobs),
-        advantages=alone(experience.advantages),
-    )
 
 
 def make_experience(
@@ -343,6 +325,7 @@ def update(
     rates: Array,
     config,
     dropout_key: Array | None = None,
+    causes: Array | None = None,
 ) -> tuple[TrainState, Metrics]:
     """All epochs of RLOO on one batch of groups: scans over optimizer steps and micro-batches.
 
@@ -355,18 +338,25 @@ def update(
       rates: [steps] float32, the learning rate of each optimizer step.
       config: an RLOOConfig.
       dropout_key: key of this update; None: no dropout. Needs G = 1.
+      causes: [] int32, of `guard.causes`: what was found to be not finite before; None: nothing.
 
     Returns:
-      (state, metrics [steps] each; see `averaged`)
+      (state, metrics [steps] each; see `averaged`). Where something is not finite, or target_kl is passed, neither that
+      step nor a later one is taken, nor does the reference move (see `guard`).
     """
     (groups, size), t = experience.lengths.shape, experience.logprobs.shape[2]
     if dropout_key is not None and size > 1:
         raise ValueError("a dropout mask belongs to a row: give `apart` of the experience with dropout_key")
     part = groups // config.num_mini_batches
     steps = steps_of(config)
+    causes = jnp.int32(0) if causes is None else causes
+    inside = adv.response_mask(experience.lengths.reshape(-1), t).reshape(experience.logprobs.shape)
+    advantages = experience.advantages
+    advantages = jnp.where(inside, advantages, 0.0) if advantages.ndim == 3 else advantages
+    causes |= guard.causes(logprob=jnp.where(inside, experience.logprobs, 0.0), advantage=advantages)
 
     def step(carry, item):
-        params, opt_state, ref = carry
+        params, opt_state, ref, alive = carry
         chosen, rate, number = item
         loss_fn, micros, cuts = by_micro_batch(nets, jax.tree.map(lambda x: x[chosen], experience), config)
         keys = None
@@ -374,24 +364,25 @@ def update(
             keys = common.row_keys(jax.random.fold_in(dropout_key, number), part)
             keys = keys.reshape(micros.lengths.shape[0], -1)
         grads, (sums, ends) = common.accumulate(loss_fn, params, (micros, keys), cuts)
-        params, opt_state, norm = common.apply_gradients(optimizer, params, opt_state, grads, rate)
+        found = step_metrics(sums, ends, t, config)
+        allowed = guard.within(found["policy/approxkl_avg"], config)
+        params, opt_state, alive, report = guard.attempt(
+            optimizer, params, opt_state, grads, rate, found["loss"], alive, allowed
+        )
         if config.sync_ref_model:
-            due = (state.step * steps + number + 1) % config.ref_model_sync_steps == 0
+            due = alive & ((state.step * steps + number + 1) % config.ref_model_sync_steps == 0)
             alpha = jnp.where(due, config.ref_model_mixup_alpha, 0.0)
             ref = jax.tree.map(lambda r, p: jnp.where(due, alpha * p + (1 - alpha) * r, r), ref, params["policy"])
-        return (params, opt_state, ref), {**step_metrics(sums, ends, t, config), "grad_norm": norm}
+        return (params, opt_state, ref, alive), {**found, **report}
 
     chosen = shuffles[:, : part * config.num_mini_batches].reshape(steps, part)
-    carry = (state.params, state.opt_state, state.ref_params)
-    (params, opt_state, ref), stats = jax.lax.scan(step, carry, (chosen, rates, jnp.arange(steps)))
-    state = state.replace(
-        params=params,
-        opt_state=opt_state,
-        ref_params=ref,
-        step=state.step + 1,
-        episodes=state.episodes + groups * size,
-    )
-    return state, stats
+    carry = (state.params, state.opt_state, state.ref_params, guard.may_learn(state, causes, config))
+    (params, opt_state, ref, _), stats = jax.lax.scan(step, carry, (chosen, rates, jnp.arange(steps)))
+    # Only one of an update's steps, or what came before them, is told to be bad: the sum of these bits is their union.
+    stats["nonfinite/causes"] = stats["nonfinite/causes"].at[0].add(causes)
+    trained = {"params": params, "opt_state": opt_state, "ref_params": ref}
+    clock = {"step": 1, "episodes": groups * size}
+    return guard.settle(state, jnp.sum(stats["nonfinite/causes"]), config, trained, clock), stats
 
 
 def averaged(stats: Metrics, config) -> Metrics:
@@ -399,14 +390,14 @@ def averaged(stats: Metrics, config) -> Metrics:
 
     Args:
       stats: from `update`, [steps] each.
-      config: metrics.
+      config: metrics, target_kl.
 
     Returns:
-      Each [] float32; `val/first_ratio_error` and `policy/first_approxkl` are of the first step, before which nothing
+      Each []; `val/first_ratio_error` and `policy/first_approxkl` are of the first step, before which nothing
       was learned.
     """
     ratios = stats["ratios"].reshape(-1)
-    found = {name: jnp.mean(x) for name, x in stats.items() if name != "ratios"}
+    found = guard.over_steps({name: x for name, x in stats.items() if name != "ratios"}, config)
     found["val/ratio_var"] = common.ratio_variance(ratios, config.metrics)
     found["val/first_ratio_error"] = stats["val/ratio_error"][0]
     found["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]

@@ -6,12 +6,30 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.types import Array, Metrics, Rollout
+from rlhf_jax.types import Array, GroupExperience, Metrics, Rollout
 
 
 def grouped(x: Array, group: int) -> Array:
     """[B, ...] -> [B / G, G, ...]."""
     return x.reshape((x.shape[0] // group, group) + x.shape[1:])
+
+
+def apart(experience: GroupExperience) -> GroupExperience:
+    """The same with G = 1: a copy of its prompt for every response, so that rows can be shuffled one by one."""
+    group = experience.lengths.shape[1]
+
+    def alone(x):
+        return x.reshape((-1, 1) + x.shape[2:])
+
+    return GroupExperience(
+        prompt_tokens=jnp.repeat(experience.prompt_tokens, group, axis=0),
+        prompt_lengths=jnp.repeat(experience.prompt_lengths, group),
+        response=alone(experience.response),
+        mask=alone(experience.mask),
+        lengths=alone(experience.lengths),
+        logprobs=alone(experience.logprobs),
+        advantages=alone(experience.advantages),
+    )
 
 
 def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from rlhf_jax import losses
-from rlhf_jax.trainers import common, forward
+from rlhf_jax.trainers import common, forward, guard
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -65,7 +65,8 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
       config: an SFTConfig.
 
     Returns:
-      (state, {"loss", "grad_norm"})
+      (state, {"loss", "grad_norm"} and what `guard.attempt` reports); where something is not finite the params and the
+      optimizer state are those of before
     """
     s = batch.tokens.shape[1]
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss)
@@ -88,10 +89,12 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         return loss, {"loss": loss}
 
     grads, metrics = common.accumulate(loss_fn, state.params, micros)
-    params, opt_state, norm = common.apply_gradients(optimizer, state.params, state.opt_state, grads, rate)
-    b = batch.lengths.shape[0]
-    state = state.replace(params=params, opt_state=opt_state, step=state.step + 1, episodes=state.episodes + b)
-    return state, {**metrics, "grad_norm": norm}
+    alive = guard.may_learn(state, jnp.int32(0), config)
+    params, opt_state, _, report = guard.attempt(
+        optimizer, state.params, state.opt_state, grads, rate, metrics["loss"], alive
+    )
+    trained, clock = {"params": params, "opt_state": opt_state}, {"step": 1, "episodes": batch.lengths.shape[0]}
+    return guard.settle(state, report["nonfinite/causes"], config, trained, clock), {**metrics, **report}
 
 
 def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
