@@ -15,7 +15,7 @@ from rlhf_jax import arithmetic, compile_cache, distributed, memory, metrics, ta
 from rlhf_jax.callbacks import Control
 from rlhf_jax.config import StageConfig
 from rlhf_jax.rewards import RewardFailure
-from rlhf_jax.stops import Asked, Stopped, Stops, no_tick
+from rlhf_jax.stops import CONTINUES, Asked, Stopped, Stops, no_tick
 from rlhf_jax.text import printable
 from rlhf_jax.types import UserError
 from rlhf_jax.watch import NonFinite
@@ -48,7 +48,7 @@ class Loop:
           state: after update `start`; the loop owns it.
           due: what update `start` still wants, when the run was stopped right after it; else empty.
         """
-        stage, total = self.stage, self.stage.total_steps
+        self.state, stage, total = state, self.stage, self.stage.total_steps
         compiling = compile_cache.Clock()
         if self.step < total:
             say(f"{stage.name}: compiling; the first update takes longer than all others")
@@ -58,24 +58,24 @@ class Loop:
                 try:
                     if due:
                         self.logger.log(self.step, metrics.with_floats(due["metrics"]), due["timings"])
-                        if self.finish(state, due["what"]):
-                            return state, self.step
+                        if self.finish(due["what"]):
+                            return self.state, self.step
                     elif self.config.eval_on_start and self.step == 0:
-                        self.evaluate(state)
+                        self.evaluate()
                     while self.step < total and not self.watch.over(self.step):
-                        state = self.update(state, compiling)
-                        if self.finish(state, self.wanted()):
+                        self.update(compiling)
+                        if self.finish(self.wanted()):
                             break
                 except Asked:
-                    self.stop(state)
+                    self.stop()
         except UserError as error:
-            self.rescue(state, error)
+            self.rescue(error)
             raise
         finally:
             compiling.close()
-        return state, self.step
+        return self.state, self.step
 
-    def rescue(self, state, error: UserError) -> None:
+    def rescue(self, error: UserError) -> None:
         """Saves what was done before an error, where the state is that of an update.
 
         A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
@@ -84,19 +84,20 @@ class Loop:
         """
         if isinstance(error, NonFinite):
             # The updates from that one on have changed nothing; with some of its steps taken the state is of no update.
-            state, self.step = self.watch.resumed(state), error.update - 1 if error.whole else self.saved
+            self.state = self.watch.resumed(self.state)
+            self.step = error.update - 1 if error.whole else self.saved
         lost = isinstance(error, memory.OutOfMemory) and self.stage.phase == "update" and not self.looking
         together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
         if self.step > self.saved and together and not lost:
-            self.save(state)
-            then = "which is saved; the same command continues"
+            self.save()
+            then = f"which is saved; {CONTINUES}"
             say(f"{self.stage.name}: stopped by an error after update {self.step}, {then}")
 
-    def update(self, state, compiling) -> Any:
+    def update(self, compiling) -> None:
         """One update, its metrics handed to the logger."""
         stage, started = self.stage, time.perf_counter()
         self.stops.tick()
-        state, found, seconds = stage.train_step(state, self.step)
+        self.state, found, seconds = stage.train_step(self.state, self.step)
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = compiling.since_last()
@@ -113,7 +114,6 @@ class Loop:
         show(stage, self.folder, self.logger, self.step, stage.training_completions(), "training")
         if self.callbacks:
             share_wishes(self.control)
-        return state
 
     def wanted(self) -> list[str]:
         """What is due after the present update, in order."""
@@ -126,14 +126,14 @@ class Loop:
         what += ["samples"] if sample_now(config, step, total, last) else []
         return what + (["last"] if last else [])
 
-    def finish(self, state, what: list[str]) -> bool:
+    def finish(self, what: list[str]) -> bool:
         """Does what is due after an update, and saves when that is; whether the run is over."""
         self.todo = what = list(what)
         last = "last" in what
         if "evaluate" in what:
             self.stage.tick()
             self.control.evaluate = False
-            values = self.evaluate(state)
+            values = self.evaluate()
             what.remove("evaluate")
             if self.patience.exhausted(values) and not last:
                 limit, name = self.patience.limit, self.patience.name
@@ -141,11 +141,11 @@ class Loop:
                 self.control.stop = last = True
                 what[:] = [item for item in self.wanted() if item != "evaluate"]
         if "samples" in what:
-            show(self.stage, self.folder, self.logger, self.step, self.stage.samples(state), "samples")
+            show(self.stage, self.folder, self.logger, self.step, self.stage.samples(self.state), "samples")
             what.remove("samples")
         if last or self.save_due():
             self.control.save = False
-            self.save(state)
+            self.save(ended=last and self.step < self.stage.total_steps)
         self.todo = None
         return last
 
@@ -158,10 +158,10 @@ class Loop:
             return False
         return distributed.from_first(lambda: time.monotonic() - self.saved_at >= 60 * minutes)
 
-    def evaluate(self, state) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Metrics of the evaluation, logged."""
         self.looking = True
-        values = self.stage.evaluate(state)
+        values = self.stage.evaluate(self.state)
         self.looking = False
         self.logger.log(self.step, values)
         for callback in self.callbacks:
@@ -170,15 +170,20 @@ class Loop:
             share_wishes(self.control)
         return values
 
-    def save(self, state, due: dict[str, Any] | None = None) -> None:
-        """A checkpoint of the present update, its metrics on disk before it."""
+    def save(self, due: dict[str, Any] | None = None, ended: bool = False) -> None:
+        """A checkpoint of the present update, its metrics on disk before it.
+
+        Args:
+          due: what it still wants.
+          ended: the run ends here, before its last update: nothing but the exports is left to do.
+        """
         self.logger.flush()
         name, score, started = self.config.metric_for_best_model, None, time.monotonic()
         known = self.logger.last
         if name is not None and not due:
             score = known.get(name)
-        extra = {"total_steps": self.stage.total_steps, "due": due}
-        self.checkpoints.save(self.step, state, extra, score)
+        extra = {"total_steps": self.stage.total_steps, "due": due, "ended": ended}
+        self.checkpoints.save(self.step, self.state, extra, score)
         self.saved, self.saved_at = self.step, time.monotonic()
         self.stops.took(saving=time.monotonic() - started)
         evaluated = any(other.startswith("eval") for other in known)
@@ -189,23 +194,23 @@ class Loop:
                 raise UserError(problem)
             warn(problem)
 
-    def stop(self, state) -> None:
+    def stop(self) -> None:
         """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
         due, held = None, self.logger.take() if self.todo else None
         if held and self.watch.bad(held):
             # What there is to say of a bad update can be said only now.
             self.logger.log(self.step, *held)
             self.stage.tick = no_tick
-            self.finish(state, self.todo)
+            self.finish(self.todo)
         elif held:
             found, timings = held
             due = {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
         if due or self.step > self.saved:
-            self.save(state, due)
+            self.save(due)
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
         why = self.stops.asked()
-        raise Stopped(f"{self.stage.name}: stopped {why} {after}; the same command continues", together=True)
+        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {CONTINUES}", together=True)
 
 
 def show(stage, run_folder, logger, step: int, rows: list[dict[str, Any]], what: str) -> None:

@@ -18,6 +18,7 @@ from rlhf_jax import distributed
 
 RESUMABLE = 75
 """Exit code of a run that was stopped from outside: the same command continues. EX_TEMPFAIL of sysexits.h."""
+CONTINUES = "the same command continues"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARGIN = 1.5  # the next update may take so much longer than the longest one so far
 
@@ -102,7 +103,7 @@ class Stops:
         """Outside the loop the main thread ends by itself, as soon as it runs Python."""
         del frame
         if not self._loop:
-            raise Stopped(f"stopped by {signal.Signals(number).name}; the same command continues")
+            raise Stopped(f"stopped by {signal.Signals(number).name}; {CONTINUES}")
 
     # --- the loop
 

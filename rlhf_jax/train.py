@@ -37,7 +37,7 @@ from rlhf_jax.checkpoint import Checkpoints
 from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve, stage_name, stages_of
 from rlhf_jax.loop import Loop, say, warn
 from rlhf_jax.stages import STAGES
-from rlhf_jax.stops import Stopped, Stops
+from rlhf_jax.stops import CONTINUES, Stopped, Stops
 from rlhf_jax.types import UserError
 from rlhf_jax.watch import Watch
 
@@ -212,11 +212,9 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         run_folder.checkpoints, config.save_total_limit, greater_is_better=config.greater_is_better, warn=warn
     )
     check_room(checkpoints, stage)
-    state, start, due = stage.state, 0, {}
-    found = checkpoints.restore_newest(state)
-    if found is not None:
-        state, extra, start = found
-        due = extra.get("due") or {}
+    state, extra, start = checkpoints.restore_newest(stage.state) or (stage.state, {}, 0)
+    due = extra.get("due") or {}
+    if start:
         say(f"{name}: continuing after update {start} of {stage.total_steps}")
     written = start - 1 if due else start
     run_folder.cut(start, written)
@@ -240,8 +238,12 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         callback.on_train_begin(stage, control)
     loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops, watch)
     try:
-        state, end = loop.train(state, due)
+        end = start
+        if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
+            state, end = loop.train(state, due)
         stops.loop(False)
+        if (why := stops.asked()) is not None:
+            raise Stopped(f"{name}: stopped {why} after the last update, which is saved; {CONTINUES}", together=True)
         if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
             say(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
             state, _ = checkpoints.restore(best, state)

@@ -59,6 +59,7 @@ SUITE = {  # file -> test files, the fastest and sharpest first; a pattern may m
     "rlhf_jax/generate.py": ["tests/test_generate.py", *PPO, *RLOO],
     "rlhf_jax/trainers/common.py": ["tests/test_common.py", *PPO, *RLOO, "tests/test_train.py"],
     "rlhf_jax/trainers/forward.py": [*PPO, *RLOO, "tests/test_rloo_stage.py"],
+    "rlhf_jax/trainers/guard.py": ["tests/test_guard.py", "tests/test_guard_runs.py"],
     "rlhf_jax/trainers/ppo.py": [*PPO, "tests/test_train.py"],
     "rlhf_jax/trainers/reward.py": [*PPO, "tests/test_rloo_stage.py", "tests/test_train.py"],
     "rlhf_jax/trainers/rloo.py": [*RLOO, "tests/test_rloo_stage.py"],

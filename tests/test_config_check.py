@@ -45,7 +45,7 @@ IMPOSSIBLE = [
     (SFTConfig(max_steps=0), r"max_steps is 0; it must be -1 \(num_train_epochs decides\)"),
     (
         SFTConfig(save_steps=-1),
-        "save_steps is -1; it must be 0 (only at the end), between 0 and 1 (a share of the run) or a whole number",
+        r"save_steps is -1; it must be 0 \(only at the end\), between 0 and 1 \(a share of the run\) or a whole number",
     ),
     (SFTConfig(seed=-1), "seed is -1"),
     (SFTConfig(mesh_data=0), "mesh_data is 0; it must be -1"),

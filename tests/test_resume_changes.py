@@ -123,6 +123,29 @@ def test_a_finished_run_goes_on_when_it_is_to_be_longer(tmp_path, capsys):
     assert "is finished (update 6); nothing to do" in capsys.readouterr().out
 
 
+class StopAt(rlhf_jax.Callback):
+    """Ends the run at the end of an update."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_evaluate(self, step, metrics, control):
+        control.stop = step == self.step
+
+
+def test_a_run_that_ended_early_and_was_killed_while_it_exported_does_not_train_on(tmp_path):
+    config = dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"), eval_steps=1, dataset_test_split="test")
+    sets = {"train_dataset": ROWS, "eval_dataset": ROWS[:4]}
+    rlhf_jax.run(config, callbacks=[StopAt(2)], **sets)
+    whole = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert steps(tmp_path / "run")[-1] < 4
+    (tmp_path / "run" / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "policy")
+    rlhf_jax.run(config, **sets)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == whole
+    assert (tmp_path / "run" / "policy" / "model.safetensors").is_file()
+
+
 def test_the_best_checkpoint_is_kept_and_exported(tmp_path, capsys):
     class Best(rlhf_jax.Callback):
         values = {}

@@ -537,6 +537,7 @@ def test_looking_is_a_step_at_rate_0(options):
     experience, _ = experience_of(c)
     seen = jax.jit(lambda policy, experience: rloo.look(nets, {"policy": policy}, experience, c))(moved, experience)
     _, stats = run_update(c, experience, moved, rates=[0.0])
-    assert set(stats) - set(seen) == {"grad_norm", "ratios", "val/ratio_error"}
+    learned = {"grad_norm", "ratios", "val/ratio_error", "nonfinite/causes", "nonfinite/steps_applied"}
+    assert set(stats) - set(seen) == learned
     for name, value in seen.items():
         assert_close(value, stats[name][0], name)
