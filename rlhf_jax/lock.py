@@ -45,9 +45,13 @@ class Lock:
 
     def check(self) -> None:
         """Raises as `take` where another run is in the folder now; takes nothing and makes nothing."""
-        if fcntl is None or not os.path.exists(self.path):
+        try:
+            file = os.open(self.path, os.O_RDWR)
+        except OSError:  # there is none, or `take` will say that it cannot be written
             return
-        file = os.open(self.path, os.O_RDWR)
+        if fcntl is None:
+            os.close(file)
+            return
         try:
             if not _lock(file):
                 raise self._taken()
