@@ -89,14 +89,14 @@ class Loop:
         lost = isinstance(error, memory.OutOfMemory) and self.stage.phase == "update" and not self.looking
         together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
         if self.step > self.saved and together and not lost:
-            self.save()
+            self.save(None if isinstance(error, NonFinite) else self.still_due())
             then = f"which is saved; {CONTINUES}"
             say(f"{self.stage.name}: stopped by an error after update {self.step}, {then}")
 
     def update(self, compiling) -> None:
         """One update, its metrics handed to the logger."""
         stage, started = self.stage, time.perf_counter()
-        self.stops.tick()
+        self.stops.tick(whole=True)
         self.state, found, seconds = stage.train_step(self.state, self.step)
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
@@ -194,18 +194,26 @@ class Loop:
                 raise UserError(problem)
             warn(problem)
 
+    def still_due(self) -> dict[str, Any] | None:
+        """What the present update still wants, with its metrics, which are then not written: for the next start.
+
+        None where there is nothing, or what there is to say of a bad update can be said only now.
+        """
+        if not self.todo:
+            return None
+        found, timings = held = self.logger.take()
+        if self.watch.bad(held):
+            self.logger.log(self.step, *held)
+            return None
+        return {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
+
     def stop(self) -> None:
         """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
-        due, held = None, self.logger.take() if self.todo else None
-        if held and self.watch.bad(held):
-            # What there is to say of a bad update can be said only now.
-            self.logger.log(self.step, *held)
+        due = self.still_due()
+        if self.todo and due is None:
             self.stage.tick = no_tick
             self.finish(self.todo)
-        elif held:
-            found, timings = held
-            due = {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
-        if due or self.step > self.saved:
+        elif due or self.step > self.saved:
             self.save(due)
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"

@@ -115,26 +115,30 @@ class Stops:
         """What an update and a save took, in seconds: the longest of them must fit before the limit."""
         self._longest, self._saving = max(self._longest, update), max(self._saving, saving)
 
-    def _wish(self) -> str | None:
-        """Why this process would end now."""
+    def _wish(self, whole: bool) -> str | None:
+        """Why this process would end now; `whole`: before another update, which must fit as well."""
         if self._signal is not None:
             return f"by {signal.Signals(self._signal).name}"
         if self._limit is not None:
-            ahead = MARGIN * (self._longest + self._saving)
+            ahead = MARGIN * (self._longest * whole + self._saving)
             if time.monotonic() - self._began + ahead >= self._limit:
                 return f"by --max_minutes {self._limit / 60:g}"
         return None
 
-    def asked(self) -> str | None:
-        """Why the run is to end, or None: the same on all processes, which all call it at the same points."""
+    def asked(self, whole: bool = False) -> str | None:
+        """Why the run is to end, or None: the same on all processes, which all call it at the same points.
+
+        Args:
+          whole: another update would come first.
+        """
         if self._why is None:
-            wishes = distributed.gather_objects(self._wish())
+            wishes = distributed.gather_objects(self._wish(whole))
             self._why = next((wish for wish in wishes if wish is not None), None)
         return self._why
 
-    def tick(self) -> None:
-        """A safe point: raises Asked where the run is to end."""
-        if self.asked() is not None:
+    def tick(self, whole: bool = False) -> None:
+        """A safe point: raises Asked where the run is to end; see `asked`."""
+        if self.asked(whole) is not None:
             raise Asked
 
 

@@ -21,6 +21,8 @@ from rlhf_jax.watch import NonFinite
 from tests.reward_runs import SHARED, B, bytes_of, copied, lines, ppo, rloo
 from tests.reward_runs import compiled_once as compiled_once
 
+pytestmark = pytest.mark.runs
+
 TEXTS = {
     **{name: SHARED[name] for name in ("tokenizer_name_or_path", "dataset_test_split", "learning_rate", "report_to")},
     **{"model_name_or_path": None, "scratch_model": "2x32x4", "query_length": 24, "max_length": 32},

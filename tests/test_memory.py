@@ -10,6 +10,8 @@ from rlhf_jax import memory
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from rlhf_jax.stages.policy import PolicyStage
 
+pytestmark = pytest.mark.runs
+
 XLA = "RESOURCE_EXHAUSTED: Out of memory allocating 3221225472 bytes."
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 CONFIG = RLOOConfig(

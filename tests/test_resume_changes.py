@@ -12,6 +12,8 @@ from rlhf_jax import train
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.types import UserError
 
+pytestmark = pytest.mark.runs
+
 ROWS = [{"prompt": f"what is {n}?", "completion": f" it is {n % 3}."} for n in range(12)]
 CONFIG = SFTConfig(
     model_name_or_path=None,

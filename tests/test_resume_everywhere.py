@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402
 
+pytestmark = pytest.mark.runs
+
 SHARED = {
     "run_dir": "run",
     "dataset_name": "synthetic",

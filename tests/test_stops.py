@@ -14,6 +14,9 @@ import rlhf_jax
 from rlhf_jax import stops, train
 from rlhf_jax.config import RLOOConfig, SFTConfig
 from rlhf_jax.stops import Asked, Stopped, Stops
+from rlhf_jax.types import UserError
+
+pytestmark = pytest.mark.runs
 
 SHARED = {
     "scratch_model": "1x16x2",
@@ -103,6 +106,25 @@ def test_a_run_may_be_stopped_again_and_again(whole, tmp_path):
     assert stopped == 5 and left(tmp_path / "run") == left(whole / "rloo")
 
 
+class Fails(Kills):
+    """The same reward, which fails in place of sending a signal."""
+
+    def __call__(self, completion_ids, trainer_state, **_):
+        if (trainer_state.global_step, trainer_state.is_eval) in self.when:
+            raise RuntimeError("out of order")
+        return super().__call__(completion_ids, trainer_state)
+
+
+@pytest.mark.parametrize("when", [(2, True), (3, False)])
+def test_a_run_whose_reward_failed_continues_byte_for_byte(whole, tmp_path, when):
+    failing = Fails(when)
+    failing.__name__ = "Kills"  # by which its metrics are called
+    with pytest.raises(UserError, match="out of order"):
+        run(RLOO, tmp_path / "run", failing)
+    run(RLOO, tmp_path / "run", Kills())
+    assert left(tmp_path / "run") == left(whole / "rloo")
+
+
 class KillAfter(rlhf_jax.Callback):
     def __init__(self, update):
         self.update = update
@@ -122,12 +144,13 @@ def test_supervised_stages_stop_too(whole, tmp_path):
 
 def test_max_minutes_stops_before_they_are_over(tmp_path):
     clock = Stops(1.0, began=time.monotonic() - 40)
-    clock.tick()
+    clock.tick(whole=True)
     clock.took(update=10.0)  # another, half as long again, ends after 55 s
-    clock.tick()
+    clock.tick(whole=True)
     clock.took(saving=4.0)
+    clock.tick()  # within an update only the save is ahead
     with pytest.raises(Asked):
-        clock.tick()
+        clock.tick(whole=True)
     assert clock.asked() == "by --max_minutes 1"
 
 
