@@ -1,4 +1,5 @@
-"""pip install . gives rlhf_jax with its configs; extras: test, cuda, cuda12, tpu, tpu-aot."""
+"""pip install . gives rlhf_jax with its configs; extras:
+test, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
 
 import pathlib
 
@@ -15,6 +16,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["rlhf_jax", "rlhf_jax.*"]), "rlhf_jax.configs"],
     package_dir={"rlhf_jax.configs": "configs"},
+    package_data={"rlhf_jax.report": ["*.css", "*.js", "uplot/*"]},
     install_requires=[
         "jax>=0.10,<0.12",
         "flax>=0.12.8,<0.13",
@@ -23,6 +25,7 @@ setup(
         "chex>=0.1.92,<0.2",
         "filelock>=3",
         "numpy>=2.0,<3",
+        "scipy>=1.15,<2",
         "transformers>=5.0,<6",
         "datasets>=5.0,<6",
         "huggingface_hub>=1.31,<3",
@@ -41,9 +44,16 @@ setup(
             "setuptools>=77",
             "torch==2.13.0",
             "trl==1.12.0",
+            "peft>=0.21,<0.22",
             "requests>=2.30,<3",
             "matplotlib>=3.9,<4",
+            "rouge-score>=0.1.2,<0.2",
+            "selenium>=4.35,<5",
         ],
+        "report": ["matplotlib>=3.9,<4"],
+        "rouge": ["rouge-score>=0.1.2,<0.2"],
+        "wandb": ["wandb>=0.25,<1"],
+        "trackio": ["trackio>=0.20,<1"],
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],
         "tpu": ["jax[tpu]"],

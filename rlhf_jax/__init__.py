@@ -2,6 +2,7 @@
 
 from rlhf_jax import advantages, losses        # equations on arrays of your own
 rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
+rlhf_jax.load_policy(path).generate(texts)      # what a policy says
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "SFTConfig",
     "UserError",
     "jax_reward",
+    "load_policy",
     "run",
 ]
 
@@ -28,6 +30,7 @@ _HOMES = {
     "SFTConfig": "config",
     "UserError": "types",
     "jax_reward": "rewards",
+    "load_policy": "policy",
     "run": "train",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -33,5 +34,11 @@ class Callback:
     def on_evaluate(self, step: int, metrics: dict[str, float], control: Control) -> None:
         """The evaluation after update `step` is there."""
 
+    def on_completions(self, step: int, rows: Sequence[dict[str, Any]], what: str) -> None:
+        """A table of completions after update `step`: dicts of the same keys; `what` is 'samples' or 'training'."""
+
     def on_train_end(self, stage: Any, paths: dict[str, str]) -> None:
         """The run is over; `paths` says where its models lie."""
+
+    def close(self) -> None:
+        """The stage is left, after `on_train_end` or because of an error or a stop: let go of what is open."""

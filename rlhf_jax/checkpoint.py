@@ -24,6 +24,8 @@ from rlhf_jax.types import UserError
 # What orbax and tensorstore raise for files that are missing or broken.
 _DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError)
 _SLACK = 1 << 20  # bytes beside the arrays: names, shapes, indices
+MOST_SECONDS = 1200
+"""After which a save that does not end is given up."""
 DAMAGED = ".damaged"
 """What the name of a checkpoint that cannot be used ends with."""
 
@@ -138,7 +140,11 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            preservation_policy=self._keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(timeout_secs=MOST_SECONDS),
         )
         return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
 

@@ -14,6 +14,7 @@ from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLO
 from rlhf_jax.text import has_password
 from rlhf_jax.types import UserError
 
+REPORTS = ("tensorboard", "wandb", "trackio", "all")
 Rule = tuple[str, Callable[[float], bool]]
 _AT_LEAST_0: Rule = ("at least 0", lambda v: v >= 0)
 _AT_LEAST_1: Rule = ("at least 1", lambda v: v >= 1)
@@ -41,7 +42,9 @@ RANGES: dict[str, Rule] = {
     **dict.fromkeys(("adam_epsilon", "max_grad_norm", "num_train_epochs", "score_init_std"), _POSITIVE),
     **dict.fromkeys(("temperature", "repetition_penalty", "cliprange", "cliprange_value"), _POSITIVE),
     **dict.fromkeys(("kl_target", "kl_horizon"), _POSITIVE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), _DECAY),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), _DECAY),
+    "lora_r": _AT_LEAST_1,
+    "lora_alpha": _POSITIVE,
     **dict.fromkeys(("gamma", "lam", "min_p"), _SHARE),
     "top_p": ("above 0 and at most 1", lambda v: 0 < v <= 1),
     # groups and rewards
@@ -84,9 +87,10 @@ def combinations(config: StageConfig) -> Iterator[str]:
                 f"{name} is a URL with a user name or a password in it: config.json and the model card would hold it. "
                 "Take it out; a reward server's token comes from the environment (reward_server_token_env)."
             )
-    unknown = [name for name in config.report_to if name != "tensorboard"]
+    unknown = [name for name in config.report_to if name not in REPORTS]
     if unknown:
-        yield f"report_to: {', '.join(unknown)} is not supported; 'tensorboard' or 'none' (metrics.jsonl always comes)."
+        known = ", ".join((*REPORTS, "none"))
+        yield f"report_to: {', '.join(unknown)} is not supported; there are {known} (metrics.jsonl always comes)."
     if config.eval_steps and config.dataset_test_split is None and config.eval_dataset_name is None:
         yield f"eval_steps is {config.eval_steps:g}, but with dataset_test_split None there is nothing to evaluate on."
     buckets = config.length_buckets
@@ -94,6 +98,7 @@ def combinations(config: StageConfig) -> Iterator[str]:
         yield f"length_buckets is {buckets}; lengths must be at least 1 and rise."
     yield from _scratch(config)
     yield from _batches(config)
+    yield from _adapters(config)
     if isinstance(config, PolicyConfig):
         yield from _policy(config)
         yield from _rewards(config)
@@ -122,6 +127,37 @@ def _scratch(config: StageConfig) -> Iterator[str]:
         yield f"{name} is None, and so is scratch_model: there is no model to start from."
     if start is None and config.tokenizer_name_or_path is None:
         yield f"{name} is None, and so is tokenizer_name_or_path: there is no tokenizer."
+
+
+def _adapters(config: StageConfig) -> Iterator[str]:
+    if not config.use_peft:
+        idle = ("adapters", "model_adapter_name", "ref_adapter_name", "lora_target_modules", "modules_to_save")
+        given = [name for name in idle if getattr(config, name, None)]
+        given += ["start_adapter"] if getattr(config, "start_adapter", "auto") != "auto" else []
+        given += ["lora_value"] if getattr(config, "lora_value", "full") != "full" else []
+        if given:
+            yield f"{given[0]} is {getattr(config, given[0])!r}, but without use_peft there are no adapters: give both."
+        return
+    if isinstance(config, PolicyConfig) and config.ref_adapter_name is not None and config.ref_model_path is not None:
+        yield "ref_adapter_name and ref_model_path both name the reference: leave one of them out."
+    if isinstance(config, RLOOConfig) and config.sync_ref_model:
+        yield (
+            "sync_ref_model with use_peft is refused, as by TRL: the reference is frozen params that the policy stands "
+            "on. Leave one of them out."
+        )
+    if isinstance(config, PPOConfig) and config.lora_value != "full":
+        if config.value_model == "shared_backbone":
+            yield (
+                f"lora_value {config.lora_value!r} with value_model 'shared_backbone': the value is a head on the "
+                "policy and has no adapter of its own. Leave one of them out."
+            )
+        if config.lora_value == "own" and config.reward_model_path is None and config.value_model_path is None:
+            yield "lora_value 'own' needs value_model_path or reward_model_path, whose params its adapter stands on."
+        if config.lora_value == "shared" and config.value_model_path is not None:
+            yield (
+                f"lora_value 'shared' stands on the policy's params; value_model_path {config.value_model_path!r} "
+                "would not be used. Leave it out, or give lora_value 'own'."
+            )
 
 
 def _batches(config: StageConfig) -> Iterator[str]:

@@ -19,8 +19,26 @@ from rlhf_jax.types import UserError
 PROG = "python -m rlhf_jax.train"
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a run began from.
+
+    Attributes:
+      name: as `--config` named it.
+      config: as the file has it, without flags.
+    """
+
+    name: str
+    config: Config
+
+
 def parse(argv: Sequence[str]) -> Config:
-    """The config that a command line asks for: the file's values, then the flags', left to right.
+    """The config of `parse_recipe`, with the flags."""
+    return parse_recipe(argv)[0]
+
+
+def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
+    """The config that a command line asks for, the file's values, then the flags', left to right; and the file's alone.
 
     Prints help and raises SystemExit(0) on --help; raises UserError on anything wrong. TRL's other names are accepted
     where the meaning is the same (with a note on stderr) and refused with the reason where it is not.
@@ -35,11 +53,11 @@ def parse(argv: Sequence[str]) -> Config:
         raise UserError(f"--config is missing. Shipped: {', '.join(configfile.shipped_configs())}.")
     if len(specs[-1]) != 1:
         raise UserError(f"--config takes one config, got {len(specs[-1])}: {' '.join(specs[-1])}.")
-    config = configfile.load_config(specs[-1][0])
+    recipe = Recipe(specs[-1][0], configfile.load_config(specs[-1][0]))
     if wants_help:
-        print_help(config, specs[-1][0])
+        print_help(recipe.config, f"{PROG} --config {recipe.name}")
         raise SystemExit(0)
-    return with_flags(config, [(name, words) for name, words in flags if name != "config"])
+    return with_flags(recipe.config, [(name, words) for name, words in flags if name != "config"]), recipe
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -196,9 +214,9 @@ def usage() -> str:
     )
 
 
-def print_help(config: Config, spec: str) -> None:
+def print_help(config: Any, prog: str) -> None:
     """Print every option of a config with its type, its default in this config, and its meaning."""
-    prog, shown = f"{PROG} --config {spec}", _for_help(config)
+    shown = _for_help(config)
     with contextlib.suppress(SystemExit):  # whether to end the program is the caller's to say
         tyro.cli(
             type(shown),
@@ -210,7 +228,7 @@ def print_help(config: Config, spec: str) -> None:
         )
 
 
-def _for_help(config: Config) -> Any:
+def _for_help(config: Any) -> Any:
     """The config with JSON text in the place of dicts, which tyro would take for options or subcommands."""
     fields, values = [], {}
     for name, hint in configfile.field_types(type(config)).items():

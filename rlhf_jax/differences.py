@@ -13,7 +13,18 @@ from rlhf_jax import distributed
 NOT_KEPT = (*distributed.OPTIONS, "topology")
 # Options that change nothing that a run computes, so that it may be continued with others.
 MAY_DIFFER = (
-    *("run_dir", "resume", "override_resume", "dry_run", "logging_steps", "report_to", "save_*", "max_minutes"),
+    *(
+        "run_dir",
+        "resume",
+        "override_resume",
+        "dry_run",
+        "logging_steps",
+        "report_to",
+        "run_name",
+        "project",
+        "save_*",
+        "max_minutes",
+    ),
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
 )
 # And what is to be done, or said, where a run goes wrong.

@@ -1,7 +1,7 @@
 """A run's folder: what is in it, whose it is, and how far it got.
 
-config.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  completions/STEP.jsonl
-finished.json  .lock
+config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  finished.json
+completions/STEP.jsonl, STEP.tokens.jsonl  calibration/STEP.jsonl  nonfinite/STEP.jsonl  .lock
 policy/  value/  ...the final models
 """
 
@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from rlhf_jax.text import parse_json
 from rlhf_jax.types import UserError
 
 EXPORTS = ("policy", "value", "reward_model")
+Rows = Sequence[dict[str, Any]]
 
 
 def write_atomically(path: str, text: str) -> None:
@@ -83,7 +84,7 @@ class RunFolder:
 
     @property
     def completions(self) -> str:
-        """completions/, STEP.jsonl with sample completions."""
+        """completions/, STEP.jsonl with sample completions, STEP.tokens.jsonl with their tokens."""
         return os.path.join(self.path, "completions")
 
     @property
@@ -228,7 +229,7 @@ class RunFolder:
         """Forgets what an earlier process did after update `step`, from which the run goes on.
 
         metrics.jsonl and timings.jsonl lose the later lines (and a torn last one) and keep the others byte for byte;
-        completions/ and nonfinite/ lose the later files. TensorBoard hides later events by itself (see MetricLogger).
+        folders of STEP.jsonl lose the later files. TensorBoard hides later events by itself (see MetricLogger).
 
         Args:
           step: the last update to keep; 0 keeps nothing.
@@ -244,35 +245,51 @@ class RunFolder:
                 kept = [line for line in lines if 0 <= _step_of(line) <= written and step > 0]
                 if kept != lines:
                     write_atomically(path, "".join(kept))
-        for folder in filter(os.path.isdir, (self.completions, self.nonfinite)):
+        folders = [os.path.join(self.path, name) for name in ("completions", "calibration", "nonfinite")]
+        for folder in filter(os.path.isdir, folders):
             for name in os.listdir(folder):
-                match = re.fullmatch(r"(?:training_)?(\d+)\.jsonl(\.tmp)?", name)
+                match = re.fullmatch(r"(?:training_)?(\d+)(?:\.tokens)?\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
                     os.remove(os.path.join(folder, name))
         if written == 0:
             shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
-    def write_completions(self, step: int, rows: Iterable[dict[str, Any]], what: str = "samples") -> None:
+    def write_recipe(self, name: str, options: dict[str, Any]) -> None:
+        """Writes recipe.json, {"config": name, "options"}, where a run begins: what it is continued by is no news."""
+        path = os.path.join(self.path, "recipe.json")
+        if is_main() and not (os.path.exists(path) and self.has_progress()):
+            write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
+
+    def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> None:
         """Writes completions/STEP.jsonl, one JSON object a row; nothing for no rows.
 
         Args:
           step: the update that the completions belong to.
           rows: dicts of strings and numbers.
           what: 'samples', or 'training': completions/training_STEP.jsonl.
+          tokens: of the first rows, for completions/STEP.tokens.jsonl.
         """
-        text = "".join(json_text(row) + "\n" for row in rows)
-        if text and is_main():
-            os.makedirs(self.completions, exist_ok=True)
-            name = f"{step}.jsonl" if what == "samples" else f"{what}_{step}.jsonl"
-            write_atomically(os.path.join(self.completions, name), text)
+        name = f"{step}" if what == "samples" else f"{what}_{step}"
+        for path, of in ((f"{name}.tokens.jsonl", tokens), (f"{name}.jsonl", rows)):
+            if of:
+                _write_rows(os.path.join(self.completions, path), of)
 
-    def write_nonfinite(self, step: int, rows: Iterable[dict[str, Any]]) -> str:
+    def write_calibration(self, step: int, rows: Rows) -> None:
+        """Writes calibration/STEP.jsonl, one JSON object a row; nothing for no rows."""
+        if rows:
+            _write_rows(os.path.join(self.path, "calibration", f"{step}.jsonl"), rows)
+
+    def write_nonfinite(self, step: int, rows: Rows) -> str:
         """Writes nonfinite/STEP.jsonl, one JSON object a row, by the first process; its path."""
-        path = os.path.join(self.nonfinite, f"{step}.jsonl")
-        if is_main():
-            os.makedirs(self.nonfinite, exist_ok=True)
-            write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
-        return path
+        return _write_rows(os.path.join(self.nonfinite, f"{step}.jsonl"), rows)
+
+
+def _write_rows(path: str, rows: Rows) -> str:
+    """JSON lines in a file of a folder of their own, by the first process; its path."""
+    if is_main():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
+    return path
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from rlhf_jax import arithmetic, compile_cache, distributed, memory, metrics, ta
 from rlhf_jax.callbacks import Control
 from rlhf_jax.config import StageConfig
 from rlhf_jax.rewards import RewardFailure
+from rlhf_jax.stages.base import Shown
 from rlhf_jax.stops import CONTINUES, Asked, Stopped, Stops, no_tick
 from rlhf_jax.text import printable
 from rlhf_jax.types import UserError
@@ -57,6 +58,8 @@ class Loop:
             with memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
                 try:
                     if due:
+                        for name, text in due["texts"].items():  # TensorBoard drops all of that step
+                            self.logger.text(self.step, name, text)
                         self.logger.log(self.step, metrics.with_floats(due["metrics"]), due["timings"])
                         if self.finish(due["what"]):
                             return self.state, self.step
@@ -111,7 +114,7 @@ class Loop:
         done = (self.step - self.start) * self.config.batch_size
         timings["eps"] = done / (time.perf_counter() - self.began)
         self.logger.log(self.step, found, timings)
-        show(stage, self.folder, self.logger, self.step, stage.training_completions(), "training")
+        self.show(stage.training_completions(), "training")
         if self.callbacks:
             share_wishes(self.control)
 
@@ -141,7 +144,7 @@ class Loop:
                 self.control.stop = last = True
                 what[:] = [item for item in self.wanted() if item != "evaluate"]
         if "samples" in what:
-            show(self.stage, self.folder, self.logger, self.step, self.stage.samples(self.state), "samples")
+            self.show(self.stage.samples(self.state), "samples")
             what.remove("samples")
         if last or self.save_due():
             self.control.save = False
@@ -163,12 +166,31 @@ class Loop:
         self.looking = True
         values = self.stage.evaluate(self.state)
         self.looking = False
+        self.folder.write_calibration(self.step, self.stage.calibration())
         self.logger.log(self.step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self.step, values, self.control)
         if self.callbacks:
             share_wishes(self.control)
         return values
+
+    def show(self, found: Shown, what: str) -> None:
+        """A table of completions: all rows in the run's folder and to callbacks, the first in the terminal and in
+        TensorBoard."""
+        rows, tokens = found
+        if not rows:
+            return
+        if self.config.log_unique_prompts:
+            first = {id(row) for row in tables.unique_prompts(rows)}
+            tokens = [of_tokens for row, of_tokens in zip(rows, tokens) if id(row) in first]
+            rows = [row for row in rows if id(row) in first]
+        self.folder.write_completions(self.step, rows, what, tokens)
+        for callback in self.callbacks:
+            callback.on_completions(self.step, rows, what)
+        if distributed.is_main():
+            limit = self.config.num_completions_to_print
+            tables.show(rows, f"{self.stage.name}: {what} after update {self.step}", limit)
+            self.logger.text(self.step, f"completions/{what}", tables.markdown(rows[:limit]))
 
     def save(self, due: dict[str, Any] | None = None, ended: bool = False) -> None:
         """A checkpoint of the present update, its metrics on disk before it.
@@ -205,7 +227,9 @@ class Loop:
         if self.watch.bad(held):
             self.logger.log(self.step, *held)
             return None
-        return {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
+        step, texts = self.logger.texts
+        due = {"what": self.todo, "metrics": json.loads(metrics.json_text(found)), "timings": timings}
+        return {**due, "texts": texts if step == self.step else {}}
 
     def stop(self) -> None:
         """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
@@ -219,20 +243,6 @@ class Loop:
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
         why = self.stops.asked()
         raise Stopped(f"{self.stage.name}: stopped {why} {after}; {CONTINUES}", together=True)
-
-
-def show(stage, run_folder, logger, step: int, rows: list[dict[str, Any]], what: str) -> None:
-    """A table of completions: all rows in the run's folder, the first in the terminal and in TensorBoard."""
-    if not rows:
-        return
-    config = stage.config
-    if config.log_unique_prompts:
-        rows = tables.unique_prompts(rows)
-    run_folder.write_completions(step, rows, what)
-    if distributed.is_main():
-        limit = config.num_completions_to_print
-        tables.show(rows, f"{stage.name}: {what} after update {step}", limit)
-        logger.text(step, f"completions/{what}", tables.markdown(rows[:limit]))
 
 
 class Patience:

@@ -151,8 +151,8 @@ class MetricLogger:
         """Opens the files of a run's folder for appending.
 
         Args:
-          folder: the run's folder, cut after `start_step`.
-          report_to: 'tensorboard', or 'none' or nothing.
+          folder: the run's folder, cut after what an earlier process left.
+          report_to: 'tensorboard' or 'all'; what else there is does not concern these files (see `trackers`).
           logging_steps: a line in the terminal every so many updates; 0: none.
           total_steps: updates of the whole run, for the time left.
           names: metrics shown in the terminal, in this order; those that an update lacks are left out.
@@ -163,7 +163,7 @@ class MetricLogger:
           stream: where the terminal's lines go; default: standard output.
 
         Raises:
-          UserError: a `report_to` that does not exist or is not installed.
+          UserError: TensorBoard's writer is not installed.
         """
         self._names = tuple(names)
         self._every, self._total = logging_steps, total_steps
@@ -171,6 +171,7 @@ class MetricLogger:
         self._watch = watch
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
+        self.texts: tuple[int, dict[str, str]] = (0, {})  # of the last step that had any
         self._updates = 0
         self._seconds: deque[float] = deque(maxlen=20)
         self._folder = folder
@@ -214,6 +215,9 @@ class MetricLogger:
         """A text for TensorBoard's text page; nothing without TensorBoard."""
         if self._board is not None:
             self._board.text(step, name, markdown)
+            if self.texts[0] != step:
+                self.texts = step, {}
+            self.texts[1][name] = markdown
 
     def take(self) -> tuple[dict[str, Any], dict[str, float]]:
         """(metrics, timings) that are held back, as host numbers, and then not written; `log` them again for that."""
@@ -339,10 +343,7 @@ def _label(name: str) -> str:
 def _tensorboard(report_to: Sequence[str] | str):
     """TensorBoard's writer when it is asked for, else None."""
     wanted = {report_to} if isinstance(report_to, str) else set(report_to)
-    unknown = sorted(wanted - {"tensorboard", "none"})
-    if unknown:
-        raise UserError(f"--report_to {unknown[0]}: only 'tensorboard' and 'none' are supported")
-    if "tensorboard" not in wanted:
+    if not wanted & {"tensorboard", "all"}:
         return None
     if importlib.util.find_spec("tensorboardX") is None:
         raise UserError("--report_to tensorboard needs `pip install tensorboardX`; or give --report_to none")

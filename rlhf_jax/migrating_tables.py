@@ -97,6 +97,7 @@ RENAMED: dict[str, Renamed] = {
     "local_rollout_forward_batch_size": Renamed(
         "rollout_batch_size", "TRL's is a device's; here it is over all devices. It changes memory, not the result"
     ),
+    "lora_modules_to_save": Renamed("modules_to_save", "PEFT's name"),
     "max_completion_length": Renamed("response_length"),
     "max_prompt_length": Renamed("query_length"),
     # PPO by RLOO's names
@@ -127,7 +128,8 @@ TRANSLATED: dict[str, str] = {
 # --- refused
 
 _OUTPUT = "TRL computes it and overwrites what you give."
-_LORA = "LoRA adapters and quantised weights are not supported yet: all weights are trained."
+_QUANTISED = "Quantised weights are not supported; with use_peft and dtype bfloat16 the frozen params are bfloat16."
+_PLAIN = "Adapters are plain LoRA: use_peft, lora_r, lora_alpha, lora_dropout, lora_target_modules, use_rslora."
 _VLLM = "Generation is in-process, on the mesh that trains: there is no vLLM engine to set up."
 _SHARDS = (
     "There is no DeepSpeed or FSDP engine: mesh_fsdp shards params and optimizer state, mesh_tensor splits layers."
@@ -154,8 +156,9 @@ REFUSED: dict[str, str] = {
     "warmup_ratio": "Give warmup_steps = warmup_ratio x the steps of the schedule (--dry_run prints how many).",
     "dataset_num_proc": "Rows are tokenised in one process, by the tokenizer's own threads.",
     **dict.fromkeys(("push_to_hub", "hub_model_id"), _REPO),
-    **dict.fromkeys(("model_adapter_name", "ref_adapter_name", "use_peft", "lora_*", "use_rslora", "use_dora"), _LORA),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_*", "use_bnb_nested_quant"), _LORA),
+    **dict.fromkeys(("use_dora", "lora_target_parameters"), _PLAIN),
+    "lora_task_type": "It follows from the stage: SEQ_CLS of a reward or value model, else CAUSAL_LM.",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_*", "use_bnb_nested_quant"), _QUANTISED),
     **dict.fromkeys(("ds3_gather_for_generation", "deepspeed", "fsdp"), _SHARDS),
     "ignore_bias_buffers": "It works around torch's DistributedDataParallel, which is not used.",
     "optim": "The optimizer is AdamW (adam_*, weight_decay); another optax optimizer goes to rlhf_jax.run(optimizer=).",
@@ -175,7 +178,7 @@ REFUSED: dict[str, str] = {
     "overwrite_output_dir": "resume never refuses a used folder; delete it or take another run_dir.",
     "remove_unused_columns": "Columns are kept for reward functions and named by prompt_column and its like.",
     **dict.fromkeys(("dataloader_*", "group_by_length"), _LOADER),
-    **dict.fromkeys(("exp_name", "run_name"), _NAME),
+    "exp_name": _NAME,
     "logging_dir": "Everything of a run lies in run_dir: metrics.jsonl and tensorboard/ in it.",
     "model_init_kwargs": "Give model_revision and dtype; the shape comes from the checkpoint's config.json.",
     "trust_remote_code": "No code from a repository is ever run: model families are part of this package.",
@@ -251,7 +254,8 @@ NOTES: dict[str, str] = {
     "metric_for_best_model": "any metric by its whole name, as eval/loss; greater_is_better is false unless given",
     "load_best_model_at_end": "exports it; the run's last checkpoint stays",
     "seed": "the data order and the minibatches too",
-    "report_to": "tensorboard or none; metrics.jsonl is always written",
+    "report_to": "tensorboard, wandb, trackio, all or none; metrics.jsonl is always written",
+    "run_name": "in W&B and trackio; default: the folder",
     "max_length": "longer pairs are dropped, which is what TRL's code does",
     "dataset_test_split": "default validation; None: no evaluation",
     "dataset_streaming": "only false: batches are a function of seed and step, a stream is not",
@@ -263,6 +267,11 @@ NOTES: dict[str, str] = {
     "generation_kwargs": "JSON; temperature, top_k, top_p, min_p, repetition_penalty",
     "chat_template_kwargs": "JSON; for prompts that are conversations",
     "num_completions_to_print": "default 5; the files hold all",
+    "use_peft": "in every stage (docs/lora.md)",
+    "lora_target_modules": "query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or all-linear",
+    "lora_dropout": "PPO runs without dropout, as TRL's does",
+    "model_adapter_name": "a name of the option adapters, NAME=PATH, or default: the adapter at sft_model_path",
+    "ref_adapter_name": "the same; base: none of them",
 }
 
 NOTES_IN: dict[str, dict[str, str]] = {

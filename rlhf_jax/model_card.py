@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_jax.differences import matches
 from rlhf_jax.folder import write_atomically
 from rlhf_jax.metrics import short_number
-from rlhf_jax.text import printable
+from rlhf_jax.text import printable, without_queries
 
 _METHODS = {
     "sft": "supervised fine-tuning",
@@ -67,7 +67,13 @@ def versions() -> dict[str, str]:
 
 
 def model_card(
-    role: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], *, base_model: str | None = None
+    role: str,
+    stage: str,
+    config: dict[str, Any],
+    metrics: dict[str, Any],
+    *,
+    base_model: str | None = None,
+    adapter: bool = False,
 ) -> str:
     """A model card in Hugging Face's form: YAML for the hub, then text.
 
@@ -77,6 +83,7 @@ def model_card(
       config: the stage's resolved options.
       metrics: scalars, of the last update and the final evaluations.
       base_model: what training started from, a hub name or a folder; None for random weights.
+      adapter: it is an adapter in PEFT's form.
 
     Returns:
       The text of README.md.
@@ -84,12 +91,12 @@ def model_card(
     dataset = config.get("dataset_name")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
     data = "the built-in synthetic task" if dataset == "synthetic" else f"`{dataset}`"
-    head = ["---", "library_name: transformers", "tags:", "- rlhf_jax", f"- {stage}"]
+    library = "peft" if adapter else "transformers"
+    head = ["---", f"library_name: {library}", "tags:", "- rlhf_jax", f"- {stage}", *(["- lora"] if adapter else [])]
     if _on_hub(base_model):
         head.append(f"base_model: {base_model}")
     if _on_hub(dataset):
         head += ["datasets:", f"- {dataset}"]
-    loader = "AutoModelForCausalLM" if role == "policy" else "AutoModelForSequenceClassification"
     # What changes nothing that was computed (folders, logging) says nothing about the model.
     chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
     options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
@@ -97,10 +104,9 @@ def model_card(
     cited = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
         "\n".join([*head, "---"]),
-        f"# {_ROLES[role]} by {_METHODS[stage]}",
+        f"# {_ROLES[role]} by {_METHODS[stage]}" + (", as an adapter" if adapter else ""),
         f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}.",
-        f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
-        f'model = {loader}.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n```',
+        _loading(role, adapter),
         "The `config.json` of the run's folder repeats it: `python -m rlhf_jax.train --config RUN/config.json`.",
         "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
         "\n".join(["## Options\n", "| option | value |", "|---|---|", *options]),
@@ -110,13 +116,25 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _loading(role: str, adapter: bool) -> str:
+    """How the model is loaded, in Python."""
+    kind = "CausalLM" if role == "policy" else "SequenceClassification"
+    loader, library = (f"AutoPeftModelFor{kind}", "peft") if adapter else (f"AutoModelFor{kind}", "transformers")
+    more = "" if role == "policy" or not adapter else ", num_labels=1"
+    imports = f"from {library} import {loader}" + ("\nfrom transformers import" if adapter else ",") + " AutoTokenizer"
+    return (
+        f'```python\n{imports}\n\nmodel = {loader}.from_pretrained("PATH"{more})\n'
+        'tokenizer = AutoTokenizer.from_pretrained("PATH")\n```'
+    )
+
+
 def _on_hub(name: str | None) -> bool:
     """Whether a name can be the hub's: the hub checks those in a card's head, so paths of this machine stay out."""
     return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def _cell(value: Any) -> str:
-    text = re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1?...", str(value))  # a URL's query may hold a secret
+    text = without_queries(str(value))
     return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
@@ -126,11 +144,13 @@ def write_model_card(
     """Writes README.md into the folder of an exported model.
 
     Args:
-      folder: RUN/policy, RUN/value or RUN/reward_model; its name says what the model is.
+      folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with _adapter or _base behind; its name says
+        what the model is.
       stage, config, metrics, base_model: as `model_card`.
     """
-    role = os.path.basename(os.path.normpath(folder))
+    role = re.sub(r"_(adapter|base)$", "", os.path.basename(os.path.normpath(folder)))
     if role not in _ROLES:
         raise ValueError(f"{folder} is none of {', '.join(_ROLES)}")
-    text = model_card(role, stage, config, metrics, base_model=base_model)
+    adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
+    text = model_card(role, stage, config, metrics, base_model=base_model, adapter=adapter)
     write_atomically(os.path.join(folder, "README.md"), text)

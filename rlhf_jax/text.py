@@ -14,6 +14,7 @@ LONGEST = 20_000
 _KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _SUSPECT = re.compile(r"[^\x20-\x7e\n]")
+_QUERY = re.compile(r"(://[^\s?#]*)[?#]\S*")
 _PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
 
 
@@ -42,6 +43,15 @@ def message(text: str) -> str:
 def has_password(text: str) -> bool:
     """Whether there is a URL with a user or a password in it."""
     return _PASSWORD.search(text) is not None
+
+
+def without_queries(value: Any) -> Any:
+    """Text, also in lists and dicts, with `?...` in the place of a URL's query, which may hold a secret."""
+    if isinstance(value, str):
+        return _QUERY.sub(r"\1?...", value)
+    if isinstance(value, dict):
+        return {key: without_queries(item) for key, item in value.items()}
+    return [without_queries(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def shown(value: Any, limit: int = 2000) -> str:

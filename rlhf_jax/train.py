@@ -31,6 +31,7 @@ from rlhf_jax import (
     model_card,
     plan,
     text,
+    trackers,
 )
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
@@ -64,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     something the user gave is wrong, or 1 when other processes were not found."""
     text.never_fail_to_print()
     try:
-        config = command.parse(sys.argv[1:] if argv is None else argv)
+        config, recipe = command.parse_recipe(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
         if config.deterministic:
             determinism.switch_on()
         distributed.initialize(config.distributed, config.num_processes, config.process_id)
-        run(config)
+        run(config, recipe=recipe)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         distributed.close(str(error))
@@ -100,6 +101,7 @@ def run(
     reward_funcs: Callable | Iterable[Callable] | None = None,
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
+    recipe: command.Recipe | None = None,
 ) -> Result:
     """Runs a stage, or those of a pipeline, with objects in place of paths where they are given.
 
@@ -111,6 +113,7 @@ def run(
         or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO and RLOO.
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
       callbacks: see `Callback`.
+      recipe: what the config was made from, for recipe.json, which a report tells the differences from.
 
     Returns:
       Result.
@@ -123,6 +126,8 @@ def run(
     config = configfile.checked_types(config)
     arithmetic.check(config)
     arithmetic.check_devices_of(config, devices(config))
+    for stage in stages_of(config).values():
+        distributed.from_first(lambda to=stage.report_to: trackers.wanted(to))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if callable(reward_funcs):
         reward_funcs = [reward_funcs]
@@ -131,13 +136,13 @@ def run(
         if given:
             raise UserError(f"{', '.join(given)}: a pipeline has three stages; run one stage with objects")
         with Stops(config.max_minutes, began) as stops:
-            return run_pipeline(config, stops, optimizer=optimizer, callbacks=callbacks)
+            return run_pipeline(config, stops, optimizer=optimizer, callbacks=callbacks, recipe=recipe)
     if reward_funcs is not None:
         if not isinstance(config, PolicyConfig):
             raise UserError(f"reward_funcs are for PPO and RLOO, not for {stage_name(config)}")
         objects["reward_funcs"] = reward_funcs
     with Stops(config.max_minutes, began) as stops:
-        return run_stage(resolve(config), stops, objects, optimizer, tuple(callbacks))
+        return run_stage(resolve(config), stops, objects, optimizer, tuple(callbacks), recipe)
 
 
 def devices(config: Config) -> int:
@@ -154,7 +159,12 @@ def devices(config: Config) -> int:
 
 
 def run_pipeline(
-    config: Pipeline, stops: Stops, *, optimizer: Any = None, callbacks: Iterable[Callback] = ()
+    config: Pipeline,
+    stops: Stops,
+    *,
+    optimizer: Any = None,
+    callbacks: Iterable[Callback] = (),
+    recipe: command.Recipe | None = None,
 ) -> Result:
     """Its stages, each in its folder; a finished one is not run again. Ends with a comparison of the policies."""
     config = resolve(config)
@@ -162,7 +172,7 @@ def run_pipeline(
     for name, stage in stages_of(config).items():
         if distributed.is_main():
             print(f"== {name} -> {stage.run_dir}", flush=True)
-        results[name] = run_stage(stage, stops, {}, optimizer, tuple(callbacks))
+        results[name] = run_stage(stage, stops, {}, optimizer, tuple(callbacks), recipe)
     if not config.dry_run:
         compare.after_pipeline(config)
     last = list(results.values())[-1]
@@ -170,12 +180,16 @@ def run_pipeline(
 
 
 def run_stage(
-    config: StageConfig, stops: Stops, objects: dict[str, Any], optimizer: Any, callbacks: tuple[Callback, ...]
+    config: StageConfig,
+    stops: Stops,
+    objects: dict[str, Any],
+    optimizer: Any,
+    callbacks: tuple[Callback, ...],
+    recipe: command.Recipe | None,
 ) -> Result:
     """One stage from start to end."""
     name = stage_name(config)
-    options = json.loads(configfile.to_json(config))
-    options = {option: value for option, value in options.items() if option not in differences.NOT_KEPT}
+    options = kept(config)
     if config.dry_run:
         plan.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
@@ -196,13 +210,24 @@ def run_stage(
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
     inputs = distributed.from_first(stage.inputs)
     run_folder = folder.RunFolder.open(*whose, inputs)
+    callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
     try:
+        if recipe is not None and name in (of_recipe := stages_of(recipe.config)):
+            run_folder.write_recipe(recipe.name, kept(of_recipe[name]))
         for line in (*stage.report, *arithmetic.batch_lines(stage.config, stage.rows), *warnings):
             say(f"{name}: {line}")
         return run_in(run_folder, stage, stops, options, callbacks)
     finally:
+        for callback in callbacks:
+            callback.close()
         stage.close()
         run_folder.close()
+
+
+def kept(config: StageConfig) -> dict[str, Any]:
+    """The options of a stage that its folder keeps."""
+    options = json.loads(configfile.to_json(config))
+    return {option: value for option, value in options.items() if option not in differences.NOT_KEPT}
 
 
 def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: tuple[Callback, ...]) -> Result:

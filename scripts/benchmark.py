@@ -63,6 +63,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     counts += [("num_generations", 4, "RLOO: responses to a prompt"), ("updates", 3, "of each process")]
     for name, default, text in (*counts, ("pairs", 3, "processes of each system")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
+    parser.add_argument(
+        "--lora_r", type=int, default=0, help="train adapters of this rank on all linear layers; 0: not"
+    )
+    text = "our value model with --lora_r; TRL's is trained in full"
+    parser.add_argument("--lora_value", choices=("full", "own", "shared"), default="full", help=text)
     parser.add_argument("--micro", type=int, help="our rows a gradient pass; default: as in every run")
     parser.add_argument("--trl_micro", type=int, help="TRL's; default: the most that fit")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
@@ -105,6 +110,10 @@ def check(args: argparse.Namespace) -> list[str]:
         rows = getattr(args, name)
         if rows is not None and (rows < 1 or args.batch % rows):
             raise UserError(f"--{name} {rows} must divide --batch {args.batch}")
+    if args.lora_r < 0:
+        raise UserError(f"--lora_r {args.lora_r}: give a rank, or 0 to train everything")
+    if args.lora_value != "full" and (args.algo == "rloo" or not args.lora_r):
+        raise UserError(f"--lora_value {args.lora_value} needs --algo ppo and --lora_r")
     if args.algo == "rloo" and args.phase == "value":
         raise UserError("--phase value: RLOO has no value model")
     if args.prompts != "synthetic" and args.tokenizer == "synthetic":

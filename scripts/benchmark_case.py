@@ -30,6 +30,10 @@ class Case:
     query_length: int = 512
     response_length: int = 53
     num_generations: int = 4
+    lora_r: int = 0
+    """Rank of the policy's adapters, on all linear layers; 0: it is trained in full."""
+    lora_value: str = "full"
+    """Ours: as the option of that name. TRL's value model is always trained in full."""
     dtype: str = "float32"
     prompts: str = "synthetic"
     tokenizer: str = "synthetic"
@@ -45,6 +49,11 @@ class Case:
         return self.num_generations if self.algo == "rloo" else 1
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """The models whose matrices get no gradient."""
+        return () if not self.lora_r else ("policy",) if self.lora_value == "full" else ("policy", "value")
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts of a batch."""
         return self.batch // self.group
@@ -53,6 +62,8 @@ class Case:
     def name(self) -> str:
         """The work and the kind of machine in words: what a stored bound belongs to."""
         size = f"{self.algo} {self.shape}, batch {self.batch}, {self.epochs} epochs"
+        if self.lora_r:
+            size += f", LoRA of rank {self.lora_r}" + (f" (value {self.lora_value})" if self.algo == "ppo" else "")
         if self.group > 1:
             size += f", {self.group} responses a prompt"
         where = self.device if self.device != "cpu" else f"cpu with {self.cores} core{'s' * (self.cores > 1)}"
@@ -133,7 +144,15 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
     data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
+    if case.lora_r:
+        rest |= {"use_peft": True, "lora_target_modules": ("all-linear",), **lora(case)}
+        rest |= {"lora_value": case.lora_value} if case.algo == "ppo" else {}
     return {**settings(case), **quiet, **models, **data, **rest}
+
+
+def lora(case: Case) -> dict[str, Any]:
+    """The form of the adapters, by the names of both; no dropout, which TRL's PPO turns off in any case."""
+    return {"lora_r": case.lora_r, "lora_alpha": 2 * case.lora_r, "lora_dropout": 0.0}
 
 
 def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:

@@ -176,7 +176,8 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     if set(wanted) <= {"generate", "reward"}:
         return found
     experience, judged = jax.block_until_ready(stage.judge(state, rollout, score(), group))
-    frozen = {"reference": stage.reference(state), "value": state.params.get("value")}
+    params = stage.nets.whole(stage.base, state.params)
+    frozen = {"reference": stage.nets.reference(stage.base, stage.reference(state)), "value": params.get("value")}
     for name, params in frozen.items():
         if name in wanted:
             program = alone(stage, name)
@@ -185,7 +186,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
         def learn():
             nonlocal state
-            state, seen = stage._update(state, experience, judged)
+            state, seen = stage._update(state, stage.base, experience, judged)
             return seen
 
         found["update"] = timed(learn)

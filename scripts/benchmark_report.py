@@ -56,7 +56,7 @@ def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], leng
     peak = max(result["matmul_flops"] for result in results)
     bandwidth = max(result["bandwidth"] for result in results)
     args = (case.group, case.response_length)
-    works = [benchmark_work.work(shape, prompts, *args, case.epochs, case.algo) for prompts in lengths]
+    works = [benchmark_work.work(shape, prompts, *args, case.epochs, case.algo, case.frozen) for prompts in lengths]
     read = median(benchmark_work.decode_bytes(shape, prompts, *args, case.dtype) for prompts in lengths)
     found: dict[tuple[str, str, str], list[float]] = {}
     for pair in pairs:

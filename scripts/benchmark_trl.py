@@ -20,6 +20,7 @@ from benchmark_case import (
     best_rate,
     child_arguments,
     leave,
+    lora,
     matrix_sizes,
     peak_rss_mib,
     rows_of,
@@ -121,14 +122,30 @@ def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any
     ppo_trainer.forward = clock.wrap(ppo_trainer.forward, by_model)
     ppo_trainer.get_reward = clock.wrap(ppo_trainer.get_reward, by_model)
     few = data.select(range(min(2, len(rows))))
-    return PPOTrainer(
+    if case.lora_r:
+        models["ref_model"] = None  # the policy with its adapters switched off
+    trainer = PPOTrainer(
         args=PPOConfig(**options),
         processing_class=tokenizer,
         train_dataset=data,
         eval_dataset=few,
         callbacks=callbacks,
+        peft_config=adapters(case),
         **models,
     )
+    if case.lora_r:
+        of_model[id(trainer.model.policy)] = "reference"
+    return trainer
+
+
+def adapters(case: Case):
+    """PEFT's config of the case; None: the policy is trained in full."""
+    if not case.lora_r:
+        return None
+    from peft import LoraConfig
+
+    form = lora(case)
+    return LoraConfig(r=form.pop("lora_r"), target_modules="all-linear", task_type="CAUSAL_LM", **form)
 
 
 def rloo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any], clock: Clock, callbacks: list):
@@ -151,6 +168,7 @@ def rloo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, An
         processing_class=tokenizer,
         reward_processing_classes=tokenizer,
         callbacks=callbacks,
+        peft_config=adapters(case),
     )
 
     def judged(model, *_, **__):

@@ -65,7 +65,15 @@ class Counted(NamedTuple):
     tokens: int  # generate, decode: sampled; else: through a model, each model counted once
 
 
-def work(shape: Shape, prompts: Sequence[int], group: int, response: int, epochs: int, algo: str) -> dict[str, Counted]:
+def work(
+    shape: Shape,
+    prompts: Sequence[int],
+    group: int,
+    response: int,
+    epochs: int,
+    algo: str,
+    frozen: Sequence[str] = (),
+) -> dict[str, Counted]:
     """The work of each phase of an update: what has to be done, for whoever does it.
 
     Padding is no work, nor is a key that a query may not see, nor a prompt computed again for each of its responses.
@@ -77,6 +85,7 @@ def work(shape: Shape, prompts: Sequence[int], group: int, response: int, epochs
       response: tokens of each response.
       epochs: passes of learning.
       algo: 'ppo' or 'rloo'.
+      frozen: of 'policy' and 'value', those whose matrices get no gradient; adapters themselves are not counted.
     """
     rows, tokens = len(prompts) * group, sum(prompts)
 
@@ -87,7 +96,10 @@ def work(shape: Shape, prompts: Sequence[int], group: int, response: int, epochs
     policy, scalar = passed(response, rows * response), passed(response, 0)
     generate, prefill = passed(response - 1, rows * response), passed(0, rows)
     through = tokens + rows * response
-    learned = policy + (scalar if algo == "ppo" else 0)
+    trained = {"policy": policy} | ({"value": scalar} if algo == "ppo" else {})
+    learned = sum(trained.values())
+    # The backward pass is two forward passes, one for the inputs' gradients and one for the matrices'.
+    update = sum(flops * (2 if name in frozen else 3) for name, flops in trained.items())
     found = {
         "generate": Counted(generate, rows * response),
         "prefill": Counted(prefill, tokens),
@@ -95,7 +107,7 @@ def work(shape: Shape, prompts: Sequence[int], group: int, response: int, epochs
         "reward": Counted(scalar, through),
         "reference": Counted(policy, through),
         "experience": Counted(policy + learned, through),
-        "update": Counted(3 * epochs * learned, epochs * through),  # the backward pass is two forward passes
+        "update": Counted(epochs * update, epochs * through),
     }
     return found | ({"value": Counted(scalar, through)} if algo == "ppo" else {})
 

@@ -4,6 +4,7 @@
     python scripts/chaos.py --kills 20 --signal TERM --folder runs/chaos-term
     python scripts/chaos.py --kills 20 --processes 2 --folder runs/chaos-processes
     python scripts/chaos.py --kills 8 --resume_devices 2 --folder runs/chaos-mesh
+    python scripts/chaos.py --kills 12 --adapters --folder runs/chaos-adapters
     python scripts/chaos.py --short
 
 The runs are SFT, reward model, PPO and RLOO with the quickstart's models, a few updates each. A kill falls at a random
@@ -48,8 +49,8 @@ class Campaign:
         self.options, self.folder = options, options.folder.absolute()
         self.results = self.folder / "results.jsonl"
         self.kills = chaos_compare.lines_of(self.results)
-        here = {name: getattr(options, name) for name in ("signal", "processes", "resume_devices")}
-        if any({name: kill[name] for name in here} != here for kill in self.kills):
+        here = {name: getattr(options, name) for name in ("signal", "processes", "resume_devices", "adapters")}
+        if any({name: kill.get(name, False) for name in here} != here for kill in self.kills):
             raise SystemExit(f"chaos: {self.folder} holds a campaign of another kind; give another --folder")
         self.cases = 1 + max((kill["case"] for kill in self.kills), default=-1)
         self.measured: dict[str, Measured] = {}
@@ -65,7 +66,7 @@ class Campaign:
           SystemExit: they differ, so that nothing can be compared.
         """
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
-        texts = chaos_runs.configs(self.folder, self.options.short)
+        texts = chaos_runs.configs(self.folder, self.options.short, self.options.adapters)
         needed = {*self.options.stages}
         for stage in () if self.options.short else self.options.stages:
             needed |= {*MODELS_OF[stage]}
@@ -141,7 +142,8 @@ class Campaign:
         changes = measured.files.get(phase, {}).get(number)
         if changes and rng.random() < 0.5:
             return Plan(phase, number, file=rng.randint(1, changes))
-        return Plan(phase, number, wait=rng.random() * measured.seconds[phase][number])
+        seconds = measured.seconds[phase]
+        return Plan(phase, number, wait=rng.random() * seconds.get(number, max(seconds.values())))
 
     def _while_compiling(self, rng: random.Random, measured: Measured) -> Plan:
         """A moment of all the time that compiling takes."""
@@ -205,7 +207,7 @@ class Campaign:
         seconds = round((time.monotonic() - began) / max(len(kills), 1), 1)
         if not found and not self.options.keep:
             chaos_runs.remove(folder)
-        kind = {"processes": self.options.processes, "resume_devices": self.options.resume_devices}
+        kind = {name: getattr(self.options, name) for name in ("processes", "resume_devices", "adapters")}
         return [{**kill, **ended, **kind, "signal": self.options.signal, "seconds": seconds} for kill in kills]
 
     def run(self) -> None:
@@ -267,6 +269,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES), help="some of sft,reward,ppo,rloo")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/chaos"), help="of the campaign")
+    parser.add_argument("--adapters", action="store_true", help="the runs train adapters")
     parser.add_argument("--keep", action="store_true", help="keep the folders of identical runs too")
     parser.add_argument("--short", action="store_true", help="5 kills of smaller models in a folder that is removed")
     options = parser.parse_args(argv)

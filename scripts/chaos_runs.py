@@ -22,18 +22,21 @@ UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 120.0}  # seconds until a leg, or the rest of several processes, is said to hang
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
 
+ADAPTED = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
+
 # 80 rows are 2.5 updates: passes over the data end within the run. Evaluations and samples come within it too.
 EVERY = {"save_steps": SAVE_STEPS, "logging_steps": 1, "eval_steps": 3, "max_train_samples": 80, "max_eval_samples": 16}
 SUPERVISED = {"batch_size": 32, "max_steps": UPDATES, "warmup_steps": 2}
 ROLLING = {"batch_size": 32, "total_episodes": 32 * UPDATES, "log_completions": True, "num_sample_generations": 3}
 
 
-def configs(folder: pathlib.Path, short: bool) -> dict[str, str]:
+def configs(folder: pathlib.Path, short: bool, adapters: bool = False) -> dict[str, str]:
     """{stage: JSON} of the quickstart's stages with few updates, each from the models of those before it.
 
     Args:
       folder: of the campaign; the models are those of its uninterrupted runs.
       short: smaller models from scratch, and a reward function in place of the reward model: no stage needs another.
+      adapters: train these.
     """
     found = {}
     for pipeline in ("quickstart", "quickstart_rloo"):
@@ -45,6 +48,8 @@ def configs(folder: pathlib.Path, short: bool) -> dict[str, str]:
             elif name != "sft":
                 options["model_name_or_path"] = options["sft_model_path"] = str(folder / "whole/sft/run/policy")
                 options["reward_model_path"] = str(folder / "whole/reward/run/reward_model")
+            if adapters:
+                options |= ADAPTED
             options = {key: value for key, value in options.items() if hasattr(stage, key)}
             found[name] = configfile.to_json(dataclasses.replace(stage, **options))
     return found
@@ -114,7 +119,7 @@ class Leg:
         env |= {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "JAX_NUM_CPU_DEVICES": str(devices)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         if short:
-            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         address = f"127.0.0.1:{free_port()}"
         self.began, self.processes, self.reader = time.monotonic(), [], None
         folder.mkdir(parents=True, exist_ok=True)

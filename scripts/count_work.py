@@ -165,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, widths = programs(case, model, args.micro)
         shares = shares_of(lengths, rows, widths)
         shape = benchmark_work.Shape.of(model.config)
-        floor = benchmark_work.work(shape, lengths, case.group, case.response_length, case.epochs, case.algo)
+        floor = benchmark_work.work(
+            shape, lengths, case.group, case.response_length, case.epochs, case.algo, case.frozen
+        )
         print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
         print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'times':>6}")
         for phase, program in found.items():

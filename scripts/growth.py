@@ -67,7 +67,9 @@ def point(case: Case, work: Path) -> dict[str, float]:
     if "out_of_memory" in result:
         raise UserError(f"{case.name}: out of memory")
     shape = benchmark_work.Shape.of(model.config)
-    found = benchmark_work.work(shape, lengths[0], case.group, case.response_length, case.epochs, case.algo)
+    found = benchmark_work.work(
+        shape, lengths[0], case.group, case.response_length, case.epochs, case.algo, case.frozen
+    )
     flops = sum(found[phase].flops for phase in ("generate", "reward", "experience", "update"))
     return {"seconds": result["updates"][-1], "peak_mib": peak_of(result), "flops": float(flops)}
 

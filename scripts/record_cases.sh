@@ -36,6 +36,17 @@ record ppo_no_stop ppo --crafted --micro 4 --accum 3 --options '{"stop_token": n
   "local_rollout_forward_batch_size": 4, "lr_scheduler_type": "constant"}'
 record ppo_stop_id ppo --crafted --sequential --options '{"stop_token_id": 5, "num_ppo_epochs": 1, "kl_coef": 0.0}'
 
+# Adapters; TRL trains the value model in full beside them. The reference is the policy without, or a second adapter.
+record lora_small ppo --updates 3 --init_std 0.1 --options '{"use_peft": true, "lora_r": 4, "lora_alpha": 8}'
+record lora_rslora ppo --updates 3 --micro 16 --sequential --eos_fill --options "{
+  \"use_peft\": true, \"lora_r\": 3, \"lora_alpha\": 5, \"use_rslora\": true, \"lora_target_modules\": [\"all-linear\"],
+  \"lora_modules_to_save\": [\"lm_head\", \"final_layer_norm\"],
+  \"kl_estimator\": \"k3\", \"whiten_rewards\": true, \"missing_eos_penalty\": 0.5, \"num_mini_batches\": 2,
+  \"gamma\": 0.95, \"lam\": 0.8, \"cliprange\": 0.1, \"cliprange_value\": 0.05, \"vf_coef\": 0.5, \"kl_coef\": 0.2,
+  \"temperature\": 1.3, \"warmup_steps\": 1, \"lr_scheduler_type\": \"cosine\", $adam}"
+record lora_named_ref ppo --crafted --accum 2 --options '{"use_peft": true, "lora_r": 4, "lora_target_modules":
+  ["query_key_value", "dense_4h_to_h"], "ref_adapter_name": "first", "missing_eos_penalty": 1.0}'
+
 record rloo_small rloo --functions low_ids --updates 6 --options '{"sync_ref_model": true, "ref_model_sync_steps": 2,
   "ref_model_mixup_alpha": 0.3}'
 record rloo_options rloo --functions even_share low_ids sometimes --updates 12 --sequential --options "{
@@ -48,6 +59,9 @@ record rloo_crafted rloo --functions hard_groups --crafted --accum 2 --updates 3
 # Each optimizer step is on two generation batches, and the run ends within a pass.
 record rloo_straddling rloo --functions hard_groups sometimes --crafted --accum 2 --updates 3 --options '{
   "steps_per_generation": 1, "num_generations": 4, "beta": 0.3, "temperature": 1.2, "normalize_advantages": true}'
+
+record rloo_lora rloo --updates 4 --layers 1 --options '{"use_peft": true, "lora_r": 4, "lora_dropout": 0.0,
+  "lora_target_modules": ["all-linear"], "num_iterations": 2, "beta": 0.1}'
 
 record legacy_small rloo_legacy --updates 3
 record legacy_options rloo_legacy --micro 4 --accum 2 --sequential --options "{

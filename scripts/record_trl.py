@@ -3,9 +3,11 @@
     python scripts/record_trl.py ppo FOLDER --options '{"kl_estimator": "k3", "whiten_rewards": true}'
     python scripts/record_trl.py rloo FOLDER --functions even_share low_ids --options '{"num_iterations": 2}'
     python scripts/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
+    python scripts/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
 
-ppo and rloo need trl==1.12.0, which `pip install '.[test]'` brings. rloo_legacy is the RLOOTrainer that TRL had until
-0.21, and needs an environment of its own: `pip install trl==0.17.0 transformers==4.51.3 torch==2.13.0 rich requests`.
+ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` brings. rloo_legacy is the
+RLOOTrainer that TRL had until 0.21, and needs an environment of its own: `pip install trl==0.17.0 transformers==4.51.3
+torch==2.13.0 rich requests`.
 
 A tiny GPT-NeoX with random weights learns from random prompts. FOLDER gets the starting weights, a tokenizer,
 case.json (options, logged metrics), trace.npz (what was sampled, shuffled, scored, whitened and lost) and the final

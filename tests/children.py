@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Flags of XLA for programs that run once, as those of most tests: making them fast takes longer than all else."""
 
 
 def child(module: str, *arguments, devices: int, optimized: bool = False, **env) -> subprocess.Popen:
     """Begins `python -m module arguments` in a process of so many devices; what it prints comes back by stdout."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    flags += "" if optimized else " --xla_backend_optimization_level=0"
+    flags += "" if optimized else f" {QUICK}"
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         # XLA's pool has a thread a device, and collectives hold theirs until all devices have come: with two of them at

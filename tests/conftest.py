@@ -4,9 +4,10 @@ import gc
 import os
 import pathlib
 
+from tests.children import QUICK
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The programs of most tests are compiled once and run once: a third of the suite's time was LLVM's optimisation.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
@@ -21,9 +22,19 @@ def compiled(tmp_path_factory):
     """A compilation cache that the workers and the processes they start share: small runs recur in many tests."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    for name, value in {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+    }.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fewer_collections():
+    """What was imported stays, and tracing makes many small objects: to look through them all took a fifth of it."""
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +48,8 @@ def room_for_programs():
 
 
 # Workers take whole files: a slow one that comes last would run alone.
-SLOWEST = "replay rloo train rloo_stage ppo properties_invariance hub reward_runs reward_failures generate"
+SLOWEST = "rloo hub rloo_stage reward_failures replay evaluate_command lora_stages ppo train lora adapters reward_runs "
+SLOWEST += "devices_work properties_invariance models_forward generate"
 
 
 def pytest_collection_modifyitems(items):

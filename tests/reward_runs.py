@@ -5,8 +5,6 @@ import os
 
 import jax
 import numpy as np
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from rlhf_jax import metrics
 from rlhf_jax.callbacks import Callback
@@ -44,23 +42,6 @@ def rloo(folder, **options):
 def ppo(folder, **options):
     """The same for PPO."""
     return PPOConfig(run_dir=str(folder), **{**SHARED, "num_ppo_epochs": 2, **options})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """All these runs are of a few programs, which XLA need not compile for each."""
-    wanted = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for options in (wanted, before):
-        compilation_cache.reset_cache()  # whether there is a cache is asked once
-        for name, value in options.items():
-            jax.config.update(name, value)
-        if options is wanted:
-            yield
-    compilation_cache.reset_cache()
 
 
 def bytes_of(folder, name="metrics.jsonl"):

@@ -36,7 +36,7 @@ class Server:
                 pass
 
             def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.body = body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer._lock:
                     outer.requests.append((self.path, body))
                     outer.headers.append(self.headers)
@@ -44,13 +44,15 @@ class Server:
                     outer.active += 1
                     outer.most_active = max(outer.active, outer.most_active)
                     step = outer.script.popleft() if outer.script else outer.forever
+                answered = False
                 try:
-                    if step is None or step(self):
-                        scores = [float(len(completion)) for completion in body["completions"]]
-                        send(self, 200, {"scores": scores})
+                    answered = step is None or step(self)
                 finally:
+                    # Before the answer goes: whoever has it may ask again at once.
                     with outer._lock:
                         outer.active -= 1
+                if answered:
+                    send(self, 200, {"scores": [float(len(completion)) for completion in body["completions"]]})
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads = True

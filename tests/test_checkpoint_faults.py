@@ -11,9 +11,10 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from rlhf_jax import sharding
+from rlhf_jax import checkpoint, sharding
 from rlhf_jax.checkpoint import Checkpoints, Damaged
 from rlhf_jax.checksums import checksums
 from rlhf_jax.types import UserError
@@ -39,6 +40,37 @@ def files_of_at_most(size):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+class Hung:
+    """A write that never ends."""
+
+    def result(self, timeout=None):
+        time.sleep(timeout)
+        raise TimeoutError("the write does not end")
+
+
+def test_a_write_that_hangs_is_given_up_after_its_time_and_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_SECONDS", 1)
+    said, folder, handler = [], tmp_path / "c", ocp.StandardCheckpointHandler
+    with Checkpoints(str(folder), warn=said.append) as checkpoints:
+        assert checkpoints.save(1, state_of(1))
+        checkpoints.wait()
+        whole = handler.async_save
+
+        async def hangs(self, *args, **kwargs):
+            return [*(await whole(self, *args, **kwargs) or ()), Hung()]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(handler, "async_save", hangs)
+            began = time.monotonic()
+            checkpoints.save(2, state_of(2))
+            assert time.monotonic() - began < 1  # it is waited for in the background
+        assert checkpoints.save(3, state_of(3))
+        checkpoints.wait()
+        assert len(said) == 1 and said[0].startswith(f"checkpoint {folder / '2'} could not be written: ")
+        assert checkpoints.steps() == [1, 3]
+        assert same(checkpoints.restore(3, state_of(0))[0], state_of(3))
 
 
 def test_a_write_that_fails_costs_a_warning_and_no_older_checkpoint(tmp_path):

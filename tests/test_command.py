@@ -162,6 +162,11 @@ def test_a_runs_config_json_takes_flags_too(tmp_path):
     assert (config.lam, config.gamma) == (0.5, 0.9)
 
 
+def test_the_recipe_is_the_file_without_flags():
+    config, recipe = command.parse_recipe(["--config", "tldr_ppo.py", "--kl_coef", "0.3"])
+    assert (config.kl_coef, recipe.config.kl_coef, recipe.name) == (0.3, 0.05, "tldr_ppo.py")
+
+
 # --- errors
 
 

@@ -111,7 +111,7 @@ def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
 
 def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = configfile.shipped_configs()
-    rloo = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py"}
+    rloo = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | rloo
     for name, line in lines.items():
         assert line.endswith(".")
@@ -204,7 +204,7 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
 
 
 BAD_SPECS = {
-    "qickstart": "no such config. Did you mean quickstart.* Shipped: quickstart.py, quickstart_rloo.py",
+    "qickstart": "no such config. Did you mean quickstart.* Shipped: quickstart.py, quickstart_lora.py",
     "nothing/like_it.py": "no such file",
     "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
     "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",

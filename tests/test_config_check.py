@@ -54,7 +54,7 @@ IMPOSSIBLE = [
     (SFTConfig(early_stopping_patience=2), "early_stopping_patience 2 needs eval_steps above 0"),
     (SFTConfig(eval_steps=5, dataset_test_split=None), "eval_steps is 5.*nothing to evaluate on"),
     (SFTConfig(length_buckets=(64, 64)), "length_buckets is .64, 64.; lengths must be at least 1 and rise"),
-    (SFTConfig(report_to=("wandb",)), "report_to: wandb is not supported"),
+    (SFTConfig(report_to=("mlflow",)), "report_to: mlflow is not supported"),
     (SFTConfig(dataset_streaming=True), "dataset_streaming is refused: .*a stream has no random access"),
     (RewardConfig(center_rewards_coefficient=-0.1), "center_rewards_coefficient is -0.1"),
     (RewardConfig(score_init_std=0.0), "score_init_std is 0.0; it must be above 0"),

@@ -1,6 +1,7 @@
 """PPO and RLOO on eight (forced host) devices, laid out in every way: the samples, metrics and models of one device,
 with params, moments and caches that are really split."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.processes
 UPDATES, BATCH, EVALUATED = 3, 16, 10
 ONE, DATA, FSDP, TENSOR, MIXED = "1x1x1", "8x1x1", "1x8x1", "1x1x8", "2x2x2"
 MANY = (DATA, FSDP, TENSOR, MIXED)
+ADAPTED = (ONE, MIXED)  # where PPO trains adapters too
 QKV = "policy/backbone/layers/attention/query_key_value/kernel"  # [L, D, 3D], D = 64, 8 heads
 VALUE = QKV.replace("policy", "value")  # D = 32, 4 heads: over 8 devices on `tensor` it is folded into `fsdp`
 
@@ -69,7 +71,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         "mesh_fsdp": fsdp,
         "mesh_tensor": tensor,
     }
-    config = rlhf_jax.PPOConfig(
+    ppo = rlhf_jax.PPOConfig(
         **shared,
         run_dir=str(folder / mesh),
         batch_size=BATCH,
@@ -78,7 +80,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         num_ppo_epochs=2,
         total_episodes=UPDATES * BATCH,
     )
-    rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
+    rlhf_jax.run(ppo, reward_funcs=brevity, callbacks=[Look()])
     found["ppo"], found["samples"] = found["samples"], found["rloo"]
     config = rlhf_jax.RLOOConfig(
         **shared,
@@ -92,6 +94,15 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     )
     rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["rloo"] = found.pop("samples")
+    if mesh in ADAPTED:
+        found["samples"], before = [], {key: found[key] for key in ("shapes", "shards", "programs")}
+        found |= {"shapes": {}, "shards": {}, "programs": {}}
+        adapters = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
+        config = dataclasses.replace(ppo, run_dir=str(folder / f"lora-{mesh}"), **adapters)
+        rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
+        found["lora"] = {key: found[key] for key in ("samples", *before)}
+        found |= before
+        del found["samples"]
     return found
 
 
@@ -207,6 +218,25 @@ def test_every_mesh_leaves_the_same_models(folder, mesh):
 
     for prefix, name, kind in (("", "policy", "causal"), ("", "value", "scalar"), ("rloo-", "policy", "causal")):
         ours, expected = (flat(hf.load(folder / f"{prefix}{m}" / name, kind=kind)[1]) for m in (mesh, ONE))
+        assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as_their_kernels(folder):
+    import numpy as np
+
+    from rlhf_jax.models import hf
+
+    one, many = (found_on(folder, mesh)["lora"] for mesh in ADAPTED)
+    assert many["samples"][:UPDATES] == one["samples"][:UPDATES]
+    assert many["programs"] == one["programs"] == {"ppo": {"rollout": 1, "experience": 1, "update": 1}}
+    for first, second in zip(*(metrics_on(folder, mesh, "lora-") for mesh in ADAPTED), strict=True):
+        assert abs(first["objective/kl"] - second["objective/kl"]) <= 1e-4 * max(abs(first["objective/kl"]), 0.01)
+    # [L, D, r] by fsdp, [L, r, 3D] by tensor; each and its two moments.
+    for name, whole, held in (("lora_a", [2, 64, 4], [2, 32, 4]), ("lora_b", [2, 4, 192], [2, 4, 96])):
+        copies = [x for x in many["shapes"] if x.endswith(QKV.replace("kernel", name))]
+        assert len(copies) == 3 and all(many["shards"][x] == [held] and many["shapes"][x] == whole for x in copies)
+    for name, kind in (("policy_adapter", "causal"), ("value", "scalar")):
+        ours, expected = (flat(hf.load(folder / f"lora-{mesh}" / name, kind=kind)[1]) for mesh in (MIXED, ONE))
         assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
 
 

@@ -59,6 +59,25 @@ def test_the_interval_covers_as_often_as_it_says():
     assert 930 <= covered <= 975
 
 
+def test_reliability_by_hand():
+    low, high = evaluate.reliability([0.0, math.log(2), -math.log(9), math.log(19)], bins=2)
+    # A tie and one of 2 to 1 that is right; one of 9 to 1 that is wrong and one of 19 to 1 that is right.
+    assert low == {"low": 0.5, "high": 0.75, "pairs": 2, "confidence": pytest.approx(7 / 12), "accuracy": 0.75}
+    assert high == {"low": 0.75, "high": 1.0, "pairs": 2, "confidence": pytest.approx(0.925), "accuracy": 0.5}
+    assert evaluate.calibration_error([low, high]) == pytest.approx((abs(0.75 - 7 / 12) + 0.425) / 2)
+    assert [row["pairs"] for row in evaluate.reliability([])] == [0] * 10
+    assert evaluate.calibration_error(evaluate.reliability([])) == 0
+
+
+def test_a_calibrated_model_has_no_calibration_error_and_a_sure_one_that_guesses_has_a_half():
+    draw = np.random.default_rng(1)
+    sure = draw.uniform(0, 4, 200_000)
+    right = draw.random(len(sure)) < 1 / (1 + np.exp(-sure))
+    assert evaluate.calibration_error(evaluate.reliability(np.where(right, sure, -sure))) < 0.01
+    guesses = evaluate.reliability(np.where(draw.random(10_000) < 0.5, 50.0, -50.0))
+    assert evaluate.calibration_error(guesses) == pytest.approx(0.5, abs=0.02)
+
+
 def test_unigram_entropy_by_hand():
     # Frequencies 1/2, 1/4, 1/4.
     assert evaluate.unigram_entropy([[5, 5], [7, 9]]) == pytest.approx(1.5 * math.log(2))

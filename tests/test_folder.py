@@ -127,14 +127,18 @@ def test_a_resume_forgets_what_came_after_its_step(run_dir):
         with open(path, "w") as file:
             file.write(kept + '{"step": 3, "x": 1}\n{"step": 10, "x": 1}\n{"step": 2, "x"')
     for step in (2, 3, 10):
-        run.write_completions(step, [{"prompt": "p\u2028q", "score": float("nan")}])
+        run.write_completions(step, [{"prompt": "p\u2028q", "score": float("nan")}], tokens=[{"tokens": ["a"]}])
+        run.write_completions(step, [{"prompt": "p"}], "training", [{"tokens": ["a"]}])
+        run.write_calibration(step, [{"pairs": 1}])
     run.cut(2)
     for path in (run.metrics, run.timings):
         with open(path) as file:
             assert file.read() == kept
-    assert os.listdir(run.completions) == ["2.jsonl"]
+    names = [f"{kind}2{part}.jsonl" for kind in ("", "training_") for part in ("", ".tokens")]
+    calibration = os.path.join(run.path, "calibration")
+    assert set(os.listdir(run.completions)) == set(names) and os.listdir(calibration) == ["2.jsonl"]
     run.cut(0)
-    assert os.path.getsize(run.metrics) == 0 and os.listdir(run.completions) == []
+    assert os.path.getsize(run.metrics) == 0 and os.listdir(run.completions) == os.listdir(calibration) == []
 
 
 def test_a_cut_that_takes_nothing_leaves_the_files_alone(run_dir):
@@ -158,6 +162,16 @@ def test_completions_are_json_lines(run_dir):
         ]
     run.write_completions(4, [])
     assert os.listdir(run.completions) == ["3.jsonl"]
+
+
+def test_a_recipe_is_what_the_run_began_with(run_dir):
+    run = entered(run_dir, CONFIG)
+    for name in ("first.py", "second.py"):  # nothing was saved: it begins anew
+        run.write_recipe(name, {"lr": 0.1})
+    os.makedirs(os.path.join(run.checkpoints, "1"))
+    run.write_recipe("config.json", {"lr": 0.2})
+    with open(os.path.join(run.path, "recipe.json"), encoding="utf-8") as file:
+        assert json.load(file) == {"config": "second.py", "options": {"lr": 0.1}}
 
 
 def test_other_processes_only_get_the_paths(run_dir, monkeypatch):

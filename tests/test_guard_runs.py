@@ -19,7 +19,6 @@ from rlhf_jax.trainers import sft
 from rlhf_jax.types import UserError
 from rlhf_jax.watch import NonFinite
 from tests.reward_runs import SHARED, B, bytes_of, copied, lines, ppo, rloo
-from tests.reward_runs import compiled_once as compiled_once
 
 pytestmark = pytest.mark.runs
 

@@ -21,6 +21,7 @@ import torch
 from rlhf_jax import models
 from rlhf_jax.data import synthetic
 from rlhf_jax.models import hf
+from tests.children import QUICK
 from tests.hub import Hub
 
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
@@ -195,7 +196,8 @@ def test_only_the_files_that_are_needed_are_downloaded(hub, finished):
 
 def test_a_dry_run_downloads_no_weights(hub, environment, tmp_path):
     models = ("--sft_model_path", PLANNED, "--reward_model_path", PLANNED)
-    done = command(environment, *COMMAND, *models, "--dataset_name", "nobody/nothing", "--dry_run", cwd=tmp_path)
+    quick = environment | {"XLA_FLAGS": QUICK}  # its programs are compiled for their memory, and never run
+    done = command(quick, *COMMAND, *models, "--dataset_name", "nobody/nothing", "--dry_run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "memory: fits" in done.stdout
     assert {"config.json", "tokenizer.json"} <= set(hub.downloaded(PLANNED))

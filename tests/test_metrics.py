@@ -189,9 +189,10 @@ def test_other_processes_write_and_print_nothing(folder, monkeypatch, capsys):
     assert not glob.glob(folder.path + "/*.jsonl") and not glob.glob(folder.path + "/tensorboard*")
 
 
-def test_an_unknown_report_is_refused(folder):
-    with pytest.raises(UserError, match="--report_to wandb: only 'tensorboard' and 'none'"):
-        metrics.MetricLogger(folder.path, ("wandb",))
+def test_what_others_report_needs_no_board(folder):
+    with metrics.MetricLogger(folder.path, ("wandb", "trackio"), 0) as logger:
+        logger.log(1, {"loss": 1.0})
+    assert not glob.glob(folder.path + "/tensorboard*")
 
 
 @pytest.mark.parametrize(

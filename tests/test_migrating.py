@@ -85,7 +85,7 @@ def test_the_reasons_name_what_to_do():
         "num_total_batches": "ceil\\(total_episodes / batch_size\\)",
         "rloo_k": "PPO takes one response to a prompt",
         "mask_truncated_completions": "missing_eos_penalty",
-        "use_peft": "not supported yet",
+        "use_dora": "plain LoRA",
         "vllm_mode": "in-process",
         "deepspeed": "mesh_fsdp",
         "resume_from_checkpoint": "resume auto",

@@ -34,6 +34,8 @@ def test_the_wheel_holds_every_module_config_and_the_licence(wheel):
     configs = {f"rlhf_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
     assert modules | configs <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    report = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf_jax" / "report").rglob("*.*s")}
+    assert report | {"rlhf_jax/report/uplot/LICENSE"} <= names and len(report) == 6
     assert not [name for name in names if name.startswith(("tests/", "configs/"))]
 
 

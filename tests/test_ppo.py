@@ -206,7 +206,7 @@ def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
     params, ref, rollout, _ = world
     config = dataclasses.replace(CONFIG, rollout_batch_size=None)
     _, found = experience_of(world, config)
-    kl = jax.jit(lambda p, r: forward.sequence_kl(NETS, p, r, rollout, config))(params, ref)
+    kl = jax.jit(lambda p, r: forward.token_kl(NETS, p, r, rollout, config).sum(axis=1))(params, ref)
     assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
     assert float(kl.mean()) == pytest.approx(float(found["objective/kl"]), rel=1e-4)
 

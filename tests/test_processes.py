@@ -1,6 +1,6 @@
 """One program in several processes: the numbers of one, each row scored once, and one end for all.
 
-Real processes over loopback, started by the command as a user does: pytest -m processes -n 0
+Real processes over loopback, started by the command as a user does (see one_cache): pytest -m processes -n 0
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.children import reward_checkpoint
+from tests.children import QUICK, reward_checkpoint
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +29,7 @@ SHARES = {"two": (8, 8), "four": (8, 0, 8, 0)}
 UPDATES = 2
 
 CONFIG = """
+import dataclasses
 import os
 
 from rlhf_jax.config import Pipeline, PPOConfig, RLOOConfig, RewardConfig, SFTConfig
@@ -46,7 +47,7 @@ SHARED = dict(
     mesh_tensor=int(os.environ["MESH"].split()[1]),
 )
 START = dict(scratch_model="2x32x4", tokenizer_name_or_path="synthetic")
-SUPERVISED = dict(max_steps=2, max_length=96, **SHARED)
+SUPERVISED = dict(max_steps=2, max_length=96, length_buckets=(96,), **SHARED)
 POLICY = dict(
     reward_funcs=("REWARDS:brevity", "REWARDS:slowly"),
     length_buckets=(64,),
@@ -81,10 +82,14 @@ def get_config(variant):
         )
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
-    return RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
+    rloo = RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
+    if variant == "ends":
+        # In its second update: what would come after that, and another model, are not made.
+        return dataclasses.replace(rloo, reward_model_path=None, dataset_test_split=None, num_sample_generations=0)
+    return rloo
 
 
-VARIANTS = dict.fromkeys(("all", "rloo"))
+VARIANTS = dict.fromkeys(("all", "rloo", "ends"))
 """
 
 REWARDS = """
@@ -168,12 +173,14 @@ class Started:
         notes.mkdir(parents=True, exist_ok=True)
         # NPROC is the number of threads of XLA's pool, of which a collective holds one a device (see test_devices).
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": "16", "MESH": axes}
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # the next start finds the programs of the last
-        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "NOTES": str(notes), **environment}
+        # A program is compiled by one process for all of them: to find it, they have all made the same one. Runs beside
+        # each other share none: one's first process would find what the other's wrote, and its others wait for it.
+        env["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled" / ("all" if variant == "all" else "rloo"))
+        env |= {"XLA_FLAGS": QUICK, "JAX_SHARE_BINARY_BETWEEN_HOSTS": "1", "NOTES": str(notes), **environment}
         self.began = time.monotonic()
         self.processes, self.logs = [], []
         for index in range(count):
-            command = [sys.executable, "-m", "rlhf_jax.train", "--config", f"{folder / 'config.py'}:{variant}"]
+            command = [sys.executable, "-m", "tests.one_cache", "--config", f"{folder / 'config.py'}:{variant}"]
             command += ["--run_dir", str(folder / mesh / variant), *join, *options]
             command += ["--process_id", str(index), *own(index)] if join else []
             self.logs.append(folder / f"{mesh}-{variant}-{index}.log")
@@ -182,7 +189,7 @@ class Started:
                     subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
                 )
 
-    def ends(self, timeout=240):
+    def ends(self, timeout=400):
         """(exit status, output) of each."""
         try:
             for process in self.processes:
@@ -212,9 +219,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """Every algorithm on every mesh, finished."""
-    for mesh, variant in [(mesh, variant) for mesh in MESHES for variant in ("all", "rloo")]:
-        codes, texts = Started(folder, mesh, variant).ends()
-        assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
+    for mesh in MESHES:
+        # Two beside each other: while one process compiles, the others of its run wait.
+        pair = [Started(folder, mesh, variant) for variant in ("all", "rloo")]
+        for codes, texts in [started.ends() for started in pair]:
+            assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
     return folder
 
 
@@ -324,7 +333,7 @@ def test_how_processes_find_each_other_is_no_part_of_a_run(runs):
 def test_a_killed_process_ends_the_others_with_its_name_and_what_to_do(folder, dies):
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:dying")
     # The second goes on where the first was killed.
-    started = Started(folder, "two", "rloo", *reward, "--run_dir", str(folder / "killed"), DIES=str(dies))
+    started = Started(folder, "two", "ends", *reward, "--run_dir", str(folder / "killed"), DIES=str(dies))
     while started.processes[dies].poll() is None and time.monotonic() - started.began < 200:
         time.sleep(0.05)
     died = time.monotonic()
@@ -347,7 +356,7 @@ def test_a_killed_process_ends_the_others_with_its_name_and_what_to_do(folder, d
 def test_a_reward_that_fails_on_one_process_ends_all_with_one_error(folder, function, options, said, tmp_path):
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:{function}")
     run_dir = tmp_path / "run"
-    started = Started(folder, "two", "rloo", *reward, *options, "--run_dir", str(run_dir), "--save_steps", "0")
+    started = Started(folder, "two", "ends", *reward, *options, "--run_dir", str(run_dir), "--save_steps", "0")
     codes, texts = started.ends()
     assert codes == [2, 2], texts
     first, second = map(errors, texts)
@@ -368,15 +377,18 @@ def test_a_signal_to_one_process_stops_all_at_the_same_point(runs, folder, tmp_p
     said = "rloo: stopped by SIGTERM after update 1, which is saved; the same command continues"
     assert all(said in text for text in texts)
     assert os.listdir(run_dir / "checkpoints") == ["1"]
-    reward = ("--reward_funcs", f"{folder / 'rewards.py'}:brevity", f"{folder / 'rewards.py'}:slowly")
-    codes, texts = Started(folder, "two", "rloo", *reward, *own).ends()
-    assert codes == [0, 0], texts
-    assert (run_dir / "metrics.jsonl").read_bytes() == (runs / "two" / "rloo" / "metrics.jsonl").read_bytes()
+    whole = (runs / "two" / "rloo" / "metrics.jsonl").read_bytes()
+    assert (run_dir / "metrics.jsonl").read_bytes() == whole.splitlines(keepends=True)[0]
+    if who == 1:  # whoever heard it, this is where the run goes on
+        reward = ("--reward_funcs", f"{folder / 'rewards.py'}:brevity", f"{folder / 'rewards.py'}:slowly")
+        codes, texts = Started(folder, "two", "rloo", *reward, *own).ends()
+        assert codes == [0, 0], texts
+        assert (run_dir / "metrics.jsonl").read_bytes() == whole
 
 
 def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_path):
     reward = ("--reward_funcs", f"{folder / 'rewards.py'}:alone")
-    started = Started(folder, "two", "rloo", *reward, "--run_dir", str(tmp_path / "run"))
+    started = Started(folder, "two", "ends", *reward, "--run_dir", str(tmp_path / "run"))
     codes, texts = started.ends()
     assert codes[0] == 1 and codes[1] != 0
     assert re.search(r"process 1 of 2 \(.*\) ended with an error: RuntimeError: only here", errors(texts[0])[0])
@@ -384,7 +396,7 @@ def test_a_process_that_ends_alone_ends_the_others_with_its_error(folder, tmp_pa
 
 
 def test_a_folder_that_is_not_shared_is_refused_before_training(folder, tmp_path):
-    started = Started(folder, "two", "rloo", own=lambda index: ("--run_dir", str(tmp_path / str(index))))
+    started = Started(folder, "two", "ends", own=lambda index: ("--run_dir", str(tmp_path / str(index))))
     codes, texts = started.ends()
     assert codes == [2, 2]
     assert "checkpoints and models must lie on a file system that all processes share" in errors(texts[0])[0]

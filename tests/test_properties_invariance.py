@@ -282,7 +282,7 @@ def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
 @quick_jit
 def scores_and_kl(rollout):
     scores = reward.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
-    return scores, forward.sequence_kl(NETS, PARAMS, REF, rollout, OF_TOKENS)
+    return scores, forward.token_kl(NETS, PARAMS, REF, rollout, OF_TOKENS).sum(axis=1)
 
 
 @few

@@ -34,6 +34,13 @@ SHARED = {
     "save_total_limit": None,
 }
 SUPERVISED = {"model_name_or_path": None, "max_length": 64, "length_buckets": (64,)}
+ADAPTED = {
+    "use_peft": True,
+    "lora_r": 2,
+    "lora_target_modules": ("all-linear",),
+    "modules_to_save": ("final_layer_norm",),
+    "disable_dropout": False,
+}
 ROLLING = {
     "sft_model_path": None,
     "reward_model_path": None,
@@ -49,7 +56,7 @@ ROLLING = {
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
     "sft": (SFTConfig(**SHARED, **SUPERVISED, max_train_samples=24, max_steps=6), 6),
-    "reward": (RewardConfig(**SHARED, **SUPERVISED, max_train_samples=20, max_steps=5), 5),
+    "reward": (RewardConfig(**SHARED, **SUPERVISED, **ADAPTED, max_train_samples=20, max_steps=5), 5),
     "rloo": (RLOOConfig(**SHARED, **ROLLING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
 }
 

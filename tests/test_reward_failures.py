@@ -11,7 +11,6 @@ import rlhf_jax
 from rlhf_jax.rewards import RewardFailure
 from tests import reward_runs
 from tests.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
-from tests.reward_runs import compiled_once as compiled_once
 from tests.reward_server import Server, answers, closes, hangs, takes
 
 # --- servers that fail
@@ -56,7 +55,7 @@ def options_of(fault, server):
 def assert_first_update_is_kept(folder, whole):
     assert bytes_of(folder).splitlines() == bytes_of(whole.run_dir).splitlines()[:1]
     assert os.listdir(folder / "checkpoints") == ["1"]
-    assert os.listdir(folder / "completions") == ["training_1.jsonl"]
+    assert sorted(os.listdir(folder / "completions")) == ["training_1.jsonl", "training_1.tokens.jsonl"]
     assert not os.path.exists(folder / "policy") and not os.path.exists(folder / "finished.json")
 
 

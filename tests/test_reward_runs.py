@@ -13,7 +13,6 @@ from rlhf_jax import data, models
 from rlhf_jax.models import hf
 from rlhf_jax.trainers import reward
 from tests.reward_runs import B, T, assert_learned_from, judge, lines, means, rloo, table
-from tests.reward_runs import compiled_once as compiled_once
 from tests.reward_server import serving
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, folder, metrics
+from rlhf_jax import data, explained, folder, metrics
 from rlhf_jax.callbacks import Callback
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.models import custom_shape, hf
@@ -185,6 +185,8 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
     assert not {*names, "grad_norm", "learning_rate", "epoch"} - set(line)
     assert not {f"eval_{of}_{name}" for of in EVAL_SETS for name in names} - set(line)
     assert {"eval/scores", "eval/kl", "eval/response_length", "eval/eos_rate"} <= set(line)
+    unexplained = {name for name in line if explained.explain(name) is None}
+    assert unexplained == {"a_share", *(f"eval_{of}_a_share" for of in EVAL_SETS)}  # which a reward function logs
 
 
 def test_trls_step_time_is_among_the_timings(long_run):

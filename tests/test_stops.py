@@ -10,11 +10,17 @@ import time
 
 import pytest
 
-import rlhf_jax
-from rlhf_jax import stops, train
-from rlhf_jax.config import RLOOConfig, SFTConfig
-from rlhf_jax.stops import Asked, Stopped, Stops
-from rlhf_jax.types import UserError
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
+
+import chaos_compare  # noqa: E402
+
+import rlhf_jax  # noqa: E402
+from rlhf_jax import stops, train  # noqa: E402
+from rlhf_jax.callbacks import Callback  # noqa: E402
+from rlhf_jax.config import RLOOConfig, SFTConfig  # noqa: E402
+from rlhf_jax.stops import Asked, Stopped, Stops  # noqa: E402
+from rlhf_jax.types import UserError  # noqa: E402
 
 pytestmark = pytest.mark.runs
 
@@ -62,7 +68,34 @@ def left(run_dir):
     folder = pathlib.Path(run_dir)
     names = ["metrics.jsonl", "finished.json", *(f"{kind}/*" for kind in ("policy", "completions"))]
     files = [path for name in names for path in sorted(folder.glob(name))]
-    return {str(path.relative_to(folder)): path.read_bytes().replace(str(folder).encode(), b"RUN") for path in files}
+    found = {str(path.relative_to(folder)): path.read_bytes().replace(str(folder).encode(), b"RUN") for path in files}
+    shown = chaos_compare.board_of(folder / "tensorboard")
+    return found | {name: repr(events) for name, events in shown.items() if not chaos_compare.is_clock(name)}
+
+
+class Jumps(Callback):
+    """Sets the wall clock a day ahead after the second update, and two days back after the fourth."""
+
+    def __init__(self):
+        self.right, self.off = time.time, 0.0
+
+    def __call__(self):
+        return self.right() + self.off
+
+    def on_step_end(self, step, metrics, control):
+        self.off = {2: 86400.0, 4: -86400.0}.get(step, self.off)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    config = dataclasses.replace(SFT, max_minutes=30.0, save_minutes=30.0, save_total_limit=None)
+    run(config, tmp_path / "right")
+    clock = Jumps()
+    monkeypatch.setattr(time, "time", clock)
+    run(config, tmp_path / "wrong", callbacks=[clock])
+    assert clock.off == -86400.0
+    assert left(tmp_path / "wrong") == left(tmp_path / "right")
+    saved = [sorted(os.listdir(tmp_path / name / "checkpoints")) for name in ("right", "wrong")]
+    assert saved[0] == saved[1] == ["3", "5"]
 
 
 def run(config, folder, reward=None, callbacks=()):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, metrics, train
+from rlhf_jax import command, data, explained, metrics, train
+from rlhf_jax import report as report_of_runs
 from rlhf_jax.callbacks import Callback
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models import hf
+from rlhf_jax.report import page
 
 SHARED = {
     "dataset_name": "synthetic",
@@ -131,9 +134,11 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
         rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness, callbacks=[KillAt(2)])
     resumed = rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness)
     assert lines(resumed.run_dir) == lines(whole.run_dir)
-    assert sorted(os.listdir(tmp_path / "cut" / "completions")) == sorted(
-        os.listdir(tmp_path / "whole" / "completions")
-    )
+    tables = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "completions").iterdir()}
+        for name in ("cut", "whole")
+    ]
+    assert tables[0] == tables[1]
     for a, b in zip(tensors(resumed.paths["policy"]), tensors(whole.paths["policy"]), strict=True):
         np.testing.assert_array_equal(a, b)
     first = lines(whole.run_dir)[0]
@@ -148,8 +153,21 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
     twins = "eval_objective/kl eval_loss/policy_avg eval_completions/mean_length eval/scores eval/scores_se eval/kl"
     assert set(twins.split()) <= set(last)
     assert 0 < first["num_tokens"] < last["num_tokens"]
-    tables = os.listdir(os.path.join(whole.run_dir, "completions"))
-    assert {f"training_{step}.jsonl" for step in range(1, 5)} | {"2.jsonl", "4.jsonl"} == set(tables)
+    names = [*(f"training_{step}" for step in range(1, 5)), "2", "4"]
+    assert {f"{name}{part}.jsonl" for name in names for part in ("", ".tokens")} == set(tables[1])
+    moved = {}
+    for name in names:  # line by line what there is to say of the tokens
+        of_rows, of_tokens = (
+            [json.loads(line) for line in tables[1][f"{name}{part}.jsonl"].splitlines()] for part in ("", ".tokens")
+        )
+        for row, tokens in zip(of_rows, of_tokens, strict=True):
+            text = re.sub(r"<\|endoftext\|>|\[(PAD|UNK)\]", "", "".join(tokens["tokens"]))
+            assert text == row.get("completion", row.get("model response"))
+            assert {len(values) for values in tokens.values()} == {row.get("length", len(tokens["tokens"]))}
+        moved[name] = max(abs(x) for row in of_tokens for x in row["kl"])
+        assert len({x for row in of_tokens for x in row["advantages"]}) > 8
+    # The reference is the policy's start: of the first update's tokens the KL is 0 but for rounding.
+    assert moved["training_1"] < 1e-5 < 1e-3 < min(moved["training_4"], moved["4"])
     assert {"policy", "value"} <= set(os.listdir(whole.run_dir))
 
 
@@ -189,7 +207,7 @@ def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp
     prompts = stage.train_data.batch(0, 0, 8)
     rollout = stage.roll(policy, prompts, stage.state.seed, stage.state.step, None, 1)
     # The reference is the policy's start: were it rounded otherwise than the forward pass rounds, a KL would show.
-    np.testing.assert_array_equal(stage._kl({"policy": policy}, stage.ref_params, rollout), 0)
+    np.testing.assert_array_equal(stage._kl({"policy": policy}, None, stage.ref_params, rollout), 0)
 
 
 def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, tmp_path):
@@ -288,7 +306,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
             num_ppo_epochs=1,
         ),
     )
-    result = rlhf_jax.run(small)
+    result = rlhf_jax.run(small, recipe=command.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
     report = json.load(open(tmp_path / "run" / "comparison.json"))
@@ -321,6 +339,23 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
         found
     )
     assert "- rloo" in open(tmp_path / "run" / "rloo" / "policy" / "README.md").read()
+
+    # What the folders have for a report, and that one can be made of them.
+    recipe = json.load(open(tmp_path / "run" / "ppo" / "recipe.json"))
+    assert recipe["config"] == "mine.py" and recipe["options"]["sft_model_path"] == "elsewhere/sft/policy"
+    bins = [json.loads(line) for line in open(tmp_path / "run" / "reward" / "calibration" / "2.jsonl")]
+    assert sum(bin["pairs"] for bin in bins) == 8
+    error = sum(bin["pairs"] * abs(bin["confidence"] - bin["accuracy"]) for bin in bins) / 8
+    assert reward[-1]["eval/calibration_error"] == pytest.approx(error)
+    for stage in ("sft", "reward", "ppo", "rloo"):
+        for file in ("metrics.jsonl", "timings.jsonl"):
+            names = {name for line in lines(tmp_path / "run" / stage, file) for name in line}
+            assert names and not [name for name in names if explained.explain(name) is None]
+    _, groups = report_of_runs.read([str(tmp_path / "run")])
+    assert [group.label for group in groups] == ["run/sft", "run/reward", "run/ppo", "run/rloo"]
+    assert not [note for group in groups for run in group.runs for note in run.notes]
+    text = page.page(groups, "run")
+    assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 
 def test_a_dry_run_writes_nothing(tmp_path, capsys):

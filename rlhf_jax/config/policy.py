@@ -19,6 +19,15 @@ class PolicyConfig(StageConfig):
     """Reference model; default: a frozen copy of the policy."""
     ref_model_revision: str = "main"
     """Hub revision of the reference model."""
+    start_adapter: Literal["auto", "merge", "continue"] = "auto"
+    """With use_peft, where sft_model_path is an adapter: merge it and train a new one, or train on with it; auto: PPO
+    merges, RLOO trains on with a frozen copy of it as the reference (TRL)."""
+    adapters: tuple[str, ...] = ()
+    """With use_peft: adapters on the policy's base, NAME=PATH each; that of sft_model_path is called default."""
+    model_adapter_name: str | None = None
+    """The adapter that is trained on with; None: as start_adapter says, or a new one."""
+    ref_adapter_name: str | None = None
+    """The adapter whose frozen copy is the reference; base: none of them; None: the base, or as start_adapter says."""
 
     # --- rewards
     reward_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
@@ -148,6 +157,9 @@ class PPOConfig(PolicyConfig):
     """Hub revision of the value model."""
     value_model: Literal["separate", "shared_backbone"] = "separate"
     """A network of its own (TRL's), or a second head on the policy."""
+    lora_value: Literal["full", "own", "shared"] = "full"
+    """With use_peft the value model is trained in full (TRL); or by an adapter and a head: on its own params, which
+    are those of the reward model where it starts from it (no copy), or on those of the policy."""
 
     # --- the algorithm
     batch_size: int = 512

@@ -28,7 +28,11 @@ class StageConfig:
     seed: int = 42
     """Every random key is a function of the seed, the step and the row."""
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: 'tensorboard' or nothing."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb and trackio (where installed), all of them, or none."""
+    run_name: str | None = None
+    """Name of the run in W&B and trackio; default: its folder."""
+    project: str | None = None
+    """Project there; default: WANDB_PROJECT in the environment, or rlhf_jax."""
     logging_steps: int = 1
     """Print a progress line every so many updates (metrics.jsonl gets every update)."""
     save_steps: float = 500
@@ -62,6 +66,25 @@ class StageConfig:
     gradient_checkpointing_policy: Literal["full", "dots"] = "full"
     """What gradient_checkpointing computes again: full, all within a layer; dots, all but the outcomes of matrix
     products, which is faster and keeps more."""
+
+    # --- adapters
+    use_peft: bool = False
+    """Train low-rank adapters (LoRA) beside frozen params, in place of the params."""
+    lora_r: int = 16
+    """Rank of a new adapter."""
+    lora_alpha: float = 32
+    """Its scale is lora_alpha / lora_r."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r) instead."""
+    lora_dropout: float = 0.05
+    """Share of a layer's input that its adapter does not see in training (PPO: none, as it has no dropout)."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Layers that get one: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or all-linear; default:
+    query_key_value, as PEFT."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Modules trained in full beside the adapters: embed_in, final_layer_norm, embed_out (a new score head always)."""
+    export_merged: bool = True
+    """Write the model with its adapter merged into it too, as a checkpoint that needs no PEFT."""
 
     # --- data
     dataset_name: str = "trl-lib/tldr"

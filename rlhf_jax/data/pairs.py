@@ -113,7 +113,8 @@ def make_pairs(
     return PairData(better, worse, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
 
 
-def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
+def pairs_of(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
+    """`make_pairs` by the data options of a config."""
     return make_pairs(
         rows,
         tokenizer,
@@ -133,9 +134,9 @@ def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluatio
     """The pairs that a reward config asks for; `dataset` is an object in place of the configured name. None: no
     evaluation data."""
     rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
-    return None if rows is None else _make(rows, config, tokenizer)
+    return None if rows is None else pairs_of(rows, config, tokenizer)
 
 
 def load_eval_pairs(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, PairData]:
     """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
-    return {name: _make(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", given).items()}
+    return {name: pairs_of(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", given).items()}

@@ -156,7 +156,8 @@ def make_prompts(
     return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle)
 
 
-def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> PromptData:
+def prompts_of(rows: Rows, config: Any, tokenizer: Tokenizer) -> PromptData:
+    """`make_prompts` by the data options of a config."""
     return make_prompts(
         rows,
         tokenizer,
@@ -174,9 +175,11 @@ def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluat
     """The prompts that a config asks for; `dataset` is an object in place of the configured name. None: no evaluation
     data. The synthetic prompts come with their demonstrations, as column 'completion'."""
     rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else _make(rows, config, tokenizer)
+    return None if rows is None else prompts_of(rows, config, tokenizer)
 
 
 def load_eval_prompts(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, PromptData]:
     """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
-    return {name: _make(rows, config, tokenizer) for name, rows in eval_sets(config, "demonstrations", given).items()}
+    return {
+        name: prompts_of(rows, config, tokenizer) for name, rows in eval_sets(config, "demonstrations", given).items()
+    }

@@ -59,6 +59,20 @@ class Tokenizer:
             [int(i) for i in ids if i >= 0], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each id adds, special tokens as they are written; together they are the text of all.
+
+        An id that is a part of a character adds nothing, the last one of it the whole character.
+        """
+        found, start, read = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            # Beside the id before it: some decoders take the space off a text's first word.
+            before, after = self.decode(ids[start:read]), self.decode(ids[start:end])
+            whole = len(after) > len(before) and (end == len(ids) or not after.endswith("\ufffd"))
+            found.append(after[len(before) :] if whole else "")
+            start, read = (read, end) if whole else (start, read)
+        return found
+
 
 def _from_files(name_or_path: str, revision: str | None) -> Any:
     """tokenizer.json as it is, or what AutoTokenizer makes of other files. AutoTokenizer comes second because it

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax.models import gpt_neox, gpt_neox_hf
+from rlhf_jax.models import gpt_neox, gpt_neox_hf, lora
 from rlhf_jax.models.draw import normal
-from rlhf_jax.models.gpt_neox_config import PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
+from rlhf_jax.models.gpt_neox_config import LINEARS, MODULES, PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.layers import product
 from rlhf_jax.sharding import Layout, constrain, rules_of, shardings
 from rlhf_jax.types import Array, Params, UserError
@@ -27,9 +27,9 @@ class Family:
 
     name: str  # model_type in config.json
     init_backbone: Callable  # config, key -> params
-    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout= -> [B, S, D]
+    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout=, lora= -> [B, S, D]
     hidden_after_prompts: (
-        Callable  # config, backbone, prompts, mask, responses, mask, dtype=, remat=, layout= -> [P, D], [B, T, D]
+        Callable  # config, backbone, prompts, mask, responses, mask and the options of `hidden` -> [P, D], [B, T, D]
     )
     prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype, layout -> [P, D], prefix
     empty_cache: Callable  # config, rows, slots, dtype, layout -> cache
@@ -41,6 +41,11 @@ class Family:
     ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
     architectures: tuple[str, ...]  # class names in config.json that are understood
     param_rules: tuple[tuple[str, tuple], ...]  # regular expression on the path -> names of its axes (`Layout`)
+    # A layer's linears by the checkpoint's names, their paths in the backbone.
+    linears: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
+    # What may be trained in full beside adapters, its path in the params.
+    modules: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
+    lora_targets: tuple[str, ...]  # the linears that PEFT adapts unless told
 
 
 FAMILIES: dict[str, Family] = {
@@ -59,6 +64,9 @@ FAMILIES: dict[str, Family] = {
         ignored=gpt_neox_hf.IGNORED,
         architectures=gpt_neox_hf.ARCHITECTURES,
         param_rules=PARAM_RULES,
+        linears=LINEARS,
+        modules=MODULES,
+        lora_targets=("query_key_value",),
     )
 }
 
@@ -75,6 +83,12 @@ class Model:
     config: Any
     layout: Layout | None = None
     """Where its arrays lie in a run; None: on one device."""
+    lora: lora.Lora | None = None
+    """The form of its adapters: its kernels are frozen, and its params those of `joined`. None: trained in full."""
+
+    def joined(self, base: Params, adapters: Params) -> Params:
+        """The params of a model with adapters. Without them its params are whole: `adapters`, and no `base` is used."""
+        return adapters if self.lora is None else lora.joined(self.lora, base, adapters)
 
     def on(self, mesh: Mesh) -> Model:
         """The model laid out on a mesh; where its heads do not divide by the axis `tensor`, that is folded into `fsdp`,
@@ -146,6 +160,7 @@ class Model:
         the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'.
         """
         options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
+        options["lora"] = self.lora
         return self.family.hidden(self.config, params["backbone"], tokens, mask, **options)
 
     def hidden_after_prompts(
@@ -161,7 +176,7 @@ class Model:
     ) -> tuple[Array, Array]:
         """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
         responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
-        options = {"dtype": dtype, "remat": remat, "layout": self.layout}
+        options = {"dtype": dtype, "remat": remat, "layout": self.layout, "lora": self.lora}
         given = (params["backbone"], prompts, prompt_mask, responses, mask)
         return self.family.hidden_after_prompts(self.config, *given, **options)
 
@@ -193,19 +208,20 @@ class Model:
     def rounded(self, params: Params, dtype: Any) -> Params:
         """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
 
-        Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too.
+        Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too. So do adapters,
+        which are small and are added to their kernels in float32.
         """
 
         def cast(path: tuple, leaf: Array) -> Array:
             names = [getattr(entry, "key", "") for entry in path]
-            keep = "score" in names or any("norm" in name for name in names)
+            keep = "score" in names or any("norm" in name or name in (lora.A, lora.B) for name in names)
             return leaf if keep else leaf.astype(dtype)
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
         """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
-        gathered, once: `tensor` alone splits the weights that make tokens."""
+        gathered, once: `tensor` alone splits the weights that make tokens. Adapters are merged, a layer at a time."""
         params = self.rounded(params, dtype)
 
         if self.layout is not None and self.layout.mesh.size > 1:
@@ -215,7 +231,7 @@ class Model:
             params = jax.lax.with_sharding_constraint(params, where)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
-        layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
+        layers = [lora.merged(jax.tree.map(lambda leaf, index=index: leaf[index], layers)) for index in range(count)]
         return {**params, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(

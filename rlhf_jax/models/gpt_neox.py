@@ -22,21 +22,24 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.draw import normal
-from rlhf_jax.models.gpt_neox_config import GPTNeoXConfig
+from rlhf_jax.models.gpt_neox_config import LINEARS, GPTNeoXConfig
 from rlhf_jax.models.layers import (
     attend_after_prefix,
     causal_attention,
+    frozen_product,
     gelu,
     product,
     rotary_angles,
     rotate,
     row_dropout,
 )
+from rlhf_jax.models.lora import A, B, Lora
 from rlhf_jax.sharding import Layout, constrain
 from rlhf_jax.types import Array, Params
 
 # Where a block's dropout is applied; part of the key, so that no two masks are the same.
 _DROP_ATTENTION, _DROP_POST_ATTENTION, _DROP_POST_MLP, _DROP_EMBEDDING = range(4)
+_DROP_LORA = {name: 4 + number for number, name in enumerate(LINEARS)}  # of the input of each adapter
 
 
 _WIDE, _NARROW = ("fsdp", "tensor"), ("tensor", "fsdp")  # kernels to heads or hidden units, and back
@@ -45,8 +48,16 @@ _WIDE, _NARROW = ("fsdp", "tensor"), ("tensor", "fsdp")  # kernels to heads or h
 # --- the block -------------------------------------------------------------------------------------------------------
 
 
+Drop = Callable[[Array, int], Array]
+
+
+def _keep(x: Array, site: int) -> Array:
+    return x
+
+
 class Dense(nn.Module):
-    """x @ kernel + bias by `layers.product`; `names` are those of the kernel's axes."""
+    """x @ kernel + bias by `layers.product`; `names` are those of the kernel's axes. With `lora` the kernel is frozen,
+    and where the params hold an adapter (see `lora.joined`) it adds drop(x) A B."""
 
     features: int
     names: tuple[str | None, ...]
@@ -54,13 +65,21 @@ class Dense(nn.Module):
     std: float
     dtype: Any = jnp.float32
     layout: Layout | None = None
+    lora: Lora | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, drop: Drop = _keep) -> Array:
         """x [..., D] -> [..., F]."""
         kernel = self.param("kernel", functools.partial(normal, std=self.std), (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
-        return product(self.layout, self.names, jnp.dtype(self.dtype), x.astype(self.dtype), kernel, bias)
+        x, dtype = x.astype(self.dtype), jnp.dtype(self.dtype)
+        times = product if self.lora is None else frozen_product
+        out = times(self.layout, self.names, dtype, x, kernel, bias)
+        if not self.has_variable("params", A):
+            return out
+        low, high = (self.get_variable("params", name) for name in (A, B))
+        narrow = product(self.layout, (self.names[0], None), dtype, drop(x, _DROP_LORA[self.name]), low, None)
+        return out + product(self.layout, (None, self.names[1]), dtype, narrow, high, None)
 
 
 def _layer_norm(config: GPTNeoXConfig, dtype: Any) -> nn.LayerNorm:
@@ -74,9 +93,12 @@ class Attention(nn.Module):
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
     layout: Layout | None = None
+    lora: Lora | None = None
 
     @nn.compact
-    def __call__(self, x: Array, rope: tuple[Array, Array], attend_fn: Callable) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], attend_fn: Callable, drop: Drop = _keep
+    ) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K]."""
         config = self.config
         shared = {
@@ -84,13 +106,14 @@ class Attention(nn.Module):
             "std": config.initializer_range,
             "dtype": self.dtype,
             "layout": self.layout,
+            "lora": self.lora,
         }
-        qkv = Dense(3 * config.hidden_size, _WIDE, name="query_key_value", **shared)(x)
+        qkv = Dense(3 * config.hidden_size, _WIDE, name="query_key_value", **shared)(x, drop)
         qkv = qkv.reshape(*x.shape[:-1], config.num_attention_heads, 3, config.head_size)
         qkv = constrain(self.layout, qkv, "rows", *[None] * (x.ndim - 2), "tensor")
         query, key, value = (qkv[..., i, :] for i in range(3))
         out, kept = attend_fn(rotate(query, rope), rotate(key, rope), value)
-        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out.reshape(x.shape)), kept
+        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out.reshape(x.shape), drop), kept
 
 
 class MLP(nn.Module):
@@ -99,15 +122,17 @@ class MLP(nn.Module):
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
     layout: Layout | None = None
+    lora: Lora | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, drop: Drop = _keep) -> Array:
         """x [..., D] -> [..., D]."""
         config = self.config
         shared = {"bias": True, "std": config.initializer_range, "dtype": self.dtype, "layout": self.layout}
-        up = Dense(config.intermediate_size, _WIDE, name="dense_h_to_4h", **shared)(x)
+        shared["lora"] = self.lora
+        up = Dense(config.intermediate_size, _WIDE, name="dense_h_to_4h", **shared)(x, drop)
         up = constrain(self.layout, up, "rows", *[None] * (x.ndim - 2), "tensor")
-        return Dense(config.hidden_size, _NARROW, name="dense_4h_to_h", **shared)(gelu(up))
+        return Dense(config.hidden_size, _NARROW, name="dense_4h_to_h", **shared)(gelu(up), drop)
 
 
 class Block(nn.Module):
@@ -116,30 +141,31 @@ class Block(nn.Module):
     config: GPTNeoXConfig
     dtype: Any = jnp.float32
     layout: Layout | None = None
+    lora: Lora | None = None
 
     def setup(self) -> None:
         """Submodules carry the checkpoint's names."""
         self.input_layernorm = _layer_norm(self.config, self.dtype)
         self.post_attention_layernorm = _layer_norm(self.config, self.dtype)
-        self.attention = Attention(self.config, self.dtype, self.layout)
-        self.mlp = MLP(self.config, self.dtype, self.layout)
+        self.attention = Attention(self.config, self.dtype, self.layout, self.lora)
+        self.mlp = MLP(self.config, self.dtype, self.layout, self.lora)
 
     def __call__(
         self,
         x: Array,
         rope: tuple[Array, Array],
         attend_fn: Callable,
-        drop: Callable[[Array, int], Array] = lambda x, site: x,
+        drop: Drop = _keep,
     ) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache)."""
         x = constrain(self.layout, x, "rows")
-        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn)
+        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn, drop)
         attended = drop(attended, _DROP_POST_ATTENTION)
         if self.config.use_parallel_residual:
-            out = x + attended + drop(self.mlp(self.post_attention_layernorm(x)), _DROP_POST_MLP)
+            out = x + attended + drop(self.mlp(self.post_attention_layernorm(x), drop), _DROP_POST_MLP)
         else:
             x = x + attended
-            out = x + drop(self.mlp(self.post_attention_layernorm(x)), _DROP_POST_MLP)
+            out = x + drop(self.mlp(self.post_attention_layernorm(x), drop), _DROP_POST_MLP)
         return out, kept
 
 
@@ -213,12 +239,14 @@ def hidden(
     remat: str = "none",
     dropout_key: Array | None = None,
     layout: Layout | None = None,
+    lora: Lora | None = None,
 ) -> Array:
     """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
-    `backbone` has stacked layers. `remat`: what the backward pass makes again, 'none', 'dots' (all but the outcomes of
-    matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per row) turns on the config's
-    dropout. What comes out at masked positions is finite and means nothing.
+    `backbone` has stacked layers; with `lora` it is `joined`. `remat`: what the backward pass makes again, 'none',
+    'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
+    row) turns on the dropout of the config and of `lora`. What comes out at masked positions is finite and means
+    nothing.
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)
@@ -226,13 +254,15 @@ def hidden(
     x = _embed(backbone, tokens, dtype, layout)
     if keys is not None and config.hidden_dropout > 0:
         x = row_dropout(x, config.hidden_dropout, keys, config.num_hidden_layers, _DROP_EMBEDDING)
-    block = Block(config, dtype, layout)
+    block = Block(config, dtype, layout, lora)
+    rates = {_DROP_ATTENTION: config.attention_dropout}
+    rates |= dict.fromkeys(_DROP_LORA.values(), 0.0 if lora is None else lora.dropout)
 
     def body(x: Array, layer: tuple[Params, Array]) -> tuple[Array, None]:
         params, index = layer
 
         def drop(x: Array, *site: int) -> Array:
-            rate = config.attention_dropout if site[0] == _DROP_ATTENTION else config.hidden_dropout
+            rate = rates.get(site[0], config.hidden_dropout)
             return x if keys is None or rate == 0 else row_dropout(x, rate, keys, index, *site)
 
         dropping = keys is not None and config.attention_dropout > 0
@@ -259,6 +289,7 @@ def hidden_after_prompts(
     dtype: Any = jnp.float32,
     remat: str = "none",
     layout: Layout | None = None,
+    lora: Lora | None = None,
 ) -> tuple[Array, Array]:
     """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
 
@@ -271,7 +302,7 @@ def hidden_after_prompts(
     ropes = _rope(config, positions), _rope(config, own_positions + lengths[:, None])
     columns = jnp.arange(responses.shape[1])
     keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
-    block = Block(config, dtype, layout)
+    block = Block(config, dtype, layout, lora)
 
     def body(streams: tuple[Array, Array], params: Params) -> tuple[tuple[Array, Array], None]:
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -49,11 +49,30 @@ PARAM_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)backbone/layers/mlp/dense_h_to_4h/bias$", (None, "tensor")),
     (r"(^|/)backbone/layers/mlp/dense_4h_to_h/kernel$", (None, "tensor", "fsdp")),
     (r"(^|/)backbone/layers/mlp/dense_4h_to_h/bias$", ()),
+    (r"(^|/)backbone/layers/(attention/query_key_value|mlp/dense_h_to_4h)/lora_a$", (None, "fsdp", None)),
+    (r"(^|/)backbone/layers/(attention/query_key_value|mlp/dense_h_to_4h)/lora_b$", (None, None, "tensor")),
+    (r"(^|/)backbone/layers/(attention/dense|mlp/dense_4h_to_h)/lora_a$", (None, "tensor", None)),
+    (r"(^|/)backbone/layers/(attention/dense|mlp/dense_4h_to_h)/lora_b$", (None, None, "fsdp")),
     (r"(^|/)backbone/layers/(input|post_attention)_layernorm/(scale|bias)$", ()),
     (r"(^|/)backbone/final_layer_norm/(scale|bias)$", ()),
     (r"(^|/)embed_out/kernel$", (None, "vocabulary")),
     (r"(^|/)score/(kernel|bias)$", ()),
 )
+
+
+# A layer's linear layers by the checkpoint's names, and what else adapters may stand beside.
+LINEARS: dict[str, tuple[str, ...]] = {
+    "query_key_value": ("layers", "attention", "query_key_value"),
+    "dense": ("layers", "attention", "dense"),
+    "dense_h_to_4h": ("layers", "mlp", "dense_h_to_4h"),
+    "dense_4h_to_h": ("layers", "mlp", "dense_4h_to_h"),
+}
+MODULES: dict[str, tuple[str, ...]] = {
+    "embed_in": ("backbone", "embed_in"),
+    "final_layer_norm": ("backbone", "final_layer_norm"),
+    "embed_out": ("embed_out",),
+    "score": ("score",),
+}
 
 
 # Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows of the published files.

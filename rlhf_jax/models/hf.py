@@ -22,6 +22,7 @@ import numpy as np
 from huggingface_hub import errors as hub_errors
 
 from rlhf_jax.distributed import is_main
+from rlhf_jax.models import lora_hf
 from rlhf_jax.models.family import FAMILIES, HEADS, Model
 from rlhf_jax.models.shards import Filed, Given, gathered, read_shards, read_whole
 from rlhf_jax.models.weight_files import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
@@ -106,9 +107,58 @@ def _download(name: str, revision: str | None, subfolder: str | None, weights: b
 
 
 def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
-    """Only the shape of a checkpoint, from its config.json. UserError as `load`."""
-    path = resolve(name_or_path, revision, subfolder, weights=False) / CONFIG
+    """Only the shape of a checkpoint, from its config.json; of an adapter that of its base. UserError as `load`."""
+    path = under(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
     return _model(read_json(path), path)[0]
+
+
+def under(folder: Path, *, weights: bool = True) -> tuple[Path, list[lora_hf.Config]]:
+    """What lies under a folder: (the folder of the model, the adapters on it, the lowest first).
+
+    Args:
+      folder: of a model, or of an adapter in PEFT's form.
+      weights: as `resolve`, of the model.
+
+    Raises:
+      UserError: an adapter that is not plain LoRA, or whose base is not to be found.
+    """
+    adapters: list[lora_hf.Config] = []
+    while is_adapter(folder):
+        adapter = lora_hf.read_config(folder)
+        where = folder / lora_hf.CONFIG
+        if adapter.base is None:
+            raise UserError(f"{where}: base_model_name_or_path is missing, so there is no model to put it on.")
+        if any(adapter.folder == other.folder for other in adapters):
+            raise UserError(f"{where}: base_model_name_or_path leads back to the adapter itself.")
+        adapters.insert(0, adapter)
+        try:
+            folder = resolve(adapter.base, adapter.revision, weights=weights)
+        except UserError as error:
+            raise UserError(f"{where}: base_model_name_or_path: {error}") from error
+    return folder, adapters
+
+
+def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
+    """Whether a path or hub name is an adapter in PEFT's form. UserError as `resolve`."""
+    folder = resolve(name_or_path, revision, weights=False)
+    return (folder / lora_hf.CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
+def base_of(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+    """(checkpoint, its revision) that an adapter belongs on."""
+    folder = resolve(name_or_path, revision, weights=False)
+    adapter = lora_hf.read_config(folder)
+    if adapter.base is None:
+        raise UserError(f"{folder / lora_hf.CONFIG}: base_model_name_or_path is missing.")
+    return adapter.base, adapter.revision
+
+
+def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:
+    """An adapter in PEFT's form, for `model`: (its `lora.Lora`, numpy params). UserError as `lora_hf.read`."""
+    folder = resolve(name_or_path, revision)
+    if not is_adapter(folder):
+        raise UserError(f"{name_or_path} is no adapter: a folder with {lora_hf.CONFIG} and no {CONFIG}.")
+    return lora_hf.read(lora_hf.read_config(folder), model)
 
 
 def load(
@@ -129,25 +179,34 @@ def load(
     without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
     `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
     own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
-    UserError names the file and the key, or the tensor that is missing, extra or misshapen.
+    An adapter in PEFT's form is merged into its base as it is read. UserError names the file and the key, or the tensor
+    that is missing, extra or misshapen.
     """
     _check_kind(kind)
-    folder = resolve(name_or_path, revision, subfolder)
+    folder, adapters = under(resolve(name_or_path, revision, subfolder))
     hf = read_json(folder / CONFIG)
     model, offset = _model(hf, folder / CONFIG)
     sources = open_weights(folder)
+    read = [lora_hf.read(adapter, model) for adapter in adapters]
+    own = {name for form, _ in read for name in form.saved}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
     heads = kind.split("+")
     if "causal" in heads and not model.config.tie_word_embeddings:
-        leaves["embed_out"] = {"kernel": _causal_head(model, sources, folder)}
+        leaves["embed_out"] = {} if "embed_out" in own else {"kernel": _causal_head(model, sources, folder)}
     if "scalar" in heads:
-        if new_head:
+        if "score" in own and not new_head:
+            leaves["score"] = {}
+        elif new_head:
             std = model.config.initializer_range if head_std is None else head_std
             # The same on every process.
             noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
             leaves["score"] = {"kernel": Given((std * noise).astype(np.float32))}
         else:
             leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
+    for form, adapter in read:
+        if new_head:
+            adapter = {key: value for key, value in adapter.items() if key != "score"}
+        leaves = lora_hf.merged_into(leaves, form, adapter)
     if where is None:
         return model, jax.tree.map(read_whole, leaves)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
@@ -156,7 +215,8 @@ def load(
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
     """Which checkpoint this is, whatever it is called; see `weight_files.fingerprint_of`. UserError as `load`."""
-    return fingerprint_of(resolve(name_or_path, revision=revision))
+    folder, adapters = under(resolve(name_or_path, revision=revision))
+    return "+".join(fingerprint_of(path) for path in (folder, *(adapter.folder for adapter in adapters)))
 
 
 def load_shapes(
@@ -164,7 +224,7 @@ def load_shapes(
 ) -> tuple[Model, Params]:
     """What `load` would give, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
-    path = resolve(name_or_path, revision, weights=False) / CONFIG
+    path = under(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
     hf = read_json(path)
     model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
@@ -247,13 +307,8 @@ def _found(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder
         files = sorted({source.file.name for source in sources.values()})
         where = folder / files[0] if len(files) == 1 else f"{folder} ({len(files)} weight files)"
         raise UserError(f"{where}: tensor {name} is missing; {CONFIG} asks for it with shape {list(shape)}.")
-    source = sources[name]
-    if source.shape != shape:
-        raise UserError(
-            f"{source.file}: tensor {name} has shape {list(source.shape)}; {CONFIG} asks for {list(shape)}."
-        )
-    source.check_dtype()
-    return source
+    sources[name].check(shape, CONFIG)
+    return sources[name]
 
 
 def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> Filed:
@@ -313,10 +368,7 @@ def save(
     backbone = params["backbone"]
     tensors = {}  # by name: leaf, layer, whether the file has it transposed
     if kind == "scalar" and "bias" in params["score"]:
-        kernel, bias = (gathered(params["score"][key]) for key in ("kernel", "bias"))
-        norm = dict(backbone["final_layer_norm"])
-        norm["bias"] = _fold_bias(gathered(norm["bias"]), kernel[:, 0], bias[0])
-        backbone = {**backbone, "final_layer_norm": norm}
+        backbone = {**backbone, "final_layer_norm": with_score_bias(backbone["final_layer_norm"], params["score"])}
     for spec in model.family.tensors(model.config):
         leaf = functools.reduce(lambda node, key: node[key], spec.path, backbone)
         tensors[model.family.prefix + spec.name] = leaf, spec.layer, spec.transpose
@@ -342,8 +394,12 @@ def save(
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _fold_bias(norm_bias: np.ndarray, kernel: np.ndarray, bias: float) -> np.ndarray:
-    weight = kernel.astype(np.float64)
+def with_score_bias(norm: Params, score: Params) -> Params:
+    """The last layer norm {"scale", "bias"} [D] with the bias of the scalar head after it folded into its own, on the
+    host; see `save`. Every process must call it."""
+    kernel, bias = (gathered(score[key]) for key in ("kernel", "bias"))
+    weight = kernel[:, 0].astype(np.float64)
     if not weight.any():
         raise UserError("the scalar head is all zeros and has a bias, which a Hugging Face classifier cannot express.")
-    return (norm_bias.astype(np.float64) + float(bias) * weight / (weight @ weight)).astype(np.float32)
+    more = float(bias[0]) * weight / (weight @ weight)
+    return {**norm, "bias": (gathered(norm["bias"]).astype(np.float64) + more).astype(np.float32)}

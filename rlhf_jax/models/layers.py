@@ -60,6 +60,28 @@ def _product_backward(layout, names, dtype, kept, upstream):
 product.defvjp(_product_forward, _product_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def frozen_product(
+    layout: Layout | None, names: tuple[str | None, ...], dtype: Any, x: Array, kernel: Array, bias: Array | None
+) -> Array:
+    """As `product`, of a kernel and a bias that get no gradient: x is not kept for one."""
+    return _product_forward(layout, names, dtype, x, kernel, bias)[0]
+
+
+def _frozen_forward(layout, names, dtype, x, kernel, bias):
+    # A scalar keeps x's dtype.
+    return _product_forward(layout, names, dtype, x, kernel, bias)[0], (jnp.zeros((), x.dtype), kernel)
+
+
+def _frozen_backward(layout, names, dtype, kept, upstream):
+    narrow, kernel = kept
+    upstream = upstream.astype(narrow.dtype)
+    return jnp.einsum("...f,df->...d", upstream, _gathered(layout, names, narrow, kernel)), None, None
+
+
+frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
 def rotary_angles(positions: Array, ndims: int, base: float) -> tuple[Array, Array]:
     """Cosine and sine of the rotary angles, position * base^(-2i/R), i < R/2. Su et al. 2021, arXiv:2104.09864.
 

@@ -59,12 +59,34 @@ class Filed:
         return tensor.read(index[::-1]).T if self.transpose else tensor.read(index)
 
 
-def read_whole(leaf: Given | Filed) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A stacked kernel with an adapter added to it: kernel + low high, in float32."""
+
+    kernel: Any  # Filed or Adapted
+    low: np.ndarray  # [L, D, r]
+    high: np.ndarray  # [L, r, F]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the param."""
+        return self.kernel.shape
+
+    def read(self, index: Index) -> np.ndarray:
+        """param[index] as float32, reading no more of the kernel."""
+        layers, rows, columns = index
+        out = self.kernel.read(index)
+        for layer, low, high in zip(out, self.low[layers, rows], self.high[layers, :, columns]):
+            layer += low @ high
+        return out
+
+
+def read_whole(leaf: Given | Filed | Adapted) -> np.ndarray:
     """All of a param, float32."""
     return leaf.read(tuple(slice(0, size) for size in leaf.shape))
 
 
-def read_shards(leaf: Given | Filed, where: NamedSharding) -> jax.Array:
+def read_shards(leaf: Given | Filed | Adapted, where: NamedSharding) -> jax.Array:
     """A param on the devices, float32. Reads what this process' devices hold, each part once, one at a time."""
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in where.addressable_devices_indices_map(leaf.shape).items():

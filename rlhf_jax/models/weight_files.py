@@ -41,8 +41,13 @@ class Source:
     dtype: str
     _read: Callable[[Index], np.ndarray]
 
-    def check_dtype(self) -> None:
-        """UserError, naming the tensor, when its numbers are not floating-point."""
+    def check(self, shape: tuple[int, ...], asks: str) -> None:
+        """UserError, naming the tensor, when it has not the shape that `asks`, a file, gives it, or its numbers are not
+        floating-point."""
+        if self.shape != shape:
+            raise UserError(
+                f"{self.file}: tensor {self.name} has shape {list(self.shape)}; {asks} asks for {list(shape)}."
+            )
         if self.dtype not in (*DTYPES, "float64"):
             raise UserError(
                 f"{self.file}: tensor {self.name} has dtype {self.dtype}; weights must be float16, bfloat16 or float32."
@@ -102,13 +107,14 @@ def open_weights(folder: Path) -> dict[str, Source]:
     """
     for single, index in ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)):
         if (folder / single).is_file():
-            return _open_file(folder / single)
+            return open_file(folder / single)
         if (folder / index).is_file():
             return _open_shards(folder, folder / index)
     raise UserError(f"{folder} has no weights: none of {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN}, {BIN_INDEX}.")
 
 
-def _open_file(path: Path) -> dict[str, Source]:
+def open_file(path: Path) -> dict[str, Source]:
+    """Every tensor of a file by its name; UserError, naming the file, where it is damaged."""
     if path.suffix == ".bin":
         return {
             name: Source(name, path, tensor.shape, str(tensor.dtype), lambda index, tensor=tensor: tensor.read()[index])
@@ -138,7 +144,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
             raise UserError(f"{index}: weight_map names {shard!r}, which is not a file of that folder.")
         if not (folder / shard).is_file():
             raise UserError(f"{folder / shard} is missing, though {index.name} lists it.")
-        found = _open_file(folder / shard)
+        found = open_file(folder / shard)
         listed = {name for name, file in weight_map.items() if file == shard}
         if absent := sorted(listed - set(found)):
             raise UserError(f"{folder / shard}: tensor {absent[0]} is missing, though {index.name} lists it there.")
@@ -146,6 +152,12 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
             raise UserError(f"{folder / shard}: tensor {extra[0]} is not in {index.name}.")
         sources.update(found)
     return sources
+
+
+def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes tensors as one safetensors file."""
+    # transformers asks for the "format" of the arrays that were saved.
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_weights(
@@ -176,8 +188,7 @@ def write_weights(
     for file, shard in zip(names, shards):
         tensors = {name: read(name) for name in shard}
         if write:
-            # transformers asks for the "format" of the arrays that were saved.
-            safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
+            write_file(folder / file, tensors)
         del tensors  # or the next file's would be read beside them
     if write and len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}

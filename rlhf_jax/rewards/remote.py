@@ -36,24 +36,155 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
 """Seconds: the wait before the first retry, doubled for each further one up to the second; half of it is drawn."""
 MAX_ANSWER = 16 << 20
 """Bytes that an answer may have."""
+_OF_ONE_QUESTION = (400, 413, 422)  # statuses that another question may not get
 _MARGIN = 5.0  # seconds beyond total_timeout in which the message about it is written
 
 
-class RemoteReward:
-    """Scores of a server, for HostRewards: an object with an async __call__.
+class Server:
+    """A server that answers POSTs of JSON; its subclasses say what is asked and what an answer means.
 
     Args:
       url: of the server, http or https.
       timeout: most seconds of one request, from connecting to the last byte.
-      total_timeout: most seconds of one call: all requests, waits and retries.
       retries: tries again of a request after a lost connection, a timeout, status 429 or 5xx.
-      batch_size: rows a request.
       concurrency: requests at a time.
       token_env: environment variable; its value, where it is set, goes along as a bearer token, and into no message.
       sleep: waits between tries.
 
     Raises:
       UserError: the URL, a number or the token cannot be used.
+    """
+
+    what = "reward server"
+    """What messages call it."""
+    failure: type[UserError] = RewardFailure
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float,
+        retries: int,
+        concurrency: int,
+        token_env: str | None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        self._parts = _checked_url(url, self.what)
+        self.url = self._parts._replace(query="", fragment="").geturl()  # for messages; a query may hold a secret
+        self._at_least(1e-3, timeout=timeout)
+        self._at_least(0, retries=retries)
+        self._at_least(1, concurrency=concurrency)
+        self._timeout, self._retries, self._concurrency = timeout, retries, concurrency
+        self._sleep = sleep
+        self._random = random.Random()  # of its own: a run's random numbers are not for the network to disturb
+        self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
+        self._token = os.environ.get(token_env, "").strip() if token_env else ""
+        if not (self._token.isascii() and self._token.isprintable() and " " not in self._token):
+            raise UserError(f"${token_env}, the {self.what}'s token, has characters that no HTTP header may carry")
+        # As servers may quote it back: as it is, inside JSON, inside a URL.
+        forms = {self._token, json.dumps(self._token)[1:-1], urllib.parse.quote(self._token, safe="")}
+        self._secrets = sorted(forms - {""}, key=len, reverse=True)
+        if self._token and self._tls is None and not _is_loopback(self._parts.hostname):
+            warnings.warn(
+                f"the token of {self.what} {self.url} goes over the network in the clear; give an https:// URL",
+                stacklevel=3,
+            )
+
+    def _at_least(self, low: float, **options: float) -> None:
+        for option, value in options.items():
+            if not value >= low:
+                raise UserError(f"{self.what} {self.url}: {option} is {value}; it must be at least {low:g}")
+
+    def _failure(self, text: str, passing: bool = False) -> UserError:
+        """What to raise; `passing`: the trouble is of this question or moment, not of all questions."""
+        error = self.failure(f"{self.what} {self.url}: {self._redacted(text)}")
+        error.passing = passing
+        return error
+
+    def _redacted(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    # --- one question
+
+    async def _ask(self, body: bytes, deadline: float, trouble: list[str], about: str) -> _Answer:
+        """The answer of status 2xx to a POST of `body`, tried again where that may help; the failure raised where it
+        does not has `passing` set when it might yet, and ends with `about`. Troubles on the way go to `trouble`."""
+        for tried in range(1, self._retries + 2):
+            answer, problem = await self._request(body)
+            if answer is not None and 200 <= answer.status < 300:
+                return answer
+            trouble.append(problem)
+            if answer is not None and answer.status != 429 and answer.status < 500:
+                raise self._failure(f"{problem}. {about}", passing=answer.status in _OF_ONE_QUESTION)
+            if tried <= self._retries:
+                await self._wait(tried, answer, deadline, f"{problem}; no time is left to try again. {about}")
+        times = "once" if tried == 1 else f"{tried} times"
+        raise self._failure(f"{problem}; tried {times}. {about}", passing=True)
+
+    async def _wait(self, tried: int, answer: _Answer | None, deadline: float, too_late: str) -> None:
+        left = deadline - asyncio.get_running_loop().time()
+        seconds = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (tried - 1)) * self._random.uniform(0.5, 1.0)
+        asked = _retry_after(answer.headers) if answer is not None else None
+        if asked is not None and asked < left:
+            seconds = asked
+        if seconds >= left:
+            raise self._failure(too_late, passing=True)
+        await self._sleep(seconds)
+
+    # --- one request
+
+    async def _request(self, body: bytes) -> tuple[_Answer | None, str]:
+        """(the answer or None, what is wrong with it unless it is a success)."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_Answer] = loop.create_future()
+        exchange = _Exchange(self._parts, self._timeout, self._tls)
+
+        def settle(answer: _Answer | None, error: BaseException | None) -> None:
+            if not future.done():
+                future.set_exception(error) if error else future.set_result(answer)
+
+        def work() -> None:
+            answer = error = None
+            try:
+                answer = exchange.run(body, self._headers())
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, answer, error)
+
+        # A thread of its own rather than a pool's, which Python would wait for at its exit.
+        threading.Thread(target=work, daemon=True, name=self.what).start()
+        try:
+            answer = await asyncio.wait_for(future, self._timeout)
+        except TimeoutError:
+            return None, f"no whole answer within {self._timeout:g} s"
+        except ssl.SSLCertVerificationError as error:
+            raise self._failure(f"its certificate is not trusted: {error.verify_message}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return None, f"no answer ({type(error).__name__}: {_brief(self._redacted(str(error)))})"
+        finally:
+            exchange.abort()
+        if len(answer.body) > MAX_ANSWER:
+            raise self._failure(f"status {answer.status}, and an answer of over {MAX_ANSWER >> 20} MiB")
+        said = shown(self._redacted(answer.body.decode(errors="replace")))
+        to = _brief(self._redacted(str(answer.headers.get("Location"))))
+        to = f" to {to}, which is not followed" if 300 <= answer.status < 400 else ""
+        return answer, f"status {answer.status} {_brief(self._redacted(answer.reason))}{to}: {said}"
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
+        return {**headers, "Authorization": f"Bearer {self._token}"} if self._token else headers
+
+
+class RemoteReward(Server):
+    """Scores of a server, for HostRewards: an object with an async __call__.
+
+    Args:
+      total_timeout: most seconds of one call: all requests, waits and retries.
+      batch_size: rows a request.
+      url, timeout, retries, concurrency, token_env, sleep: as `Server`, and its errors.
     """
 
     name = "server"
@@ -70,29 +201,12 @@ class RemoteReward:
         token_env: str | None = "RLHF_JAX_REWARD_TOKEN",
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        self._parts = _checked_url(url)
-        self.url = self._parts._replace(query="", fragment="").geturl()  # for messages; a query may hold a secret
-        least = {"timeout": 1e-3, "total_timeout": 1e-3, "retries": 0, "batch_size": 1, "concurrency": 1}
-        given = (timeout, total_timeout, retries, batch_size, concurrency)
-        for (option, low), value in zip(least.items(), given):
-            if not value >= low:
-                raise UserError(f"reward server {self.url}: {option} is {value}; it must be at least {low:g}")
-        self._timeout, self._total_timeout, self._retries, self._batch_size, self._concurrency = given
+        options = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
+        super().__init__(url, **options, token_env=token_env, sleep=sleep)
+        self._at_least(1e-3, total_timeout=total_timeout)
+        self._at_least(1, batch_size=batch_size)
+        self._total_timeout, self._batch_size = total_timeout, batch_size
         self.own_timeout = total_timeout + _MARGIN
-        self._sleep = sleep
-        self._random = random.Random()  # of its own: a run's random numbers are not for the network to disturb
-        self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
-        self._token = os.environ.get(token_env, "").strip() if token_env else ""
-        if not (self._token.isascii() and self._token.isprintable() and " " not in self._token):
-            raise UserError(f"${token_env}, the reward server's token, has characters that no HTTP header may carry")
-        # As servers may quote it back: as it is, inside JSON, inside a URL.
-        forms = {self._token, json.dumps(self._token)[1:-1], urllib.parse.quote(self._token, safe="")}
-        self._secrets = sorted(forms - {""}, key=len, reverse=True)
-        if self._token and self._tls is None and not _is_loopback(self._parts.hostname):
-            warnings.warn(
-                f"the token of reward server {self.url} goes over the network in the clear; give an https:// URL",
-                stacklevel=2,
-            )
 
     async def __call__(self, prompts: Sequence, completions: Sequence) -> list[float | None]:
         """Scores of B rows.
@@ -123,14 +237,6 @@ class RemoteReward:
             await asyncio.gather(*slices, return_exceptions=True)
         return [score for part in parts for score in part]
 
-    def _failure(self, text: str) -> RewardFailure:
-        return RewardFailure(f"reward server {self.url}: {self._redacted(text)}")
-
-    def _redacted(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
     # --- one slice of the rows
 
     async def _slice(self, slots, deadline: float, trouble: list[str], start: int, prompts, completions) -> list:
@@ -142,27 +248,8 @@ class RemoteReward:
         except (TypeError, ValueError) as error:
             raise self._failure(f"rows cannot be written as JSON: {error}. {first}") from error
         async with slots:
-            for tried in range(1, self._retries + 2):
-                answer, problem = await self._request(body)
-                if answer is not None and 200 <= answer.status < 300:
-                    return self._scores(answer, start, prompts[part], completions[part], first)
-                trouble.append(problem)
-                if answer is not None and answer.status != 429 and answer.status < 500:
-                    raise self._failure(f"{problem}. {first}")
-                if tried <= self._retries:
-                    await self._wait(tried, answer, deadline, f"{problem}; no time is left to try again. {first}")
-        times = "once" if tried == 1 else f"{tried} times"
-        raise self._failure(f"{problem}; tried {times}. {first}")
-
-    async def _wait(self, tried: int, answer: _Answer | None, deadline: float, too_late: str) -> None:
-        left = deadline - asyncio.get_running_loop().time()
-        seconds = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** (tried - 1)) * self._random.uniform(0.5, 1.0)
-        asked = _retry_after(answer.headers) if answer is not None else None
-        if asked is not None and asked < left:
-            seconds = asked
-        if seconds >= left:
-            raise self._failure(too_late)
-        await self._sleep(seconds)
+            answer = await self._ask(body, deadline, trouble, first)
+        return self._scores(answer, start, prompts[part], completions[part], first)
 
     def _scores(self, answer: _Answer, start: int, prompts, completions, first: str) -> list[float | None]:
         got = f"status {answer.status}, but"
@@ -188,50 +275,6 @@ class RemoteReward:
                 said = shown(text) if isinstance(score, str) else _brief(text)
                 raise self._failure(f"{got} a score of {said}; {wanted}. {here}") from None
         return scores
-
-    # --- one request
-
-    async def _request(self, body: bytes) -> tuple[_Answer | None, str]:
-        """(the answer or None, what is wrong with it unless it is a success)."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_Answer] = loop.create_future()
-        exchange = _Exchange(self._parts, self._timeout, self._tls)
-
-        def settle(answer: _Answer | None, error: BaseException | None) -> None:
-            if not future.done():
-                future.set_exception(error) if error else future.set_result(answer)
-
-        def work() -> None:
-            answer = error = None
-            try:
-                answer = exchange.run(body, self._headers())
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, answer, error)
-
-        # A thread of its own rather than a pool's, which Python would wait for at its exit.
-        threading.Thread(target=work, daemon=True, name="reward server").start()
-        try:
-            answer = await asyncio.wait_for(future, self._timeout)
-        except TimeoutError:
-            return None, f"no whole answer within {self._timeout:g} s"
-        except ssl.SSLCertVerificationError as error:
-            raise self._failure(f"its certificate is not trusted: {error.verify_message}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            return None, f"no answer ({type(error).__name__}: {_brief(self._redacted(str(error)))})"
-        finally:
-            exchange.abort()
-        if len(answer.body) > MAX_ANSWER:
-            raise self._failure(f"status {answer.status}, and an answer of over {MAX_ANSWER >> 20} MiB")
-        said = shown(self._redacted(answer.body.decode(errors="replace")))
-        to = _brief(self._redacted(str(answer.headers.get("Location"))))
-        to = f" to {to}, which is not followed" if 300 <= answer.status < 400 else ""
-        return answer, f"status {answer.status} {_brief(self._redacted(answer.reason))}{to}: {said}"
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
-        return {**headers, "Authorization": f"Bearer {self._token}"} if self._token else headers
 
 
 class _Answer(NamedTuple):
@@ -295,19 +338,19 @@ def _brief(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
-def _checked_url(url: str) -> urllib.parse.SplitResult:
+def _checked_url(url: str, what: str) -> urllib.parse.SplitResult:
     try:
         parts = urllib.parse.urlsplit(url)
         host, _ = parts.hostname, parts.port
         host and host.encode("idna")
     except ValueError as error:
-        raise UserError(f"reward server {url!r}: {error}") from None
+        raise UserError(f"{what} {url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
-        raise UserError(f"reward server {url!r}: give a URL such as http://localhost:8000/score")
+        raise UserError(f"{what} {url!r}: give a URL such as http://localhost:8000/score")
     if "@" in parts.netloc:
-        raise UserError(f"reward server at {host}: take the user and password out of its URL; a token has an option")
+        raise UserError(f"{what} at {host}: take the user and password out of its URL; a token has an option")
     if not parts.query.isascii():
-        raise UserError(f"reward server at {host}: its query must be ASCII, percent-encoded")
+        raise UserError(f"{what} at {host}: its query must be ASCII, percent-encoded")
     return parts
 
 

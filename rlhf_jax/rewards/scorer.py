@@ -55,6 +55,11 @@ class Scored:
     nothing: bool
     """No row of the batch has a score."""
 
+    @property
+    def whole(self) -> Array:
+        """[B] scores with dense rewards summed into them."""
+        return self.scores if self.token_rewards is None else self.scores + self.token_rewards.sum(axis=1)
+
 
 def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     """The reward models of a config, without their weights.

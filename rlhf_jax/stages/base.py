@@ -17,6 +17,9 @@ from rlhf_jax.stages.weights import Weights
 from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Params, TrainState, UserError
 
+Shown = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""Rows of completions, and what there is to say of the tokens of the first of them."""
+
 
 class Stage:
     """One stage of training.
@@ -26,6 +29,7 @@ class Stage:
       total_steps: updates of the whole run.
       progress: names of the metrics for the terminal, in order.
       state: the TrainState to start from; the loop owns it afterwards.
+      base: what adapters stand on, frozen: {role: params}; None: the models are trained in full.
       phase: what an update is at: generate, score, experience or update.
       tick: is called at safe points, between the phases of an update and the batches of an evaluation; it may raise.
     """
@@ -49,6 +53,7 @@ class Stage:
         self.optimizer = optimizer if self.custom_optimizer else common.make_optimizer(config)
         self.total_steps = 0
         self.state: TrainState | None = None
+        self.base: dict[str, Params] | None = None
         self.report: list[str] = []
         self.tick: stops.Tick = stops.no_tick
         self.phase = "update"
@@ -77,12 +82,16 @@ class Stage:
         """What training starts from; None: random weights."""
         return None if self.config.scratch_model else self.config.model_name_or_path
 
-    def samples(self, state: TrainState) -> list[dict[str, Any]]:
+    def samples(self, state: TrainState) -> Shown:
         """Sample completions for completions/STEP.jsonl; empty when the stage has none."""
-        return []
+        return [], []
 
-    def training_completions(self) -> list[dict[str, Any]]:
+    def training_completions(self) -> Shown:
         """The responses of the last update, where the config asks to show them; else empty."""
+        return [], []
+
+    def calibration(self) -> list[dict[str, Any]]:
+        """How far the last evaluation's confidence was right, for calibration/STEP.jsonl; empty when it has none."""
         return []
 
     def offenders(self, step: int) -> list[dict[str, Any]]:
@@ -95,7 +104,7 @@ class Stage:
 
     def frozen(self) -> dict[str, Params]:
         """Params of the models that are never trained, by what they are."""
-        return {}
+        return {"base": self.base["model"]} if self.base else {}
 
     def inputs(self) -> dict[str, str]:
         """What a run is made of beside its options: {what: which}, of every data set and starting checkpoint."""
@@ -111,6 +120,18 @@ class Stage:
         raise NotImplementedError
 
     # --- shared
+
+    @property
+    def frozen_dtype(self):
+        """Of models that are never trained: that of the forward pass."""
+        return jnp.dtype(self.config.dtype)
+
+    def rounded(self, model, params: Params) -> Params:
+        """Params in `frozen_dtype`: half the memory, and what a forward pass rounds to in any case."""
+        shapes = jax.eval_shape(lambda params: model.rounded(params, self.frozen_dtype), params)
+        if all(a.dtype == b.dtype for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(shapes), strict=True)):
+            return params
+        return self.weights.copy(model, params, self.frozen_dtype)
 
     def save(self, path: str, model, params: Params, kind: str) -> None:
         """A Hugging Face checkpoint of placed params with the tokenizer. One process writes it, and all wait for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,8 @@ from rlhf_jax.trainers import guard
 from rlhf_jax.types import Rollout
 
 NEARLY_GREEDY = 0.01  # temperature of TRL's generate_completions
+FEW = 64
+"""Samples, and responses of a training batch, of whose tokens there is a record."""
 _LEAST = ("completions/min_length", "completions/min_terminated_length", "clip_ratio/low_min")
 _MOST = ("completions/max_length", "completions/max_terminated_length", "clip_ratio/high_max")
 _SUMS = ("val/num_eos_tokens", "rewards/dropped", "rollout/tokens")
@@ -35,6 +38,9 @@ class Batch:
 
 class LookingStage(base.Stage):
     """The eyes of a stage that samples; what it looks at comes from a subclass (see `PolicyStage`)."""
+
+    token_advantages = False
+    """Whether a response has advantages of its own, token by token, without others to its prompt."""
 
     @property
     def held_out(self):
@@ -64,23 +70,28 @@ class LookingStage(base.Stage):
             scored = self.scorer.score(rollout, source, rows, group, self.trainer_state(step, is_eval=True), limit=real)
             yield Batch(rollout, scored, source, rows), real
 
-    def complete(self, params, source, limit: int, temperature: float | None) -> dict:
+    def complete(self, params, source, limit: int, temperature: float | None, advantages=None) -> dict:
         """A response of a policy to each of the first `limit` prompts of `source`, in order.
 
+        Args:
+          advantages: Batch -> [B, T]; None: no advantages.
+
         Returns:
-          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl": numpy [N]; "kl" is None
-          without a reference; a score is NaN where no reward applies}
+          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl": numpy [N]; "ids", "token_kl",
+          "advantages": numpy [N, T]; "kl" and "token_kl" are None without a reference; a score is NaN where no reward
+          applies}
         """
         parts = []
         for batch, real in self._sample(params, source, limit, temperature, 1, 0):
             rollout = batch.rollout
             kl = None
             if self.ref_params is not None:
-                kl = self._kl({"policy": params}, sharding.resident(self.ref_params), rollout)
-            scores = jnp.where(batch.scored.scorable, self.whole_scores(batch), jnp.nan)
-            host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, kl))
+                kl = self._kl({"policy": params}, self.base, sharding.resident(self.ref_params), rollout)
+            scores = jnp.where(batch.scored.scorable, batch.scored.whole, jnp.nan)
+            of_tokens = kl, None if advantages is None else advantages(batch)
+            host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, *of_tokens))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
-        response, lengths, ended, scores, kl, rows = (
+        response, lengths, ended, scores, kl, advantages, rows = (
             None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
         )
         return {
@@ -90,13 +101,40 @@ class LookingStage(base.Stage):
             "lengths": lengths,
             "ended": ended,
             "scores": scores,
-            "kl": kl,
+            "kl": None if kl is None else kl.sum(axis=1),
+            "ids": response,
+            "token_kl": kl,
+            "advantages": advantages,
         }
 
-    def whole_scores(self, batch: Batch):
-        """Scores [B] with dense rewards summed into them."""
-        scored = batch.scored
-        return scored.scores if scored.token_rewards is None else scored.scores + scored.token_rewards.sum(axis=1)
+    def kl_of_few(self, state, rollout: Rollout):
+        """KL of the tokens [FEW, T] of a rollout's first rows; None where the algorithm has no reference."""
+        if self.ref_params is None:
+            return None
+        count, chunk = min(FEW, rollout.lengths.shape[0]), self.config.rollout_batch_size or FEW
+        count -= count % chunk if chunk < count else 0
+        if count < rollout.lengths.shape[0]:
+            rollout = _first(rollout, count)
+        return self._kl({"policy": state.params["policy"]}, self.base, self.reference(state), rollout)
+
+    def of_tokens(self, response, lengths, kl, advantages) -> list[dict[str, Any]]:
+        """What there is to say of each token of responses, for completions/STEP.tokens.jsonl.
+
+        Args:
+          response: [N, T] ids.
+          lengths: [N].
+          kl, advantages: [N, T] float32, or None.
+
+        Returns:
+          [{"tokens": texts, "kl": nats, "advantages"}], the last two where they are there; to 6 digits.
+        """
+        rows = []
+        for i, ids in enumerate(completion_ids(response, np.maximum(lengths, 0))):
+            rows.append({"tokens": self.tokenizer.pieces(ids)})
+            for name, values in (("kl", kl), ("advantages", advantages)):
+                if values is not None:
+                    rows[i][name] = [float(f"{x:.6g}") for x in values[i, : len(ids)]]
+        return rows
 
     def texts(self, response, lengths) -> list[str]:
         """Responses as text, special tokens left out."""
@@ -129,8 +167,8 @@ class LookingStage(base.Stage):
         policy = state.params["policy"]
         for batch, real in self._sample(policy, source, len(source), None, self.eval_group, step):
             experience, metrics = self.judge(state, batch.rollout, batch.scored, self.eval_group)
-            metrics = {**metrics, **self._look(state.params, experience), **batch.scored.metrics}
-            metrics, each, there = sharding.fetch((metrics, self.whole_scores(batch), batch.scored.scorable))
+            metrics = {**metrics, **self._look(state.params, self.base, experience), **batch.scored.metrics}
+            metrics, each, there = sharding.fetch((metrics, batch.scored.whole, batch.scored.scorable))
             found.append({name: float(x) for name, x in metrics.items()})
             weights.append(real)
             scores.append(each[there])
@@ -143,24 +181,33 @@ class LookingStage(base.Stage):
 
     def samples(self, state):
         """The table of TRL's generate_completions: one batch of evaluation prompts, nearly greedy."""
-        source = self.held_out
-        limit = min(len(source), self.config.batch_size, 64)
-        found = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY)
-        return [
+        source, advantages = self.held_out, None
+        if self.token_advantages and self.config.old_logprobs == "forward":  # the sampler's are at another temperature
+
+            def advantages(batch):
+                return self.judge(state, batch.rollout, batch.scored, 1)[0].advantages
+
+        limit = min(len(source), self.config.batch_size, FEW)
+        found = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages)
+        rows = [
             {"query": query, "model response": text, "score": float(score), "length": int(length), "ended": bool(ended)}
             for query, text, score, length, ended in zip(
                 found["prompts"], found["completions"], found["scores"], found["lengths"], found["ended"]
             )
         ]
+        return rows, self.of_tokens(found["ids"], found["lengths"], found["token_kl"], found["advantages"])
 
     def training_completions(self):
         """TRL's completions table of the last training batch, where log_completions asks for it; else nothing."""
         if self.shown is None:
-            return []
-        (batch, advantages), self.shown = self.shown, None
-        found = (batch.rollout.response, batch.rollout.lengths, batch.scored.each, advantages)
-        response, lengths, each, advantages = sharding.fetch(found)
+            return [], []
+        (batch, advantages, kl), self.shown = self.shown, None
+        found = (batch.rollout.response, batch.rollout.lengths, batch.scored.each, advantages, kl)
+        response, lengths, each, advantages, kl = sharding.fetch(found)
         advantages = advantages.reshape(len(lengths), -1)
+        few = len(lengths[:FEW]) if kl is None else len(kl)
+        by_token = advantages if advantages.shape[1] > 1 else None
+        tokens = self.of_tokens(response[:few], lengths[:few], kl, by_token)
         if advantages.shape[1] > 1:  # of tokens: their mean over the response
             inside = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * inside).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
@@ -172,7 +219,7 @@ class LookingStage(base.Stage):
             extra = batch.scored.extra.items()
             row |= {f"extra/{name}" if name in taken else name: values[i] for name, values in extra}
             rows.append(row | {"advantage": float(advantages[i, 0])})
-        return rows
+        return rows, tokens
 
     def offenders(self, step):
         """The rows of an update that are not finite, those with what spreads from others to them last; all rows where
@@ -184,7 +231,7 @@ class LookingStage(base.Stage):
         if step not in self.evidence:
             return []
         batch, experience = self.evidence[step]
-        score, scorable = self.whole_scores(batch), batch.scored.scorable
+        score, scorable = batch.scored.whole, batch.scored.scorable
         found = (batch.rollout.response, batch.rollout.lengths, score, scorable, experience)
         response, lengths, score, scorable, experience = sharding.fetch(found)
         there = {name: getattr(experience, f"{name}s", None) for name in ("logprob", "value", "advantage", "return")}
@@ -198,6 +245,12 @@ class LookingStage(base.Stage):
             rows.append(row | {"not_finite": [name for name in bad if bad[name][i]]})
         worst = [row for row in rows if row["not_finite"]]
         return sorted(worst, key=lambda row: guard.CAUSES.index(row["not_finite"][0])) or rows
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first(rollout: Rollout, count: int) -> Rollout:
+    """Its first rows; jitted, for of several processes each has only a share."""
+    return jax.tree.map(lambda x: x[:count], rollout)
 
 
 def _together(name: str, values: list[float], weights: list[int]) -> float:

@@ -5,9 +5,9 @@ An algorithm adds its networks, `experience`, `learn` and `look`; nothing here k
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-import time
 import warnings
 from typing import Any
 
@@ -21,7 +21,8 @@ from rlhf_jax.generate import Sampling, in_chunks, respond
 from rlhf_jax.models import hf
 from rlhf_jax.rewards import TrainerState
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.stages import base
+from rlhf_jax.stages import adapters, base
+from rlhf_jax.stages.clock import Clock
 from rlhf_jax.stages.looking import Batch, LookingStage
 from rlhf_jax.trainers import common, forward, guard, rollouts
 from rlhf_jax.types import PromptBatch, UserError
@@ -35,6 +36,8 @@ class PolicyStage(LookingStage):
     eval_group = 1
     """And in evaluation."""
     shared_prompts = False
+    trains_on = False
+    """Whether an adapter at sft_model_path is trained on with unless told; else it is merged."""
 
     def __init__(
         self, config, *, train_dataset=None, eval_dataset=None, reward_funcs=None, optimizer=None, weights=None
@@ -43,7 +46,7 @@ class PolicyStage(LookingStage):
         self._open_policy()
         self.train_data = data.load_prompts(config, self.tokenizer, train_dataset)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset)
-        self.report = [str(self.train_data.report)]
+        self.report.append(str(self.train_data.report))
         reward_models = scoring.open_models(config, self.tokenizer, self.train_data.conversational)
         for model in reward_models:
             model.model = self.lay(model.model, "scalar")
@@ -65,7 +68,7 @@ class PolicyStage(LookingStage):
         self._compile()
         self._ahead: dict[int, Any] = {}
         self.evidence: dict[int, Any] = {}  # batches and experiences of the last two updates, for `offenders`
-        self.shown: Any = None  # a batch and its advantages, which `training_completions` shows once
+        self.shown: Any = None  # a batch, its advantages and KL, which `training_completions` shows once
 
     @property
     def base_model(self):
@@ -96,8 +99,8 @@ class PolicyStage(LookingStage):
         """(Experience, metrics) of a rollout; pure."""
         raise NotImplementedError
 
-    def learn(self, state, experience, found):
-        """(state, metrics) after one batch; pure."""
+    def learn(self, state, base, experience, found):
+        """(state, metrics) after one batch, adapters on `base`; pure."""
         raise NotImplementedError
 
     def look(self, params, experience):
@@ -106,21 +109,20 @@ class PolicyStage(LookingStage):
 
     # --- models
 
-    @property
-    def frozen_dtype(self):
-        """Of the reference and the reward models: that of the forward pass."""
-        return jnp.dtype(self.config.dtype)
-
     def _open_policy(self):
         """Configs and tokenizers only: everything that can be refused is, before a weight is read."""
         c = self.config
         if c.scratch_model:
             self.tokenizer = base.open_tokenizer(c, None, None)
-            scratch = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
-            self.policy = self.lay(scratch, "causal")
+            model = base.scratch_model(c, self.tokenizer.vocab_size, c.query_length + c.response_length)
         else:
-            self.policy = self.lay(hf.load_model(c.sft_model_path, revision=c.model_revision), "causal")
-            self.tokenizer = base.open_tokenizer(c, c.sft_model_path, self.policy.config.vocab_size)
+            model = hf.load_model(c.sft_model_path, revision=c.model_revision)
+            self.tokenizer = base.open_tokenizer(c, c.sft_model_path, model.config.vocab_size)
+        self.policy = self.lay(model, "causal")
+        if c.use_peft:
+            adapters.open_policy(self)
+        elif not c.scratch_model and hf.is_adapter(c.sft_model_path, c.model_revision):
+            self.report.append(f"{c.sft_model_path} is an adapter: merged into its base, and all of it is trained")
         rows = self.policy.config.vocab_size
         if c.stop_token_id is not None and c.stop_token_id >= rows:
             raise UserError(
@@ -128,6 +130,8 @@ class PolicyStage(LookingStage):
                 f"its ids are 0 to {rows - 1}. No response could end by it"
             )
         self.ref = self.policy
+        if c.use_peft and self.ref_adapter is not None:
+            self.ref = dataclasses.replace(self.policy, lora=self.ref_adapter[0])
         if c.ref_model_path is not None:
             self.ref = self.lay(hf.load_model(c.ref_model_path, revision=c.ref_model_revision), "causal")
         self._check_context(self.policy, c.sft_model_path or c.scratch_model)
@@ -150,25 +154,34 @@ class PolicyStage(LookingStage):
             )
 
     def load_policy(self):
-        """The params that the policy starts from."""
+        """The params that the policy starts from; with adapters those of their base."""
         c = self.config
         if c.scratch_model:
             return self.weights.init(self.policy, jax.random.key(c.seed), ("causal",))
-        return self.weights.load(self.policy, c.sft_model_path, "causal", c.model_revision)
+        path, revision = (self.start.path, self.start.revision) if c.use_peft else (c.sft_model_path, c.model_revision)
+        return self.weights.load(self.policy, path, "causal", revision)
+
+    def adapt(self, policy):
+        """Sets `base` to the policy's params and gives those that are trained: the params themselves without adapters,
+        which are new or an earlier one."""
+        if not self.config.use_peft:
+            return policy
+        self.base = {"policy": self.rounded(self.policy, policy)}
+        if self.adapter is None:
+            return adapters.fresh(self, self.policy, policy, 0)
+        return self.place_params(self.policy, self.adapter[1])
 
     def load_reference(self, policy, dtype):
         """The reference's params in `dtype`: its own, or a copy of those that the policy starts from.
 
         A copy, for an update gives the policy's buffers away."""
         c = self.config
-        if c.ref_model_path is None:
-            return self.weights.copy(self.ref, policy, dtype)
-        ref = self.weights.load(self.ref, c.ref_model_path, "causal", c.ref_model_revision)
-        return self._rounded(self.ref, ref, dtype)
-
-    def _rounded(self, model, params, dtype):
-        """bfloat16: half the memory, and what a forward pass in it rounds to in any case."""
-        return params if dtype == jnp.float32 else self.weights.copy(model, params, dtype)
+        if c.ref_model_path is not None:
+            ref = self.weights.load(self.ref, c.ref_model_path, "causal", c.ref_model_revision)
+            return ref if dtype == jnp.float32 else self.rounded(self.ref, ref)
+        if c.use_peft:  # on the policy's own base, so that it costs nothing
+            return {} if self.ref_adapter is None else self.place_params(self.ref, self.ref_adapter[1])
+        return self.weights.copy(self.ref, policy, dtype)
 
     def _settle_frozen(self):
         """Reward models in the compute dtype, as the reference is, and where all of them wait."""
@@ -180,7 +193,7 @@ class PolicyStage(LookingStage):
         if self.ref_params is not None:
             self.ref_params = settled(self.ref_params)
         for reader in self.scorer.models:
-            reader.params = settled(self._rounded(reader.model, reader.params, self.frozen_dtype))
+            reader.params = settled(self.rounded(reader.model, reader.params))
 
     def reference(self, state):
         """The reference's params, on the device: the state's own where training moves them."""
@@ -189,19 +202,15 @@ class PolicyStage(LookingStage):
     # --- programs
 
     def sampling(self, temperature: float | None) -> Sampling:
-        """How responses are drawn; a temperature of its own replaces that of the config and of generation_kwargs."""
-        c = self.config
-        options = sampling_options(c)
-        if temperature is not None:
-            options["temperature"] = temperature
-        stop = self.tokenizer.eos_id if c.stop_token == "eos" else c.stop_token_id
-        return Sampling(max_new_tokens=c.response_length, stop_id=stop, fill_id=self.tokenizer.eos_id, **options)
+        """`sampling_of` the stage."""
+        return sampling_of(self.config, self.tokenizer.eos_id, temperature)
 
     def _compile(self):
         c = self.config
         dtype = jnp.dtype(c.dtype)
 
-        def rollout(policy, batch, seed, step, temperature, group):
+        def rollout(policy, base, batch, seed, step, temperature, group):
+            policy = self.nets.whole(base, {"policy": policy})["policy"]
             key = jax.random.fold_in(self.key(seed, step), 0)
             sampling = self.sampling(temperature)
             rows = jnp.arange(batch.lengths.shape[0] * group)
@@ -221,7 +230,8 @@ class PolicyStage(LookingStage):
             found = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
             return sharding.spread_rows(found, self.mesh)
 
-        def experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
+        def experience(params, base, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
+            params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
             made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)
             # As the rewards gave them: what is made of them may hide it, a clip an infinity.
             causes = guard.causes(score=jnp.where(scorable, scores, 0.0))
@@ -234,30 +244,36 @@ class PolicyStage(LookingStage):
             counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
             return state, {**found, **metrics, **clock, **counts}
 
-        def update(state, experience, found):
-            after, metrics = self.learn(state, experience, found)
+        def update(state, base, experience, found):
+            after, metrics = self.learn(state, base, experience, found)
             return ended(state, after, found, metrics)
 
         def skip(state, rollout):
             after = guard.tick(state, c, step=1, episodes=c.batch_size)
             return ended(state, after, rollouts.length_metrics(rollout), {})
 
-        def kl_of(params, ref, rollout):
+        def kl_of(params, base, ref, rollout):
+            params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
             return in_chunks(
-                lambda part: forward.sequence_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
+                lambda part: forward.token_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
             )
 
         where = (self.state_shardings(), None)
-        self._rollout = jax.jit(rollout, static_argnums=(4, 5))
+        self._rollout = jax.jit(rollout, static_argnums=(5, 6))
         self._kl = jax.jit(kl_of)
-        self._experience = jax.jit(experience, static_argnums=7)
-        self._look = jax.jit(self.look)
+        self._experience = jax.jit(experience, static_argnums=8)
+        self._look = jax.jit(lambda params, base, found: self.look(self.nets.whole(base, params), found))
         self._update = jax.jit(update, donate_argnums=0, out_shardings=where)
         self._skip = jax.jit(skip, donate_argnums=0, out_shardings=where)
 
     def frozen(self) -> dict[str, Any]:
         """Params of the models that are never trained, by what they are."""
-        found = {"reference": self.ref_params} if self.ref_params is not None else {}
+        found = {"base": self.base["policy"]} if self.base else {}
+        value = self.base.get("value") if self.base else None
+        if value is not None and all(value is not reader.params for reader in self.scorer.models):
+            found["base of value"] = value
+        if self.ref_params:
+            found["reference"] = self.ref_params
         if self.state.ref_params is not None:
             found["reference that moves"] = self.state.ref_params
         for number, reader in enumerate(self.scorer.models, 1):
@@ -275,14 +291,15 @@ class PolicyStage(LookingStage):
 
         p, b, policy = self.rows_per_update, c.batch_size, state.params["policy"]
         prompts = PromptBatch(rows(p, width), rows(p), rows(p))
-        given = (policy, prompts, state.seed, state.step, None, self.group)
-        rollout = build("generate", self._rollout, *given, resident=policy)
+        beneath = self.base["policy"] if self.base else None
+        given = (policy, self.base, prompts, state.seed, state.step, None, self.group)
+        rollout = build("generate", self._rollout, *given, resident=(policy, beneath))
         self.scorer.programs(build, rollout, self.group)
         scores, scorable = rows(b, dtype=jnp.float32), rows(b, dtype=bool)
-        given = (state.params, ref, rollout, scores, scorable, None, state.kl_coef, self.group)
+        given = (state.params, self.base, ref, rollout, scores, scorable, None, state.kl_coef, self.group)
         held = self.ref_params if state.ref_params is None else state.ref_params
-        made, found = build("experience", self._experience, *given, resident=(state.params, held))
-        build("update", self._update, state, made, found, resident=state)
+        made, found = build("experience", self._experience, *given, resident=(state.params, self.base, held))
+        build("update", self._update, state, self.base, made, found, resident=(state, self.base))
 
     # --- an update
 
@@ -309,10 +326,10 @@ class PolicyStage(LookingStage):
         if c.log_completions and (step + 1) % c.logging_steps == 0:
             # Copies: the update may give these buffers away.
             advantages = jnp.array(experience.advantages)
-            self.shown = Batch(rollout, scored, self.train_data, rows), advantages
+            self.shown = Batch(rollout, scored, self.train_data, rows), advantages, self.kl_of_few(state, rollout)
         self.evidence = {n: kept for n, kept in self.evidence.items() if n == step}  # of the update before this one
         self.evidence[step + 1] = Batch(rollout, scored, self.train_data, rows), experience
-        learned = self._update(state, experience, found)
+        learned = self._update(state, self.base, experience, found)
         self._ahead = {step + 1: self._prompts(step + 1)}  # while the device works
         state, metrics = clock.wait("update", learned)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **seconds}
@@ -336,12 +353,13 @@ class PolicyStage(LookingStage):
         placed = self.place_share(share, size)
         if temperature == sampling_options(self.config)["temperature"]:
             temperature = None  # the same program as in training
-        return self._rollout(policy, placed, seed, step, temperature, group)
+        return self._rollout(policy, self.base, placed, seed, step, temperature, group)
 
     def judge(self, state, rollout, scored, group):
         """(Experience, metrics) of a scored rollout."""
         return self._experience(
             state.params,
+            self.base,
             self.reference(state),
             rollout,
             scored.scores,
@@ -364,28 +382,30 @@ class PolicyStage(LookingStage):
             is_world_process_zero=distributed.is_main(),
         )
 
-    def export_policy(self, state, folder) -> str:
-        """policy/ as a Hugging Face checkpoint with the tokenizer, by the first process."""
+    def export_policy(self, state, folder) -> dict[str, str]:
+        """policy/ as a Hugging Face checkpoint with the tokenizer, by the first process; see `adapters.write`."""
+        params = state.params["policy"]
+        if self.base is not None:
+            return adapters.write_policy(self, folder, params)
         path = os.path.join(folder, "policy")
-        self.save(path, self.policy, state.params["policy"], "causal")
-        return path
+        self.save(path, self.policy, params, "causal")
+        return {"policy": path}
 
     def close(self):
         """Ends the threads of reward functions."""
         self.scorer.close()
 
 
-class Clock:
-    """Seconds of each phase: waits for its results, so that a phase pays for its own work."""
+def sampling_of(config, eos_id: int, temperature: float | None = None) -> Sampling:
+    """How responses are drawn.
 
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def wait(self, phase: str, result):
-        """Blocks on `result`, books the time since the last call under `phase`, hands the result on."""
-        result = jax.block_until_ready(result)
-        now = time.perf_counter()
-        self.seconds[phase] = now - self._last
-        self._last = now
-        return result
+    Args:
+      config: sampling options, response_length, stop_token, stop_token_id.
+      eos_id: the tokenizer's.
+      temperature: in place of that of the config and of generation_kwargs.
+    """
+    options = sampling_options(config)
+    if temperature is not None:
+        options["temperature"] = temperature
+    stop = eos_id if config.stop_token == "eos" else config.stop_token_id
+    return Sampling(max_new_tokens=config.response_length, stop_id=stop, fill_id=eos_id, **options)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import hf
-from rlhf_jax.stages import base
+from rlhf_jax.stages import adapters, base
 from rlhf_jax.stages.policy import PolicyStage
 from rlhf_jax.trainers import forward, ppo
 from rlhf_jax.types import UserError
@@ -26,6 +27,7 @@ class PPOStage(PolicyStage):
         "policy/approxkl_avg",
     )
     rate_names = ("lr",)
+    token_advantages = True
 
     def _open_networks(self):
         c, value = self.config, None
@@ -41,6 +43,10 @@ class PPOStage(PolicyStage):
                 )
             else:
                 value = self.policy if first is None else first.model
+            if c.lora_value == "shared":
+                value = self.policy
+            form = None if c.lora_value == "full" else adapters.form_of(c, value, "scalar")
+            value = dataclasses.replace(value, lora=form)
             self._check_same_ids(value, "value_model_path")
         self.nets = forward.Networks(self.policy, self.ref, value, self.mesh)
 
@@ -48,9 +54,11 @@ class PPOStage(PolicyStage):
         c = self.config
         policy, value = self.load_policy(), self.nets.value
         self.ref_params = self.load_reference(policy, self.frozen_dtype)
-        trained = {"policy": policy}
+        trained = {"policy": self.adapt(policy)}
         if value is None:
-            trained["policy"] = {**policy, "score": self.new_score(self.policy, None)}
+            trained["policy"] = {**trained["policy"], "score": self.new_score(self.policy, None)}
+        elif value.lora is not None:
+            trained["value"] = self._adapted_value(value)
         elif c.value_model_path is not None:
             trained["value"] = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision)
         elif self.scorer.models:
@@ -58,8 +66,25 @@ class PPOStage(PolicyStage):
         else:
             backbone = self.weights.copy(value, {"backbone": policy["backbone"]})
             trained["value"] = {**backbone, "score": self.new_score(value, None)}
+        del policy
         models = {"policy": self.policy, "value": value or self.policy}
         self.state = self.initial_state(trained, base.state_rules(models), c.seed)
+
+    def _adapted_value(self, value):
+        """A new adapter and the head of the value model; sets its base, which is not copied where it is the policy's or
+        the reward model's."""
+        c = self.config
+        if c.lora_value == "shared":
+            adapter = adapters.fresh(self, value, self.base["policy"], 1)
+            return {**adapter, "score": self.new_score(value, None)}
+        if c.value_model_path is not None:
+            base = self.rounded(value, self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision))
+        else:
+            first = self.scorer.models[0]
+            base = first.params = self.rounded(first.model, first.params)
+        self.base["value"] = base
+        head = self.weights.copy(value, {"score": base["score"]})
+        return {**adapters.fresh(self, value, base, 1), **head}
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`ppo.make_experience`."""
@@ -68,7 +93,7 @@ class PPOStage(PolicyStage):
             self.nets, params, ref, rollout, scores, kl_coef, self.config, eos, token_rewards, scorable
         )
 
-    def learn(self, state, experience, found):
+    def learn(self, state, base, experience, found):
         """`ppo.update`, then the KL controller."""
         c = self.config
         key = jax.random.fold_in(self.key(state.seed, state.step), 1)
@@ -76,7 +101,7 @@ class PPOStage(PolicyStage):
         shuffles = ppo.permutations(key, c.num_ppo_epochs, b)
         rate = self.rate(state.step)
         causes = found["nonfinite/causes"]
-        state, metrics = ppo.update(self.nets, self.optimizer, state, experience, shuffles, rate, c, causes)
+        state, metrics = ppo.update(self.nets, self.optimizer, state, experience, shuffles, rate, c, causes, base)
         return ppo.control_kl(state, found["objective/kl"], c, b), metrics
 
     def look(self, params, experience):
@@ -89,9 +114,17 @@ class PPOStage(PolicyStage):
 
     def export(self, state, folder):
         """policy/ and value/ as Hugging Face checkpoints with the tokenizer, by the first process."""
-        paths = {"policy": self.export_policy(state, folder), "value": os.path.join(folder, "value")}
-        if self.nets.value is None:
-            self.save(paths["value"], self.policy, state.params["policy"], "scalar")
+        c, model, path = self.config, self.nets.value or self.policy, os.path.join(folder, "value")
+        paths = self.export_policy(state, folder)
+        params = state.params["policy" if self.nets.value is None else "value"]
+        if model.lora is None:
+            self.save(path, model, params, "scalar")
+            return {**paths, "value": path}
+        if "value" in self.base:
+            beneath = self.base["value"]
+            first = (c.reward_model_path, c.reward_model_revision)
+            start = first if c.value_model_path is None else (c.value_model_path, c.value_model_revision)
         else:
-            self.save(paths["value"], self.nets.value, state.params["value"], "scalar")
-        return paths
+            beneath, start = self.base["policy"], (self.start.path, self.start.revision)
+        origin = adapters.origin_of(*start)
+        return paths | adapters.write(self, folder, "value", model, params, "scalar", beneath, origin)

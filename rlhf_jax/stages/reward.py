@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data, evaluate, sharding
 from rlhf_jax.stages.supervised import SupervisedStage
 from rlhf_jax.trainers import reward
 
@@ -27,18 +27,24 @@ class RewardStage(SupervisedStage):
 
     def _starting_params(self):
         backbone = self._load_params("backbone")["backbone"]
-        return {"backbone": backbone, "score": self.new_score(self.model, self.config.score_init_std)}
+        trained = self._adapt({"backbone": backbone})
+        return {**trained, "score": self.new_score(self.model, self.config.score_init_std)}
 
     def _compile(self):
         dtype = jnp.dtype(self.config.dtype)
-        self._pairs = jax.jit(lambda params, batch: reward.pair_scores(self.model, params, batch, dtype=dtype))
-        self._texts = jax.jit(
-            lambda params, tokens, lengths: reward.score_texts(self.model, params, tokens, lengths, dtype=dtype)
-        )
 
-    def learn(self, state, batch, key, rate):
+        def pairs(beneath, params, batch):
+            return reward.pair_scores(self.model, self.model.joined(beneath, params), batch, dtype=dtype)
+
+        def texts(beneath, params, tokens, lengths):
+            whole = self.model.joined(beneath, params)
+            return reward.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
+
+        self._pairs, self._texts = jax.jit(pairs), jax.jit(texts)
+
+    def learn(self, state, beneath, batch, key, rate):
         """`reward.update`."""
-        return reward.update(self.model, self.optimizer, state, batch, key, rate, self.config)
+        return reward.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
 
     def shown(self, batch, row):
         """{"chosen", "rejected", "margin"}: both texts with their prompt."""
@@ -53,13 +59,14 @@ class RewardStage(SupervisedStage):
         """Accuracy, margin, loss and rewards on a set of pairs."""
         parts = []
         for batch, real in self.in_batches(source):
-            scores = sharding.fetch(self._pairs(params, batch))
+            scores = sharding.fetch(self._pairs(self.beneath, params, batch))
             parts.append([x[:real] for x in scores])
         chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
-        margin = chosen - rejected
+        margin = self.margins = chosen - rejected
         return {
             "accuracy": float(np.mean(margin > 0)),
             "margin": float(np.mean(margin)),
+            "calibration_error": evaluate.calibration_error(evaluate.reliability(margin)),
             "loss": float(np.mean(np.logaddexp(0.0, -margin))),
             "mean_reward": float(np.mean(np.concatenate([chosen, rejected]))),
             "min_reward": float(min(chosen.min(), rejected.min())),
@@ -75,7 +82,7 @@ class RewardStage(SupervisedStage):
         """Mean score of the demonstrations, which the exported model takes off."""
         scores = []
         for batch, real in self.in_batches(self.normalizing):
-            scores.append(sharding.fetch(self._texts(params, batch.tokens, batch.lengths))[:real])
+            scores.append(sharding.fetch(self._texts(self.beneath, params, batch.tokens, batch.lengths))[:real])
         return float(np.mean(np.concatenate(scores)))
 
     def export(self, state, folder):
@@ -83,5 +90,7 @@ class RewardStage(SupervisedStage):
         params, path = state.params["model"], os.path.join(folder, "reward_model")
         if self.normalizing is not None:
             params = reward.subtract_offset(params, self._offset(params))
+        if self.base is not None:
+            return self._write_adapted(folder, "reward_model", params, "scalar")
         self.save(path, self.model, params, "scalar")
         return {"reward_model": path}

@@ -17,24 +17,30 @@ class RLOOStage(PolicyStage):
     name = "rloo"
     progress = ("reward", "objective/rlhf_reward", "objective/kl", "completions/mean_length", "policy/approxkl_avg")
     rate_names = ("learning_rate", "lr")
+    trains_on = True
 
     def _open_networks(self):
         c = self.config
         self.group = c.num_generations
         self.eval_group = c.num_generations_eval or c.num_generations
-        rates = self.policy.config
-        self.dropout = not c.disable_dropout and max(rates.hidden_dropout, rates.attention_dropout) > 0
+        rates, form = self.policy.config, self.policy.lora
+        rates = (rates.hidden_dropout, rates.attention_dropout, 0.0 if form is None else form.dropout)
+        self.dropout = not c.disable_dropout and max(rates) > 0
         # A dropout mask belongs to a row, and a shared prompt to none.
         self.shared_prompts = c.shared_prompts and not self.dropout
         if self.dropout and c.shared_prompts:
-            self.report.append("the policy has dropout, so updates compute each prompt once a response")
+            self.report.append(
+                "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
+            )
         self.nets = forward.Networks(self.policy, self.ref, None, self.mesh)
 
     def _load_weights(self):
         c = self.config
         policy = self.load_policy()
         self.ref_params = self.load_reference(policy, self.frozen_dtype) if c.beta else None
-        self.state = self.initial_state({"policy": policy}, base.state_rules({"policy": self.policy}), c.seed)
+        self.state = self.initial_state(
+            {"policy": self.adapt(policy)}, base.state_rules({"policy": self.policy}), c.seed
+        )
         if c.sync_ref_model:
             # A copy of its own: the update gives the state's buffers away, and samples are held to the first reference.
             self.state = self.state.replace(ref_params=self.load_reference(policy, jnp.dtype(jnp.float32)))
@@ -58,7 +64,7 @@ class RLOOStage(PolicyStage):
         """The learning rate of the first optimizer step of update `step`."""
         return self.rates(step)[0]
 
-    def learn(self, state, experience, found):
+    def learn(self, state, base, experience, found):
         """`rloo.update`; groups are shuffled whole."""
         c = self.config
         key = jax.random.fold_in(self.key(state.seed, state.step), 1)
@@ -69,7 +75,9 @@ class RLOOStage(PolicyStage):
             shuffles = (shuffles[:, :, None] * size + jnp.arange(size)[None, None]).reshape(c.num_iterations, -1)
         dropout = jax.random.fold_in(key, 1) if self.dropout else None
         rates, causes = self.rates(state.step), found["nonfinite/causes"]
-        state, stats = rloo.update(self.nets, self.optimizer, state, experience, shuffles, rates, c, dropout, causes)
+        state, stats = rloo.update(
+            self.nets, self.optimizer, state, experience, shuffles, rates, c, dropout, causes, base
+        )
         return state, rloo.averaged(stats, c)
 
     def look(self, params, experience):
@@ -79,4 +87,4 @@ class RLOOStage(PolicyStage):
 
     def export(self, state, folder):
         """policy/ as a Hugging Face checkpoint with the tokenizer."""
-        return {"policy": self.export_policy(state, folder)}
+        return self.export_policy(state, folder)

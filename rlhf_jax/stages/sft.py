@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import jax
@@ -27,14 +26,17 @@ class SFTStage(SupervisedStage):
         self.watched = eval_name(next(iter(self.eval_sets), ""), "loss")
 
     def _starting_params(self):
-        return self._load_params("causal")
+        return self._adapt(self._load_params("causal"))
 
     def _compile(self):
-        self._evaluate = jax.jit(functools.partial(sft.evaluate, self.model, config=self.config))
+        def evaluate(beneath, params, batch):
+            return sft.evaluate(self.model, self.model.joined(beneath, params), batch, self.config)
 
-    def learn(self, state, batch, key, rate):
+        self._evaluate = jax.jit(evaluate)
+
+    def learn(self, state, beneath, batch, key, rate):
         """`sft.update`."""
-        return sft.update(self.model, self.optimizer, state, batch, key, rate, self.config)
+        return sft.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
 
     def shown(self, batch, row):
         """{"text"}: prompt and completion."""
@@ -44,13 +46,15 @@ class SFTStage(SupervisedStage):
         """Mean loss over the tokens of a data set."""
         total = count = jnp.float32(0)
         for batch, _ in self.in_batches(source):
-            loss, tokens = self._evaluate(params, batch)
+            loss, tokens = self._evaluate(self.beneath, params, batch)
             total, count = total + loss, count + tokens
         loss = float(total) / max(float(count), 1.0)
         return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}
 
     def export(self, state, folder):
         """policy/: the model with its tokenizer, as Hugging Face wants it."""
-        path = os.path.join(folder, "policy")
-        self.save(path, self.model, state.params["model"], "causal")
+        path, params = os.path.join(folder, "policy"), state.params["model"]
+        if self.base is not None:
+            return self._write_adapted(folder, "policy", params, "causal")
+        self.save(path, self.model, params, "causal")
         return {"policy": path}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from rlhf_jax import sharding
+from rlhf_jax import evaluate, sharding
 from rlhf_jax.arithmetic import batch_arithmetic
 from rlhf_jax.models import hf
-from rlhf_jax.stages import base
+from rlhf_jax.stages import adapters, base
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -24,12 +25,14 @@ class SupervisedStage(base.Stage):
         super().__init__(config, optimizer=optimizer, weights=weights)
         self._open_model()
         self._load_data(train_dataset, eval_dataset)
-        self.report = [str(self.train_data.report)]
+        self.report.append(str(self.train_data.report))
         self.total_steps = batch_arithmetic(config, self.rows).updates
         rules = base.state_rules({"model": self.model})
         self.state = self.initial_state({"model": self._starting_params()}, rules, config.seed)
         self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self._compile()
+        self.margins: Any = None  # of the pairs that `measure` has seen last, where there are pairs
+        self._judged: dict[str, Any] = {}  # those of each evaluation set
 
     # --- to be defined by each stage
 
@@ -45,8 +48,10 @@ class SupervisedStage(base.Stage):
         """Wraps what evaluation needs."""
         raise NotImplementedError
 
-    def learn(self, state: TrainState, batch: Any, key: Array, rate: Array) -> tuple[TrainState, Metrics]:
-        """(state, metrics) after one batch; pure."""
+    def learn(
+        self, state: TrainState, beneath: Params | None, batch: Any, key: Array, rate: Array
+    ) -> tuple[TrainState, Metrics]:
+        """(state, metrics) after one batch, adapters on `beneath`; pure."""
         raise NotImplementedError
 
     def shown(self, batch: Any, row: int) -> dict[str, Any]:
@@ -70,6 +75,21 @@ class SupervisedStage(base.Stage):
             base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
             self.tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
         self.model = self.lay(self.model, self.head)
+        if c.use_peft:
+            self.model = dataclasses.replace(self.model, lora=adapters.form_of(c, self.model, self.head))
+            self.report.append(adapters.told("a new adapter", self.model.lora))
+
+    def _write_adapted(self, folder: str, name: str, params: Params, kind: str) -> dict[str, str]:
+        """`adapters.write` of the model."""
+        origin = adapters.origin_of(self.base_model, self.config.model_revision)
+        return adapters.write(self, folder, name, self.model, params, kind, self.beneath, origin)
+
+    def _adapt(self, params: Params) -> Params:
+        """Sets `base` to params and gives those that are trained: the params themselves without adapters."""
+        if self.model.lora is None:
+            return params
+        self.base = {"model": self.rounded(self.model, params)}
+        return adapters.fresh(self, self.model, params, 0)
 
     def _load_params(self, kind: str) -> Params:
         """Params from the config's model, read as `kind`, or fresh ones."""
@@ -78,9 +98,14 @@ class SupervisedStage(base.Stage):
             return self.weights.init(self.model, jax.random.key(c.seed), (self.head,))
         return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision)
 
-    def _pure_update(self, state, batch):
+    @property
+    def beneath(self) -> Params | None:
+        """The params that the model's adapters stand on."""
+        return self.base["model"] if self.base else None
+
+    def _pure_update(self, state, beneath, batch):
         rate = self.rate(state.step)
-        state, metrics = self.learn(state, batch, self.key(state.seed, state.step), rate)
+        state, metrics = self.learn(state, beneath, batch, self.key(state.seed, state.step), rate)
         return state, {**metrics, **self.clock_metrics(state, rate), "nonfinite/in_a_row": state.nonfinite}
 
     def programs(self, build) -> None:
@@ -91,13 +116,14 @@ class SupervisedStage(base.Stage):
             shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.batch_sharding)
 
-        build("update", self._update, self.state, jax.tree.map(rows, batch), resident=self.state)
+        given = self.state, self.beneath
+        build("update", self._update, *given, jax.tree.map(rows, batch), resident=given)
 
     def train_step(self, state, step):
         """One batch of rows."""
         size = self.config.batch_size
         batch = self.train_data.batch(self.config.seed, step, size, self.here(size))
-        state, metrics = self._update(state, self.place_share(batch, size))
+        state, metrics = self._update(state, self.beneath, self.place_share(batch, size))
         return state, metrics, {}
 
     def offenders(self, step):
@@ -106,6 +132,16 @@ class SupervisedStage(base.Stage):
         batch = self.train_data.batch(c.seed, step - 1, size)
         rows = self.train_data.rows_of(c.seed, step - 1, size)
         return [{"row": int(row), **self.shown(batch, i)} for i, row in enumerate(rows)]
+
+    def calibration(self):
+        """`evaluate.reliability` of each evaluation set of pairs: {"set": its name, ...} each."""
+        sets = {name: margins for name, margins in self._judged.items() if margins is not None}
+        return [
+            {"set": name, **row}
+            for name, margins in sets.items()
+            for row in evaluate.reliability(margins)
+            if row["pairs"]
+        ]
 
     def in_batches(self, source) -> Iterator[tuple[Any, int]]:
         """A data set in order, in batches of one size: (batch on the mesh, its real rows); what is past them fills."""
@@ -118,9 +154,10 @@ class SupervisedStage(base.Stage):
 
     def evaluate(self, state):
         """`measure` on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
-        found = {}
+        found, self._judged = {}, {}
         for name, source in self.eval_sets.items():
             values = self.measure(state.params["model"], source)
+            self._judged[name] = self.margins
             found.update({eval_name(name, key): value for key, value in values.items()})
         return found
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rlhf_jax import sharding
-from rlhf_jax.models import Model, hf
+from rlhf_jax.models import Model, hf, lora
 from rlhf_jax.types import Array, Params
 
 
@@ -49,10 +49,18 @@ class Weights:
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
         """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
+        return self._drawn(model, key, lambda key: model.init(key, heads=heads))
+
+    def adapters(self, model: Model, key: Array, base: Params) -> Params:
+        """A new adapter of `model.lora`'s form, see `lora.init`; the same numbers on any mesh."""
+        return self._drawn(model, key, lambda key, base: lora.init(model, key, base), base)
+
+    def _drawn(self, model: Model, key: Array, function: Callable, *trees: Any) -> Params:
+        """function(key, *trees), params of a model, in their shards."""
         # As numpy: a key on one process' device is no argument of a program of all of them.
         data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
-        draw = lambda data: model.init(jax.random.wrap_key_data(data, impl=kind), heads=heads)  # noqa: E731
-        return self.run(draw, data, where=self.where(model, jax.eval_shape(draw, data)))
+        draw = lambda data, *trees: function(jax.random.wrap_key_data(data, impl=kind), *trees)  # noqa: E731
+        return self.run(draw, data, *trees, where=self.where(model, jax.eval_shape(draw, data, *trees)))
 
     def place(self, tree: Any, where: Any) -> Any:
         """Small host arrays onto the mesh, as `sharding.place`."""

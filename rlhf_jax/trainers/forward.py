@@ -20,12 +20,25 @@ LOGIT_POSITIONS = 1024
 @dataclasses.dataclass(frozen=True)
 class Networks:
     """The models of a run; static under jit. `value` is None when the policy carries the value head; `mesh` is where
-    rows are spread, None where there is one device."""
+    rows are spread, None where there is one device.
+
+    Models with adapters stand on `base`, {role: frozen params} of "policy" and, where it is not the same, of "value";
+    the params that are trained, and those of the reference, are then adapters alone."""
 
     policy: Any
     ref: Any
     value: Any | None
     mesh: Any | None = None
+
+    def whole(self, base: Params | None, params: Params) -> Params:
+        """The params that the models take, {role: params}, of those that are trained."""
+        if base is None:
+            return params
+        return {role: getattr(self, role).joined(base.get(role, base["policy"]), part) for role, part in params.items()}
+
+    def reference(self, base: Params | None, ref: Params | None) -> Params | None:
+        """The params that the reference takes; None where there is none."""
+        return ref if base is None or ref is None else self.ref.joined(base["policy"], ref)
 
 
 def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
@@ -155,8 +168,8 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 
-def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:
-    """Sum of log pi - log ref over each response: the k1 estimate of its KL, for evaluation.
+def token_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:
+    """log pi - log ref of each token of the responses: the k1 estimate of its KL, for looking at.
 
     Args:
       nets, params, ref_params: policy and reference.
@@ -164,7 +177,7 @@ def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rol
       config: a PPOConfig.
 
     Returns:
-      [B] float32.
+      [B, T] float32, 0 outside the response.
     """
     tokens, mask = full_sequence(rollout)
     t = rollout.response.shape[1]
@@ -174,4 +187,4 @@ def sequence_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rol
         return response_logprobs(model, params, hidden, rollout.response, config.temperature)[0]
 
     difference = logprobs(nets.policy, params["policy"]) - logprobs(nets.ref, ref_params)
-    return jnp.sum(jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0), axis=1)
+    return jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0)

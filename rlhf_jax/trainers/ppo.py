@@ -301,6 +301,7 @@ def update(
     rate: Array,
     config,
     causes: Array | None = None,
+    base: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
     """All epochs of PPO on one batch of episodes: scans over epochs, minibatches and micro-batches.
 
@@ -313,6 +314,7 @@ def update(
       rate: [] float32 learning rate of this update.
       config: a PPOConfig.
       causes: [] int32, of `guard.causes`: what was found to be not finite before; None: nothing.
+      base: what adapters stand on (see `Networks`); None: the models are trained in full.
 
     Returns:
       (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Where something
@@ -344,7 +346,7 @@ def update(
 
         def loss_fn(params, micro, index):
             part, scale = micro
-            loss, (metrics, error) = loss_and_metrics(nets, params, part, scale, config)
+            loss, (metrics, error) = loss_and_metrics(nets, nets.whole(base, params), part, scale, config)
             # A maximum cannot be summed: each micro-batch reports into its own slot. So does the ratio, whose
             # variance TRL takes over micro-batches.
             own = jnp.arange(n) == index

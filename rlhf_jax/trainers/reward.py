@@ -91,7 +91,9 @@ def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
     return scores[:b], scores[b:]
 
 
-def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, config) -> tuple[TrainState, Metrics]:
+def update(
+    model, optimizer, state: TrainState, batch, key: Array, rate: Array, config, base: Params | None = None
+) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of pairs: mean of -log sigmoid(chosen - rejected - margin), centred by option.
 
     Args:
@@ -102,6 +104,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
       key: typed key of this step's dropout.
       rate: [] float32.
       config: a RewardConfig.
+      base: what the model's adapters stand on; None: it is trained in full.
 
     Returns:
       (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32
@@ -118,7 +121,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         both_keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
         chosen, rejected = pair_scores(
             model,
-            params["model"],
+            model.joined(base, params["model"]),
             micro,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,

@@ -258,13 +258,14 @@ def step_metrics(sums: dict[str, Array], ends: dict[str, Array], t: int, config)
     }
 
 
-def by_micro_batch(nets: Networks, minibatch: GroupExperience, config):
+def by_micro_batch(nets: Networks, minibatch: GroupExperience, config, base: Params | None = None):
     """The loss of a minibatch in parts that can be summed.
 
     Args:
       nets: the models.
       minibatch: p groups.
       config: an RLOOConfig.
+      base: what adapters stand on (see `Networks`); None: the policy is trained in full.
 
     Returns:
       (function of (params, (micro-batch, dropout keys or None), index) -> (loss, sums and extremes [N] in its slot),
@@ -280,7 +281,7 @@ def by_micro_batch(nets: Networks, minibatch: GroupExperience, config):
 
     def loss_fn(params, micro, index):
         micro, keys = micro
-        loss, (sums, ends) = loss_and_metrics(nets, params, micro, rows, config, keys)
+        loss, (sums, ends) = loss_and_metrics(nets, nets.whole(base, params), micro, rows, config, keys)
         # Each micro-batch reports into its own slot: extremes and means of means cannot be summed.
         own = jnp.arange(n) == index
         return loss, jax.tree.map(lambda x: jnp.where(own, x, 0.0), (sums, ends))
@@ -326,6 +327,7 @@ def update(
     config,
     dropout_key: Array | None = None,
     causes: Array | None = None,
+    base: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
     """All epochs of RLOO on one batch of groups: scans over optimizer steps and micro-batches.
 
@@ -339,6 +341,7 @@ def update(
       config: an RLOOConfig.
       dropout_key: key of this update; None: no dropout. Needs G = 1.
       causes: [] int32, of `guard.causes`: what was found to be not finite before; None: nothing.
+      base: as `by_micro_batch`.
 
     Returns:
       (state, metrics [steps] each; see `averaged`). Where something is not finite, or target_kl is passed, neither that
@@ -358,7 +361,7 @@ def update(
     def step(carry, item):
         params, opt_state, ref, alive = carry
         chosen, rate, number = item
-        loss_fn, micros, cuts = by_micro_batch(nets, jax.tree.map(lambda x: x[chosen], experience), config)
+        loss_fn, micros, cuts = by_micro_batch(nets, jax.tree.map(lambda x: x[chosen], experience), config, base)
         keys = None
         if dropout_key is not None:
             keys = common.row_keys(jax.random.fold_in(dropout_key, number), part)

@@ -52,7 +52,9 @@ def token_losses(
     return -forward.by_positions(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
 
 
-def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, config) -> tuple[TrainState, Metrics]:
+def update(
+    model, optimizer, state: TrainState, batch, key: Array, rate: Array, config, base: Params | None = None
+) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of demonstrations: the mean over all its learned tokens.
 
     Args:
@@ -63,6 +65,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
       key: typed key of this step's dropout.
       rate: [] float32.
       config: an SFTConfig.
+      base: what the model's adapters stand on; None: it is trained in full.
 
     Returns:
       (state, {"loss", "grad_norm"} and what `guard.attempt` reports); where something is not finite the params and the
@@ -78,7 +81,7 @@ def update(model, optimizer, state: TrainState, batch, key: Array, rate: Array, 
         tokens, lengths, mask, keys = micro
         per_token = token_losses(
             model,
-            params["model"],
+            model.joined(base, params["model"]),
             tokens,
             lengths,
             dtype=jnp.dtype(config.dtype),

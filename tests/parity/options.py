@@ -68,6 +68,27 @@ IRRELEVANT = (
     "logging_steps",
     "output_dir",
 )
+# Of adapters, by TRL's names, PEFT's, and in a dict of their own: see `tests.parity.adapters`.
+NESTED = ("peft_config", "lora_config", "peft", "lora")
+ADAPTERS = (
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "lora_task_type",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "modules_to_save",
+    "load_in_8bit",
+    "load_in_4bit",
+    "model_adapter_name",
+    "ref_adapter_name",
+    *NESTED,
+)
 PPO_DEFAULTS = {
     "num_ppo_epochs": 4,
     "stop_token": None,
@@ -161,7 +182,7 @@ def ppo_config(options: dict[str, Any], updates: int, where: str) -> PPOConfig:
     Raises:
       Refused: it names the option.
     """
-    refuse_unknown(options, (*SAME, *READ, *IRRELEVANT), where)
+    refuse_unknown(options, (*SAME, *READ, *IRRELEVANT, *ADAPTERS), where)
     if options.get("kl_estimator", "k1") not in ("k1", "k3"):
         raise Refused(f"{where}: option kl_estimator={options['kl_estimator']!r}; TRL has k1 and k3")
     if options.get("stop_token") not in (None, "eos"):
@@ -256,7 +277,7 @@ def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> R
     Raises:
       Refused: it names the option.
     """
-    refuse_unknown(options, (*RLOO_SAME, *RLOO_READ, *IRRELEVANT, *RLOO_IRRELEVANT), where)
+    refuse_unknown(options, (*RLOO_SAME, *RLOO_READ, *IRRELEVANT, *RLOO_IRRELEVANT, *ADAPTERS), where)
     micro, accum = micro_and_accum(options, where)
     if rows % micro:
         raise Refused(f"{where}: option micro: {rows} rows a generation are no multiple of {micro}")
@@ -303,7 +324,7 @@ def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLO
     Raises:
       Refused: it names the option.
     """
-    known = (*LEGACY_RENAMED, *LEGACY_SAME, *READ, *IRRELEVANT, "stop_token", "stop_token_id")
+    known = (*LEGACY_RENAMED, *LEGACY_SAME, *READ, *IRRELEVANT, *ADAPTERS, "stop_token", "stop_token_id")
     refuse_unknown(options, (*known, "token_level_kl", "reward_clip_range", "whiten_rewards"), where)
     cut = legacy_stepping(options, where)
     values = {"num_generations": 2, "num_iterations": 4, "beta": 0.05, "learning_rate": 5e-5, "temperature": 0.7}
@@ -336,13 +357,13 @@ def check_parts(folder: Path, parts: tuple[str, ...]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refused if the record has no form that this replay reads, naming what is missing or in the way."""
+    """Refused if the folder is no record."""
     if not (folder / "case.json").is_file():
         raise Refused(f"{folder} has no case.json: not a recorded run")
-    if (folder / "adapter").exists():
-        raise Refused(f"{folder}: adapter/ is a LoRA adapter; LoRA is not replayed yet")
 
 
 def check_ppo_folder(folder: Path) -> None:
-    """Refused if a part of a PPO record is missing."""
-    check_parts(folder, ("trace.npz", "policy", "ref", "value", "reward", "tokenizer", "final_policy", "final_value"))
+    """Refused if a part of a PPO record is missing; with an adapter the reference may be the policy without it."""
+    ref = () if (folder / "adapter").exists() else ("ref",)
+    parts = ("trace.npz", "policy", *ref, "value", "reward", "tokenizer", "final_policy", "final_value")
+    check_parts(folder, parts)

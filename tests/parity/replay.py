@@ -31,10 +31,18 @@ from rlhf_jax import losses
 from rlhf_jax.models import hf
 from rlhf_jax.trainers import common, ppo, reward
 from rlhf_jax.types import Rollout, TrainState, UserError
+from tests.parity import adapters, rloo
 from tests.parity import options as opt
-from tests.parity import rloo
 from tests.parity.options import Refused
-from tests.parity.report import Report, accumulating, as_accelerate_stepped, compare_log, distance, pass_ends
+from tests.parity.report import (
+    Report,
+    accumulating,
+    as_accelerate_stepped,
+    compare_log,
+    distance,
+    pass_ends,
+    terms_of_kl,
+)
 from tests.parity.samples import credited, rollout_of
 from tests.parity.weights import compare_weights, sum_of_rates
 
@@ -56,15 +64,13 @@ class Replay:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.stop = self.eos if self.config.stop_token == "eos" else self.config.stop_token_id
-        policy, policy_params = hf.load(folder / "policy", kind="causal")
-        ref, self.ref_params = hf.load(folder / "ref", kind="causal")
+        self.start = adapters.start_of(folder, self.options)
         value, value_params = hf.load(folder / "value", kind="scalar")
         self.reward_model, self.reward_params = hf.load(folder / "reward", kind="scalar")
-        if self.options.get("parallel", True) != policy.config.use_parallel_residual:
-            raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
-        self.nets = ppo.Networks(policy, ref, value)
+        self.nets = ppo.Networks(self.start.policy, self.start.ref, value)
+        self.base, self.ref_params = self.start.base, self.start.ref_params
         self.optimizer = common.make_optimizer(self.config)
-        self.start_params = {"policy": policy_params, "value": value_params}
+        self.start_params = {"policy": self.start.params, "value": value_params}
         self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
         self.programs = {}
 
@@ -81,6 +87,7 @@ class Replay:
             tokens=jnp.uint32(0),
         )
         self.report = Report()
+        self.report.notes += self.start.notes
 
     def program(self, name: str, *statics):
         """The compiled function of that name, compiled once for all updates."""
@@ -92,13 +99,14 @@ class Replay:
     def _score(self, params, rollout):
         return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
 
-    def _experience(self, state, ref, rollout, scores):
-        kl_coef = state.kl_coef
-        return ppo.make_experience(self.nets, state.params, ref, rollout, scores, kl_coef, self.config, self.eos)
+    def _experience(self, state, base, ref, rollout, scores):
+        params, ref = self.nets.whole(base, state.params), self.nets.reference(base, ref)
+        return ppo.make_experience(self.nets, params, ref, rollout, scores, state.kl_coef, self.config, self.eos)
 
-    def _learn(self, steps, accum, state, experience, shuffles, rate):
+    def _learn(self, steps, accum, state, base, experience, shuffles, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
-        return ppo.update(self.nets, accumulating(self.optimizer, accum), state, experience, shuffles, rate, config)
+        optimizer = accumulating(self.optimizer, accum)
+        return ppo.update(self.nets, optimizer, state, experience, shuffles, rate, config, base=base)
 
     def _value_output(self, params, rollout):
         """The value at the token before the first pad of the untruncated row: what get_reward returns."""
@@ -107,8 +115,9 @@ class Replay:
         last = rollout.prompt_tokens.shape[1] - 1 + adv.first_true(rollout.response == self.pad)
         return values[jnp.arange(values.shape[0]), last]
 
-    def _ref_logprobs(self, params, rollout):
+    def _ref_logprobs(self, base, ref, rollout):
         tokens, mask = ppo.full_sequence(rollout)
+        params = self.nets.reference(base, ref)
         hidden = self.nets.ref.hidden(params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
         return ppo.response_logprobs(self.nets.ref, params, hidden, rollout.response, self.config.temperature)[0]
 
@@ -146,16 +155,17 @@ class Replay:
             rollout = self.rollout(update)
             scores = self.program("_score")(self.reward_params, rollout)
             experience, found = self.program("_experience")(
-                self.state, self.ref_params, rollout, self.credited(scores, rollout)
+                self.state, self.base, self.ref_params, rollout, self.credited(scores, rollout)
             )
             self.compare_experience(update, rollout, scores, experience)
             self.learn(update, log, experience, found, pass_ends(update, period))
         heads = self.nets.policy.config.num_attention_heads
         steps = self.config.num_ppo_epochs * self.cut.micros
         rates = steps * sum_of_rates(self.config, len(self.logs))
-        for role, kind in (("policy", "causal"), ("value", "scalar")):
-            params, epsilon = self.state.params[role], self.config.adam_epsilon
-            compare_weights(self.report, self.folder, role, kind, params, heads, epsilon, rates)
+        policy, theirs = adapters.ended(self.start, self.state.params["policy"])
+        _, value = hf.load(self.folder / "final_value", kind="scalar")
+        for role, ours, recorded in (("policy", policy, theirs), ("value", self.state.params["value"], value)):
+            compare_weights(self.report, role, ours, recorded, heads, self.config.adam_epsilon, rates)
         return self.report
 
     def compare_experience(self, update: int, rollout: Rollout, scores, experience) -> None:
@@ -188,7 +198,7 @@ class Replay:
     def rewards(self, rollout: Rollout, scores, experience):
         """Rewards before and after whitening, from the equations themselves: Experience does not keep them."""
         t = rollout.response.shape[1]
-        ref = self.program("_ref_logprobs")(self.ref_params, rollout)
+        ref = self.program("_ref_logprobs")(self.base, self.ref_params, rollout)
         inside, valued = adv.response_mask(rollout.lengths, t), adv.value_mask(rollout.lengths, t)
         ref = jnp.where(inside, ref, losses.INVALID_LOGPROB)
         penalty = -self.config.kl_coef * adv.kl_penalty(experience.logprobs, ref, self.config.kl_estimator)
@@ -202,10 +212,11 @@ class Replay:
         shuffles = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
         rate = common.learning_rate(self.config, jnp.int32(update), len(self.logs))
         learn = self.program("_learn", *self.cut.stepped(every))
-        self.state, metrics = learn(self.state, experience, jnp.asarray(shuffles), rate)
+        self.state, metrics = learn(self.state, self.base, experience, jnp.asarray(shuffles), rate)
         metrics |= {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
         unknown = f"{self.folder.name}: not one of PPO's metrics"
-        compare_log(self.report, metrics, log, f"update {update}", CLOCKS, unknown)
+        terms = terms_of_kl(metrics, self.config.kl_coef)
+        compare_log(self.report, metrics, log, f"update {update}", CLOCKS, unknown, terms)
 
 
 def open_case(folder: Path):

@@ -20,6 +20,7 @@ from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models import hf
 from rlhf_jax.trainers import common, forward, reward, rloo, rollouts
 from rlhf_jax.types import Rollout, TrainState
+from tests.parity import adapters
 from tests.parity import options as opt
 from tests.parity.options import Refused
 from tests.parity.report import (
@@ -31,6 +32,7 @@ from tests.parity.report import (
     compare_log,
     distance,
     pass_ends,
+    terms_of_kl,
 )
 from tests.parity.samples import credited, rollout_of
 from tests.parity.weights import compare_weights, sum_of_rates
@@ -44,6 +46,7 @@ class RLOOReplay:
 
     parts: tuple[str, ...] = ("trace.npz", "policy", "tokenizer", "final_policy")
     always_ref = False  # a reference is asked even where its KL costs nothing
+    trains_on = False  # an adapter that was there before is its own reference
 
     def __init__(self, folder: Path) -> None:
         opt.check_folder(folder)
@@ -55,16 +58,13 @@ class RLOOReplay:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.config: RLOOConfig = self.read_options()
-        policy, params = hf.load(folder / "policy", kind="causal")
-        if self.options.get("parallel", True) != policy.config.use_parallel_residual:
-            raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
-        ref, ref_params = policy, params
-        if (folder / "ref").exists():
-            ref, ref_params = hf.load(folder / "ref", kind="causal")
-        self.ref_params = ref_params if self.config.beta or self.always_ref else None
-        self.nets = forward.Networks(policy, ref, None)
+        self.start = adapters.start_of(folder, self.options, trains_on=self.trains_on)
+        self.check_adapter()
+        self.base = self.start.base
+        self.ref_params = self.start.ref_params if self.config.beta or self.always_ref else None
+        self.nets = forward.Networks(self.start.policy, self.start.ref, None)
         self.optimizer = common.make_optimizer(self.config)
-        self.start_params = {"policy": params}
+        self.start_params = {"policy": self.start.params}
         self.programs: dict[Any, Any] = {}
 
     def begin(self) -> None:
@@ -81,10 +81,14 @@ class RLOOReplay:
             ref_params=jax.tree.map(jnp.array, self.ref_params) if self.config.sync_ref_model else None,
         )
         self.report = Report()
+        self.report.notes += self.start.notes
 
     def read_options(self) -> RLOOConfig:
         """The config that does what TRL did."""
         raise NotImplementedError
+
+    def check_adapter(self) -> None:
+        """Refused for what cannot be done over with an adapter."""
 
     def program(self, name: str, *statics):
         """The compiled method of that name."""
@@ -93,7 +97,8 @@ class RLOOReplay:
             self.programs[key] = jax.jit(functools.partial(getattr(self, name), *statics))
         return self.programs[key]
 
-    def _experience(self, params, ref, rollout, scores, scorable):
+    def _experience(self, params, base, ref, rollout, scores, scorable):
+        params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
         return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, self.config, self.eos)
 
     def steps_of_a_rate(self) -> int:
@@ -108,14 +113,16 @@ class RLOOReplay:
         """Every metric that TRL logged; `size`: mean |advantage|, the size of the loss's terms."""
         unknown = f"{self.folder.name}: not one of RLOO's metrics"
         terms = {"loss": size, "loss/policy_avg": size}
+        if "objective/kl" in theirs:
+            terms |= terms_of_kl(ours, self.config.beta)
         compare_log(self.report, ours, theirs, where, CLOCKS, unknown, terms)
 
     def finish(self) -> Report:
         """The final weights."""
         heads = self.nets.policy.config.num_attention_heads
-        params, epsilon = self.state.params["policy"], self.config.adam_epsilon
+        params, theirs = adapters.ended(self.start, self.state.params["policy"])
         rates = self.steps_of_a_rate() * sum_of_rates(self.config, len(self.logs))
-        compare_weights(self.report, self.folder, "policy", "causal", params, heads, epsilon, rates)
+        compare_weights(self.report, "policy", params, theirs, heads, self.config.adam_epsilon, rates)
         return self.report
 
 
@@ -130,6 +137,21 @@ class Generation:
 
 class Current(RLOOReplay):
     """TRL 1.12.0's RLOOTrainer: a stream of micro-batches, `accum` to an optimizer step."""
+
+    trains_on = True
+
+    def check_adapter(self) -> None:
+        """Refused for dropout, which draws anew, and for a reference that moves, which TRL refuses itself."""
+        form = self.start.policy.lora
+        if form is None:
+            return
+        if form.dropout and not self.options.get("disable_dropout"):
+            raise Refused(
+                f"{self.folder.name}: lora_dropout is {form.dropout} in adapter_config.json: what it dropped is not "
+                "recorded (record with lora_dropout 0, or with disable_dropout)"
+            )
+        if self.config.sync_ref_model:
+            raise Refused(f"{self.folder.name}: option sync_ref_model with an adapter, which TRL does not train")
 
     def read_options(self) -> RLOOConfig:
         """See `options.rloo_config`."""
@@ -202,18 +224,18 @@ class Current(RLOOReplay):
                     order[iteration, micro, place] = row
         return order
 
-    def _step(self, state, rows, rate):
+    def _step(self, state, base, rows, rate):
         """One optimizer step on `accum` micro-batches.
 
         Returns:
           (state, metrics, loss of each micro-batch [accum])
         """
         config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
-        loss_fn, micros, _ = rloo.by_micro_batch(self.nets, rows, config)
+        loss_fn, micros, _ = rloo.by_micro_batch(self.nets, rows, config, base)
         share = common.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
         order = jnp.arange(self.micro * self.accum)[None]
         optimizer = accumulating(self.optimizer, 1)
-        state, stats = rloo.update(self.nets, optimizer, state, rows, order, rate[None], config)
+        state, stats = rloo.update(self.nets, optimizer, state, rows, order, rate[None], config, base=base)
         return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, share * self.accum
 
     def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
@@ -226,7 +248,7 @@ class Current(RLOOReplay):
             raise Refused(f"{self.folder.name}: option reward_weights: {len(weights)} for {each.shape[1]} functions")
         scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
         params, ref = self.state.params, self.reference()
-        experience, found = self.program("_experience")(params, ref, rollout, scores, scorable)
+        experience, found = self.program("_experience")(params, self.base, ref, rollout, scores, scorable)
         inside = adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1])
         old = jnp.sum(jnp.where(inside, experience.logprobs.reshape(inside.shape), 0.0), axis=1)
         self.report.add("old log-probabilities", distance(old, self.trace[f"old_logps_{generation}"]), ARRAYS, where)
@@ -244,13 +266,14 @@ class Current(RLOOReplay):
         """What normalize_advantages divided by; 1 without it."""
         if not self.config.normalize_advantages:
             return 1.0
-        experience, _ = self.program("_unnormalized")(params, ref, rollout, scores, scorable)
+        experience, _ = self.program("_unnormalized")(params, self.base, ref, rollout, scores, scorable)
         counts = np.asarray(scorable).reshape(-1, self.config.num_generations).sum(1)
         keep = np.asarray(scorable) & (np.repeat(counts, self.config.num_generations) > 1)
         return float(adv.normalize(experience.advantages.reshape(-1), jnp.asarray(keep), 1e-4)[1])
 
-    def _unnormalized(self, params, ref, rollout, scores, scorable):
+    def _unnormalized(self, params, base, ref, rollout, scores, scorable):
         config = dataclasses.replace(self.config, normalize_advantages=False)
+        params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
         return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, config, self.eos)
 
     def run(self) -> Report:
@@ -270,7 +293,7 @@ class Current(RLOOReplay):
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
             rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
             rate = common.learning_rate(self.config, jnp.int32(step), len(self.logs))
-            self.state, stats, ours = self.program("_step")(self.state, rows, rate)
+            self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate)
             size = current.size
             for i, loss in enumerate(np.asarray(ours)):
                 micro = step * self.accum + i
@@ -339,12 +362,12 @@ class Legacy(RLOOReplay):
         """See `RLOOReplay.steps_of_a_rate`."""
         return self.config.num_iterations * self.cut.micros
 
-    def _learn(self, steps, accum, state, experience, shuffles, rate):
+    def _learn(self, steps, accum, state, base, experience, shuffles, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
         rates = jnp.broadcast_to(rate, (rloo.steps_of(config),))
         # TRL shuffles rows, not groups.
         alone, optimizer = rloo.apart(experience), accumulating(self.optimizer, accum)
-        state, stats = rloo.update(self.nets, optimizer, state, alone, shuffles, rates, config)
+        state, stats = rloo.update(self.nets, optimizer, state, alone, shuffles, rates, config, base=base)
         return state, rloo.averaged(stats, config)
 
     def _score(self, params, rollout):
@@ -377,7 +400,7 @@ class Legacy(RLOOReplay):
             scores = credited(scores, rollout, c.missing_eos_penalty, self.stop, self.eos, self.pad)
             everyone = jnp.ones(c.batch_size, bool)
             params, ref = self.state.params, self.reference()
-            experience, found = self.program("_experience")(params, ref, rollout, scores, everyone)
+            experience, found = self.program("_experience")(params, self.base, ref, rollout, scores, everyone)
             inside = np.asarray(adv.response_mask(rollout.lengths, rollout.response.shape[1]))
             logits = self.trace[f"gen_logits_{update}"][self.adjacent]
             sampled = losses.logprobs_from_logits(logits, rollout.response)
@@ -388,7 +411,7 @@ class Legacy(RLOOReplay):
             shuffles = jnp.asarray(shuffles, jnp.int32)
             rate = common.learning_rate(c, jnp.int32(update), len(self.logs))
             learn = self.program("_learn", *self.cut.stepped(pass_ends(update, period)))
-            self.state, metrics = learn(self.state, experience, shuffles, rate)
+            self.state, metrics = learn(self.state, self.base, experience, shuffles, rate)
             metrics |= {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
             self.compare_metrics(where, metrics, log, float(np.mean(np.abs(experience.advantages))))
         return self.finish()

@@ -28,6 +28,13 @@ QUANTITIES = {
         "grad_norm",
         "final policy, tensors",
     ),
+    "lora": (
+        "old log-probabilities",
+        "advantages after whitening",
+        "objective/kl",
+        "final policy, tensors",
+        "final value, tensors",
+    ),
     "legacy": (
         "old log-probabilities",
         "reward-model scores",
@@ -80,6 +87,7 @@ def test_a_recorded_run_of_trl_replays(name, capsys):
         assert f"\n{quantity} " in printed
     # With so few prompts these meet the last batch of a pass over them.
     assert ("stepped after every micro-batch" in printed) == (name in ("ppo_crafted", "legacy_crafted"))
+    assert ("note: the reference is the adapter adapter/first" in printed) == (name == "lora_named_ref")
 
 
 def test_the_recorded_runs_are_small():
@@ -95,6 +103,9 @@ def test_every_option_that_changes_a_number_is_in_a_recorded_run():
         "rloo": {*options.RLOO_SAME, "reward_weights", "reward_clip_range", "steps_per_generation"},
         "legacy": {*options.LEGACY_RENAMED, *options.LEGACY_SAME, "token_level_kl", "reward_clip_range"},
     }
+    lora = set().union(*(case for name, case in cases.items() if name.startswith("lora")))
+    assert {"lora_r", "lora_alpha", "lora_target_modules", "lora_modules_to_save", "use_rslora"} <= lora
+    assert "ref_adapter_name" in lora
     for trainer, names in wanted.items():
         own = [case for name, case in cases.items() if name.startswith(trainer)]
         defaults = {**DEFAULTS, **(PPO_DEFAULTS if trainer == "ppo" else {})}
@@ -178,11 +189,7 @@ def test_what_is_not_replayed_is_refused_by_name_with_status_2(tmp_path, capsys,
     assert message in capsys.readouterr().err
 
 
-def test_adapters_and_folders_that_are_no_record_are_refused(tmp_path, capsys):
-    folder = record(tmp_path / "case")
-    (folder / "adapter").mkdir()
-    assert replay.main([str(folder)]) == 2
-    assert "LoRA" in capsys.readouterr().err
+def test_folders_that_are_no_record_are_refused(tmp_path, capsys):
     assert replay.main([str(tmp_path)]) == 2
     assert "has no case.json" in capsys.readouterr().err
     assert replay.main([]) == 2
@@ -394,6 +401,22 @@ def test_distances_are_relative_absolute_at_zero_and_infinite_for_nan_or_another
     assert report.metric_distance(1.0, None) == math.inf
     # A sum that cancels is as exact as its terms: 1e-5 of their size where metrics have 1e-4 of their own.
     assert report.metric_distance(2e-6, 0.0, terms=0.2) == pytest.approx(report.METRICS)
+
+
+def test_a_kl_of_two_equal_models_is_rounding_and_a_wrong_one_is_not():
+    """As TRL logged it in runs that began with B = 0: KL and entropy of three of them."""
+
+    def passed(ours, theirs, entropy):
+        found = report.Report()
+        metrics = {"objective/kl": ours, "objective/entropy": entropy}
+        terms = report.terms_of_kl(metrics, 0.05)
+        report.compare_log(found, metrics, {"objective/kl": theirs}, "update 0", (), "", terms)
+        return found.passed
+
+    for kl, entropy in ((7.45e-7, 27.3), (2.38e-6, 209.8), (1.61e-6, 64.0)):
+        assert passed(0.0, kl, entropy)
+        assert not passed(0.0, kl + 2 * entropy * report.ROUNDING, entropy)
+    assert not passed(0.1, 0.10002, 27.3)
 
 
 def test_the_report_keeps_the_worst_of_each_quantity():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.models import hf
 from rlhf_jax.trainers import common
 from tests.parity.report import Report, distance
 
@@ -16,11 +13,8 @@ WEIGHTS = 1e-4
 NOISY_EPSILON = 1e-6  # below it Adam amplifies the rounding of gradients that are 0 in exact arithmetic
 
 
-def compare_weights(
-    report: Report, folder: Path, role: str, kind: str, params, heads: int, epsilon: float, rates: float
-) -> None:
-    """Adds every tensor of final_ROLE/, layer by layer; `rates`: sum of the learning rates of all optimizer steps."""
-    _, theirs = hf.load(folder / f"final_{role}", kind=kind)
+def compare_weights(report: Report, role: str, params, theirs, heads: int, epsilon: float, rates: float) -> None:
+    """Adds every tensor, layer by layer; `theirs`: as recorded; `rates`: sum of the rates of all optimizer steps."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     for (path, ours), other in zip(flat, jax.tree.leaves(theirs), strict=True):
         name = "/".join(entry.key for entry in path)

@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset
 from trl import RLOOConfig, RLOOTrainer
 
-from tests.parity.recording import tiny
+from tests.parity.recording import peft, tiny
 
 KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "old_logps", "advantages")
 
@@ -91,6 +91,7 @@ class Recorder(RLOOTrainer):
 def record(setting: tiny.Setting) -> None:
     """Runs TRL and writes the record to setting.folder."""
     options = {"max_completion_length": 8, **tiny.LEARNING, "temperature": 0.9, **setting.options}
+    lora, own = peft.asked_for(options)
     tokenizer, models = tiny.start(setting, ("policy",))
     # TRL reads its reference again from where the policy came from.
     policy = type(models["policy"]).from_pretrained(setting.folder / "policy")
@@ -102,7 +103,7 @@ def record(setting: tiny.Setting) -> None:
             logging_steps=1,
             gradient_checkpointing=False,
             max_steps=setting.updates,
-            **options,
+            **own,
         )
         trainer = Recorder(
             setting,
@@ -111,7 +112,14 @@ def record(setting: tiny.Setting) -> None:
             reward_funcs=[FUNCTIONS[name] for name in setting.functions],
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
+            peft_config=lora,
         )
+        if lora is not None:
+            peft.fill(trainer.model)
+            peft.keep(trainer.model, setting.folder / "adapter")
         trainer.train()
-    policy.save_pretrained(setting.folder / "final_policy")
+    if lora is not None:
+        peft.keep(trainer.model, setting.folder / "final_policy")
+    else:
+        policy.save_pretrained(setting.folder / "final_policy")
     tiny.finish(setting, config, options, trainer.logged, trainer.trace, None)

@@ -1,106 +1,19 @@
-"""How two policies compare on held-out prompts: statistics and tables. Arrays and strings in, text out."""
+"""How policies compare on held-out prompts, as text: tables, and samples side by side."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import textwrap
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from rlhf_jax.evaluate.statistics import mean_and_standard_error, win_rate
 from rlhf_jax.folder import write_atomically
 from rlhf_jax.metrics import json_text
 from rlhf_jax.text import printable
-
-Z95 = 1.959963984540054  # 97.5 % point of the normal distribution
-
-
-def mean_and_standard_error(x: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, std(ddof=1) / sqrt(N).
-
-    Args:
-      x: [N] numbers.
-
-    Returns:
-      (mean, standard error); the error of a single number is NaN, and so is the mean of none.
-    """
-    x = np.asarray(x, np.float64)
-    if x.size == 0:
-        return math.nan, math.nan
-    error = float(np.std(x, ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
-    return float(np.mean(x)), error
-
-
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a - b over the same prompts, and its standard error.
-
-    Args:
-      a, b: [N] numbers; row i of both answers prompt i.
-
-    Returns:
-      (mean difference, standard error)
-
-    Raises:
-      ValueError: other lengths.
-    """
-    a, b = _paired(a, b)
-    return mean_and_standard_error(a - b)
-
-
-def win_rate(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """How often `a` beats `b` on the same prompt, ties counting half, with a 95 % interval.
-
-    The interval is Wilson's score interval, with each tie as half a win. It stays inside [0, 1] and is sound at few
-    rows; ties only make the true interval narrower, so it errs on the wide side.
-    source: Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
-
-    Args:
-      a, b: [N] numbers, N >= 1; row i of both answers prompt i; more is better.
-
-    Returns:
-      (rate, lower end, upper end), each in [0, 1].
-
-    Raises:
-      ValueError: other lengths, or no rows.
-    """
-    a, b = _paired(a, b)
-    n = a.size
-    if n == 0:
-        raise ValueError("a win rate needs at least one pair")
-    rate = float(np.mean((a > b) + 0.5 * (a == b)))
-    middle = (rate + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
-    half = Z95 / (1 + Z95**2 / n) * math.sqrt(rate * (1 - rate) / n + Z95**2 / (4 * n**2))
-    return rate, max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def _paired(a, b) -> tuple[np.ndarray, np.ndarray]:
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"paired numbers must be two vectors of one length, not {a.shape} and {b.shape}")
-    return a, b
-
-
-def unigram_entropy(token_lists: Iterable[Sequence[int]]) -> float:
-    """Entropy of the distribution of single tokens: the loss of a model that knows their frequencies and no context.
-
-    Args:
-      token_lists: sequences of token ids, of any lengths.
-
-    Returns:
-      Nats a token; 0 for no tokens.
-    """
-    counts = Counter()
-    for tokens in token_lists:
-        counts.update(np.asarray(tokens).ravel().tolist())
-    if not counts:
-        return 0.0
-    p = np.asarray(list(counts.values()), np.float64)
-    p /= p.sum()
-    return float(-np.sum(p * np.log(p)))
 
 
 def summarize(
@@ -169,8 +82,19 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
         "win rate (95 %)": ("win_rate", wins),
     }
     columns = {head: cell for head, (key, cell) in columns.items() if any(r.get(key) is not None for r in rows)}
-    cells = [list(columns)] + [[cell(row) for cell in columns.values()] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return aligned([list(columns)] + [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """A table in plain text: the head, a rule, the rows; the first column to the left, the others to the right.
+
+    Args:
+      cells: [rows][columns], the head first.
+
+    Returns:
+      Lines without a final line end.
+    """
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
 
     def align(line):
         first, *others = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
@@ -183,7 +107,8 @@ def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) ->
     """Samples in plain text: each post, and under it the responses in columns, with their gold rewards.
 
     Args:
-      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float or absent}, ...]} each.
+      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float or absent, "note": what else stands
+        behind the name, or absent}, ...]} each.
       width: characters a line; default: the terminal's.
 
     Returns:
@@ -197,7 +122,8 @@ def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) ->
         heads, texts = [], []
         for response in responses:
             gold = response.get("gold")
-            heads.append(response["name"] if gold is None else f"{response['name']} (gold {gold:.2f})")
+            note = response.get("note") or ("" if gold is None else f"gold {gold:.2f}")
+            heads.append(printable(f"{response['name']} ({note})" if note else response["name"]))
             texts.append(textwrap.wrap(printable(" ".join(response["text"].split())), each) or ["(empty)"])
         heads = _same_height([textwrap.wrap(head, each) for head in heads])
         columns = _same_height([[*head, "-" * each, *text] for head, text in zip(heads, texts)])

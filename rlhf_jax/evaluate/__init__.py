@@ -1,0 +1,48 @@
+"""Evaluation of policies and reward models: `python -m rlhf_jax.evaluate` (docs/evaluation.md), and its statistics."""
+
+from rlhf_jax.evaluate.best import best_of_n, kl_bound
+from rlhf_jax.evaluate.reliability import calibration, calibration_error, reliability
+from rlhf_jax.evaluate.statistics import (
+    Z95,
+    bootstrap,
+    fit_length,
+    length_controlled_win_rate,
+    length_term,
+    mean_and_standard_error,
+    mean_interval,
+    paired_difference,
+    preferences,
+    unigram_entropy,
+    win_rate,
+)
+from rlhf_jax.evaluate.tables import (
+    comparison_table,
+    print_comparison,
+    side_by_side,
+    summarize,
+    write_comparison,
+)
+
+__all__ = [
+    "Z95",
+    "best_of_n",
+    "bootstrap",
+    "calibration",
+    "calibration_error",
+    "comparison_table",
+    "fit_length",
+    "kl_bound",
+    "length_controlled_win_rate",
+    "length_term",
+    "mean_and_standard_error",
+    "mean_interval",
+    "paired_difference",
+    "preferences",
+    "print_comparison",
+    "reliability",
+    "side_by_side",
+    "summarize",
+    "unigram_entropy",
+    "win_rate",
+    "write_comparison",
+]

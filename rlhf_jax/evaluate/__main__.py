@@ -1,0 +1,31 @@
+"""python -m rlhf_jax.evaluate: see docs/evaluation.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rlhf_jax import compile_cache, text
+from rlhf_jax.evaluate import options
+from rlhf_jax.evaluate.run import run
+from rlhf_jax.types import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
+    text.never_fail_to_print()
+    try:
+        config = options.parse(sys.argv[1:] if argv is None else argv)
+        compile_cache.switch_on()
+        run(config, lambda line: print(text.printable(line), flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Low-rank adapters: a small pytree beside frozen params. Hu et al. 2021, arXiv:2106.09685.
+
+A linear layer of weight W computes x W + s (x A) B, with A [D, r], B [r, F] and s = alpha / r, or alpha / sqrt(r) with
+rslora (Kalajdzievski 2023, arXiv:2312.03732). Adapters are params like others, stacked over layers, [L, D, r] and
+[L, r, F], at the paths of the kernels that they belong to; modules that are trained in full lie beside them. What the
+model computes with is `joined`: the base with the adapters put into it, where nothing is copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.types import Array, Params, UserError
+
+A, B = "lora_a", "lora_b"
+ALL_LINEAR = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The form of an adapter, without its numbers: hashable, static under jit. Names and defaults are PEFT's and TRL's.
+
+    Attributes:
+      r: rank.
+      alpha: the scale's numerator.
+      dropout: share of a layer's input that its adapter does not see in training.
+      targets: the linear layers that have one, by the names of the checkpoint.
+      rslora: scale by alpha / sqrt(r).
+      saved: modules that are trained in full, by the names of the checkpoint (PEFT's modules_to_save).
+    """
+
+    r: int = 16
+    alpha: float = 32
+    dropout: float = 0.05
+    targets: tuple[str, ...] = ("query_key_value",)
+    rslora: bool = False
+    saved: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / math.sqrt(self.r) if self.rslora else self.alpha / self.r
+
+
+def targets_of(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
+    """The linear layers that `names` stand for, in the family's order.
+
+    Args:
+      family: of the model.
+      names: of layers, or 'all-linear'; None: what PEFT takes for the family.
+      option: what errors call them.
+
+    Raises:
+      UserError: a name that is no linear layer.
+    """
+    if names is None:
+        return family.lora_targets
+    if ALL_LINEAR in names:
+        return tuple(family.linears)
+    if unknown := [name for name in names if name not in family.linears]:
+        raise UserError(
+            f"{option}: {unknown[0]!r} is no linear layer of {family.name}; there are {', '.join(family.linears)}, "
+            f"or {ALL_LINEAR!r} for all of them (the head is none of these: see modules_to_save)."
+        )
+    if not names:
+        raise UserError(f"{option} names no layer; there are {', '.join(family.linears)}, or {ALL_LINEAR!r}.")
+    return tuple(name for name in family.linears if name in names)
+
+
+def saved_of(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
+    """`names` of modules that are trained in full, in the family's order; UserError for one that cannot be."""
+    if unknown := [name for name in names or () if name not in family.modules]:
+        raise UserError(f"{option}: {unknown[0]!r} cannot be trained in full; these can: {', '.join(family.modules)}.")
+    return tuple(name for name in family.modules if name in (names or ()))
+
+
+def at(tree: Params, path: Sequence[str]) -> Any:
+    """The entry of nested dicts at a path."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def put(tree: Params, path: Sequence[str], value: Any) -> None:
+    """Sets the entry of nested dicts at a path, making those on the way."""
+    *parents, last = path
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def init(model: Any, key: Array, base: Params) -> Params:
+    """A fresh adapter, of which the model computes what its base does: B is 0.
+
+    A is uniform in +-1/sqrt(D), as PEFT draws it (kaiming_uniform_ with a = sqrt(5)).
+
+    Args:
+      model: with `lora`.
+      key: typed key.
+      base: params of the base, for shapes and for copies of the modules that are trained in full.
+
+    Returns:
+      Adapters, float32.
+    """
+    lora, family = model.lora, model.family
+    found: Params = {}
+    for number, name in enumerate(family.linears):
+        if name not in lora.targets:
+            continue
+        path = ("backbone", *family.linears[name])
+        layers, rows, columns = at(base, path)["kernel"].shape
+        bound = 1.0 / math.sqrt(rows)
+        shape = (layers, rows, lora.r)
+        low = jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
+        put(found, path, {A: low, B: jnp.zeros((layers, lora.r, columns), jnp.float32)})
+    for name in lora.saved:
+        path = family.modules[name]
+        put(found, path, jax.tree.map(lambda x: x.astype(jnp.float32), at(base, path)))
+    return found
+
+
+def joined(lora: Lora, base: Params, adapters: Params) -> Params:
+    """The base with adapters put into it, as the model takes them: B times the scale beside its kernel, and what is
+    trained in full in the place of the base's.
+
+    Args:
+      lora: of the adapters.
+      base: params.
+      adapters: as `init`.
+
+    Returns:
+      Params; gradients flow to the adapters.
+    """
+    return _over(base, adapters, lora.scale)
+
+
+def _over(base: Any, new: Any, scale: float) -> Any:
+    if not isinstance(new, dict):
+        return new
+    found = dict(base) if isinstance(base, dict) else {}
+    for key, value in new.items():
+        found[key] = scale * value if key == B else _over(found.get(key), value, scale)
+    return found
+
+
+def merged(params: Params) -> Params:
+    """`joined` params as plain ones: kernel + A B, added in float32 and kept in the kernel's dtype."""
+    if A in params:
+        rest = {key: value for key, value in params.items() if key not in (A, B)}
+        low, high = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
+        more = jnp.einsum("...dr,...rf->...df", low, high, preferred_element_type=jnp.float32)
+        kernel = params["kernel"]
+        return {**rest, "kernel": (kernel.astype(jnp.float32) + more).astype(kernel.dtype)}
+    return {key: merged(value) if isinstance(value, dict) else value for key, value in params.items()}

@@ -1,0 +1,123 @@
+"""The table of docs/lora.md: how many chips PPO takes with adapters and without, from programs that XLA compiles for
+TPUs that are not there.
+
+    pip install '.[tpu-aot]'
+    python scripts/scaling_adapters.py            # compiles what is not there yet; each slice takes minutes
+    python scripts/scaling_adapters.py --print
+    python scripts/scaling_adapters.py --held     # models and moments alone, on 16 chips, compiled of nothing
+
+The update is that of scaling.py. Slices are tried from the smallest: one whose models alone are over its memory is not
+compiled, and the first on which all programs fit is the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import scaling
+
+from rlhf_jax import footprint, sharding
+from rlhf_jax.config import PPOConfig
+
+ROWS = scaling.ROWS.with_name("lora")
+SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16")
+TENSOR = {"1b": 1, "6.9b": 4}
+_LORA = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_dropout": 0.0}
+WAYS = {
+    "full": {},
+    "LoRA, value in full": {**_LORA, "lora_value": "full"},
+    "LoRA, value on the reward model": {**_LORA, "lora_value": "own"},
+    "LoRA, value on the policy's base": {**_LORA, "lora_value": "shared"},
+}
+
+
+def config_of(path: str, mesh: tuple[int, int, int], options: dict) -> PPOConfig:
+    """The config of a row: few rows a pass, as where memory is what is short."""
+    rows = max(16, mesh[1])
+    base = scaling.config_of("ppo", path, mesh, rows, max(64, rows))
+    return PPOConfig(**{**vars(base), **options})
+
+
+def measure(size: str, way: str, topology: str, compiled: bool = True) -> dict:
+    """One slice: what each chip holds, and the peak of each program where that is less than it has."""
+    devices = footprint.topology_devices(topology)
+    tensor = TENSOR[size]
+    mesh = (1, len(devices) // tensor, tensor)
+    limit = footprint.capacity(devices[0])
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(scaling.checkpoint(size, folder), mesh, WAYS[way])
+        stage = footprint.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
+        parts = footprint.parts(stage)
+        row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
+        row["chips"], row["programs"] = len(devices), {}
+        if not compiled or sum(parts.values()) > limit:
+            return {**row, "fits": False}
+        for program in footprint.programs(stage, only=scaling.PROGRAMS):
+            row["programs"][program.name] = {"peak": program.peak, "refused": program.refused}
+            print(f"  {program.name}: peak {program.peak / scaling.GIB:.1f} GiB {program.refused}", flush=True)
+    fits = all(p["peak"] <= limit and not p["refused"] for p in row["programs"].values())
+    return {**row, "fits": fits}
+
+
+def table(folder: pathlib.Path) -> list[str]:
+    """What is there, as Markdown; sizes are of all chips together."""
+    lines = [
+        "| model | trained | policy | value | moments | base | ref | reward | together | slice | chips | peak a chip |",
+        "|" + "---|" * 12,
+    ]
+    for size in TENSOR:
+        for way in WAYS:
+            rows = [scaling.stored(folder, name_of(size, way, topology)) for topology in SLICES]
+            found = [row for row in rows if row]
+            if not found:
+                continue
+            row = next((row for row in found if row["fits"]), found[-1])
+            peak = max((p["peak"] for p in row["programs"].values()), default=0) / scaling.GIB
+            where = f"{row['topology']} | {row['chips']} | {peak:.1f} GiB" if row["fits"] else "none tried fits | | "
+            lines.append(f"{head_of(row)} {where} |")
+    return lines
+
+
+def head_of(row: dict) -> str:
+    """The first cells of a row: GiB of what is held, on all chips together."""
+    parts = {name: count * row["chips"] / scaling.GIB for name, count in row["parts"].items()}
+    names = ("policy", "value", "optimizer", "base", "reference", "reward")
+    cells = [f"{parts[name]:.1f}" if name in parts else "" for name in names]
+    return f"| {row['size']} | {row['way']} | {' | '.join(cells)} | {sum(parts.values()):.1f} |"
+
+
+def name_of(size: str, way: str, topology: str) -> str:
+    """Of a row's file."""
+    return f"{size}:{''.join(c if c.isalnum() else '_' for c in way)}:{topology}"
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=ROWS, help="folder of the rows, a JSON file each")
+    parser.add_argument("--print", action="store_true", help="print the table of what is there, compile nothing")
+    parser.add_argument("--held", action="store_true", help="print what is held on 16 chips, compile nothing")
+    options = parser.parse_args()
+    if options.held:
+        rows = [measure(size, way, SLICES[2], compiled=False) for size in TENSOR for way in WAYS]
+        print("\n".join(map(head_of, rows)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    for size in () if options.print else TENSOR:
+        for way in WAYS:
+            for topology in SLICES:
+                make = lambda s=size, w=way, t=topology: measure(s, w, t)  # noqa: E731
+                if scaling.fill(options.out, name_of(size, way, topology), make)["fits"]:
+                    break
+    print("\n".join(table(options.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
