@@ -15,7 +15,7 @@ from rlhf_jax.checks import RANGES
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.generate import Sampling, respond
-from rlhf_jax.models import hf
+from rlhf_jax.models import hf, lora_hf
 from rlhf_jax.rewards import completion_ids
 from rlhf_jax.stages.weights import Weights
 from rlhf_jax.types import Params, PromptBatch, Rollout, UserError
@@ -29,7 +29,7 @@ def policy_folder(path: str) -> str:
     checkpoint's or a hub name, are given back as they are."""
     for part in ("", *STAGES):
         inside = os.path.join(path, part, "policy")
-        if os.path.isfile(os.path.join(inside, "config.json")):
+        if any(os.path.isfile(os.path.join(inside, name)) for name in (hf.CONFIG, lora_hf.CONFIG)):
             return inside
     return path
 

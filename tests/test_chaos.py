@@ -37,6 +37,7 @@ def two(tmp_path, monkeypatch):
             os.makedirs(f"run/{path}")
         pathlib.Path("run/policy/model.safetensors").write_bytes(b"weights")
         folder.finish(3, {"loss": 1.5}, {"policy": "run/policy"})
+        folder.close()
     return tmp_path / "a/run", tmp_path / "b/run"
 
 

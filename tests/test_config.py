@@ -149,6 +149,15 @@ def test_the_rloo_quickstart_has_the_stages_of_the_other():
     assert arithmetic.batch_arithmetic(rloo.rloo).prompts == 32
 
 
+def test_the_quickstart_with_adapters_is_the_other_but_for_adapters_and_ppos_learning_rate():
+    plain, lora = configfile.load_config("quickstart"), configfile.load_config("quickstart_lora")
+    assert lora.sft == plain.sft and lora.rloo is None
+    adapters = {"use_peft", "lora_target_modules", "lora_dropout"}
+    for stage, more in (("reward", set()), ("ppo", {"lora_value", "learning_rate"})):
+        ours, theirs = vars(getattr(lora, stage)), vars(getattr(plain, stage))
+        assert {name for name in ours if ours[name] != theirs[name]} == adapters | more
+
+
 # --- pipelines
 
 

@@ -1,5 +1,6 @@
 """python -m rlhf_jax.evaluate from end to end, with tiny models: numbers recomputed another way, refusals, judges."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from rlhf_jax.evaluate.__main__ import main
 from rlhf_jax.evaluate.answers import Sampler
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.models import hf
+from rlhf_jax.models import hf, lora, lora_hf
 from rlhf_jax.trainers import reward
 from rlhf_jax.types import UserError
 from tests.reward_server import Server, answers, send
@@ -239,6 +240,28 @@ def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):
     old.rename(tmp_path / "new")
     made = plan.make(EvaluateConfig(run_dir=str(tmp_path / "new")))
     assert made.ref.path == str(tmp_path / "new" / "sft" / "policy")
+
+
+def test_a_run_with_adapters_is_evaluated_against_what_it_trained_from(room, tmp_path):
+    """Its policy's folder is an adapter alone (export_merged false); the plan holds no option of adapters."""
+    given = {"use_peft": True, "lora_value": "own", "value_model": "separate", "lora_target_modules": ("dense",)}
+    folder = finished_run(room, tmp_path, **given)
+    (folder / "policy").unlink()
+    model, base = hf.load(room / "sft", kind="causal")
+    model = dataclasses.replace(model, lora=lora.Lora(r=2, alpha=4, dropout=0.0, targets=("dense",)))
+    adapter = jax.tree.map(lambda x: x + 0.1, lora.init(model, jax.random.key(0), base))
+    lora_hf.save(folder / "policy", model, jax.device_get(adapter), kind="causal", base=str(room / "sft"))
+    data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "policy"))
+    made = plan.make(EvaluateConfig(run_dir=str(folder)))
+    assert made.policy.path == str(folder / "policy") and made.ref.path == str(room / "sft")
+    assert not made.prompts.use_peft
+    assert main(["--run_dir", str(folder), "--bootstrap_resamples", "100", "--max_eval_samples", "4"]) == 0
+    found = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    assert found["policies"][0]["kl"]["mean"] != 0 == found["policies"][2]["kl"]["mean"]
+    named = finished_run(room, tmp_path / "named", **given, adapters=(f"old={folder}/policy",), ref_adapter_name="old")
+    assert plan.make(EvaluateConfig(run_dir=str(named))).ref.path == f"{folder}/policy"
+    trained_on = finished_run(room, tmp_path / "on", use_peft=True, sft_model_path=f"{folder}/policy")
+    assert plan.make(EvaluateConfig(run_dir=str(trained_on))).ref.path == f"{folder}/policy"
 
 
 def test_policies_of_runs_have_names_of_their_own(room):

@@ -7,9 +7,10 @@ import os
 from typing import Any
 
 from rlhf_jax import checks, configfile, folder
-from rlhf_jax.config import PolicyConfig, PPOConfig, RewardConfig, SFTConfig, StageConfig, stage_name
+from rlhf_jax.config import PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig, stage_name
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.policy import policy_folder
+from rlhf_jax.stages import adapters
 from rlhf_jax.types import UserError
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
@@ -154,6 +155,8 @@ _PLAIN = {
     **dict.fromkeys(("whiten_rewards", "gradient_checkpointing", "log_completions"), False),
     **{"batch_size": 64, "num_mini_batches": 1, "eval_steps": 0, "offload_frozen": "none"},
     **{"value_model": "shared_backbone", "value_model_path": None, "reward_failure": "raise", "on_nonfinite": "stop"},
+    **{"use_peft": False, "lora_value": "full", "start_adapter": "auto", "adapters": ()},
+    **dict.fromkeys(("lora_target_modules", "modules_to_save", "model_adapter_name", "ref_adapter_name")),
 }
 """Options of training, as they neither matter nor get in the way."""
 
@@ -198,7 +201,12 @@ def _ref(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
         return Checkpoint(REF_MODEL, run.ref_model_path, run.ref_model_revision)
     if run.scratch_model is not None:
         return None
-    return Checkpoint(REF_MODEL, run.sft_model_path, run.model_revision)
+    path, revision = run.sft_model_path, run.model_revision
+    if run.use_peft:
+        start = adapters.start_of(run, trains_on=isinstance(run, RLOOConfig))
+        named = start.reference is not None
+        path, revision = (start.paths[start.reference], None) if named else (start.path, start.revision)
+    return Checkpoint(REF_MODEL, path, revision)
 
 
 def _against(
