@@ -374,6 +374,12 @@ TIME: Rows = (
         "0 after the first updates.",
         "Again and again: batches change shape; see length_buckets.",
     ),
+    (
+        "time/save",
+        "Seconds that the run waited for checkpoints before this update; the rest of their writing goes on beside it.",
+        "0 but after a save.",
+        "Many: a larger save_steps, a faster disk.",
+    ),
     ("eps", "Episodes a second since this process began, everything included.", "Steady.", ""),
     ("wall_time", "When the line was written, seconds since 1970.", "", ""),
     (

@@ -33,6 +33,7 @@ class Loop:
         self.callbacks, self.stops, self.watch = callbacks, stops, watch
         self.patience = Patience(stage, self.config, run_folder)
         self.saved, self.saved_at = start, time.monotonic()
+        self.saving = 0.0  # seconds, not in the metrics yet
         self.began = time.perf_counter()
         self.todo: list[str] | None = None  # what the present update still wants
         self.eval_updates, self.save_updates = (
@@ -104,6 +105,7 @@ class Loop:
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = compiling.since_last()
+        timings["time/save"], self.saving = self.saving, 0.0
         timings["step_time"] = time.perf_counter() - started
         if self.step == self.start + 1:
             took = f"{timings['step_time']:.1f} s, {timings['time/compile']:.1f} s of them compiling"
@@ -207,7 +209,8 @@ class Loop:
         extra = {"total_steps": self.stage.total_steps, "due": due, "ended": ended}
         self.checkpoints.save(self.step, self.state, extra, score)
         self.saved, self.saved_at = self.step, time.monotonic()
-        self.stops.took(saving=time.monotonic() - started)
+        self.saving += self.saved_at - started
+        self.stops.took(saving=self.saved_at - started)
         evaluated = any(other.startswith("eval") for other in known)
         if name is not None and name not in known and not due and (evaluated or not name.startswith("eval")):
             problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "

@@ -108,6 +108,11 @@ def test_a_run_leaves_its_folder(sft):
         assert json.load(file)["learning_rate"] == 1e-3
 
 
+def test_the_update_after_a_save_says_how_long_the_run_waited_for_it(sft):
+    saving = [line["time/save"] for line in lines(sft.run_dir, "timings.jsonl") if "time/save" in line]
+    assert len(saving) == 4 and saving[0] == 0 and all(seconds > 0 for seconds in saving[1:])
+
+
 def test_a_finished_stage_is_not_run_again(sft, capsys):
     before = os.path.getmtime(os.path.join(sft.run_dir, "policy", "model.safetensors"))
     again = train.main(["--config", os.path.join(sft.run_dir, "config.json")])
