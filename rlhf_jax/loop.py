@@ -41,7 +41,13 @@ class Loop:
             for steps in (self.config.eval_steps, self.config.save_steps)
         )
         self.looking = False
+        self.aside = ""  # what is done between updates, but evaluations
         stage.tick = stops.tick
+
+    @property
+    def doing(self) -> str:
+        """What is being done at this moment."""
+        return "evaluation" if self.looking else self.aside or self.stage.phase
 
     def train(self, state, due: dict[str, Any]) -> tuple[Any, int]:
         """From update start + 1 to the last: (final state, updates done). Metrics are read one update late.
@@ -146,11 +152,13 @@ class Loop:
                 self.control.stop = last = True
                 what[:] = [item for item in self.wanted() if item != "evaluate"]
         if "samples" in what:
+            self.aside = "samples"
             self.show(self.stage.samples(self.state), "samples")
             what.remove("samples")
         if last or self.save_due():
-            self.control.save = False
+            self.control.save, self.aside = False, "save"
             self.save(ended=last and self.step < self.stage.total_steps)
+        self.aside = ""
         self.todo = None
         return last
 

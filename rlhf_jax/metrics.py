@@ -160,20 +160,20 @@ class MetricLogger:
           stage: what the terminal's lines begin with.
           callback: called with (step, metrics as host numbers) once an update's have been read; on every process.
           watch: a `Watch`, which says what is written, and whether the run goes on; on every process.
-          stream: where the terminal's lines go; default: standard output.
+          stream: where the terminal's lines go; default: what is standard output then.
 
         Raises:
           UserError: TensorBoard's writer is not installed.
         """
         self._names = tuple(names)
         self._every, self._total = logging_steps, total_steps
-        self._stage, self._callback, self._stream = stage, callback, stream or sys.stdout
+        self._stage, self._callback, self._stream = stage, callback, stream
         self._watch = watch
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
         self.texts: tuple[int, dict[str, str]] = (0, {})  # of the last step that had any
         self._updates = 0
-        self._seconds: deque[float] = deque(maxlen=20)
+        self._paces: deque[tuple[float, int]] = deque(maxlen=20)  # (seconds, tokens of the run so far) of updates
         self._folder = folder
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
@@ -244,10 +244,10 @@ class MetricLogger:
         self.last = metrics
         if self._updates == 1:
             # The first update compiles, which says nothing about the time that the others need.
-            self._seconds.clear()
+            self._paces.clear()
         if step:
             self._updates += 1
-            self._seconds.append(timings["time/step"])
+            self._paces.append((timings["time/step"], metrics.get("num_tokens", 0)))
         if self._files:
             self._write(step, metrics, timings)
             if self._every and (step % self._every == 0 or step == self._total):
@@ -297,10 +297,24 @@ class MetricLogger:
         if not step:  # an evaluation before the first update
             shown = [f"{n} {short_number(x)}" for n, x in metrics.items() if n.startswith("eval/")]
             return " | ".join([f"{self._stage} {count}".strip(), *shown])
-        shown = [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]
-        each = sum(self._seconds) / max(len(self._seconds), 1)
+        shown = self.shown(metrics)
+        each, _ = self.pace() or (0.0, 0.0)
         left = [f"{duration(each * (self._total - step))} left"] if step < self._total else []
         return " | ".join([f"{self._stage} {count}".strip(), *shown, f"{duration(each)}/update", *left])
+
+    def shown(self, metrics: dict[str, Any]) -> list[str]:
+        """The metrics that matter, as the terminal has them."""
+        return [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]
+
+    def pace(self) -> tuple[float, float] | None:
+        """(seconds an update, tokens a second) of the last updates; no tokens (0) where they are not counted; None
+        before there is one."""
+        paces = list(self._paces)
+        if not paces:
+            return None
+        seconds = [each for each, _ in paces]
+        tokens = max(paces[-1][1] - paces[0][1], 0)
+        return sum(seconds) / len(seconds), tokens / sum(seconds[1:]) if tokens else 0.0
 
     def close(self) -> None:
         """Flushes and closes the files."""

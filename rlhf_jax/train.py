@@ -30,6 +30,7 @@ from rlhf_jax import (
     metrics,
     model_card,
     plan,
+    terminal,
     text,
     trackers,
 )
@@ -64,13 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
     something the user gave is wrong, or 1 when other processes were not found."""
     text.never_fail_to_print()
+    began = time.monotonic()
     try:
         config, recipe = command.parse_recipe(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
         if config.deterministic:
             determinism.switch_on()
         distributed.initialize(config.distributed, config.num_processes, config.process_id)
-        run(config, recipe=recipe)
+        result = run(config, recipe=recipe)
+        if not config.dry_run and distributed.is_main():
+            print("\n".join(terminal.summary(config, result, time.monotonic() - began)), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         distributed.close(str(error))
@@ -263,18 +267,21 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         callback.on_train_begin(stage, control)
     loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops, watch)
     try:
-        end = start
-        if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
-            state, end = loop.train(state, due)
-        stops.loop(False)
-        if (why := stops.asked()) is not None:
-            raise Stopped(f"{name}: stopped {why} after the last update, which is saved; {CONTINUES}", together=True)
-        if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
-            say(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
-            state, _ = checkpoints.restore(best, state)
-        say(f"{name}: writing the models to {config.run_dir}")
-        paths = stage.export(state, config.run_dir)
-        found = stage.final_metrics(state)
+        with terminal.Panel(stage, logger, lambda: (loop.step, loop.doing)):
+            end = start
+            if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
+                state, end = loop.train(state, due)
+            stops.loop(False)
+            if (why := stops.asked()) is not None:
+                done = f"{name}: stopped {why} after the last update, which is saved; {CONTINUES}"
+                raise Stopped(done, together=True)
+            if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
+                say(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
+                state, _ = checkpoints.restore(best, state)
+            say(f"{name}: writing the models to {config.run_dir}")
+            loop.aside = "export"
+            paths = stage.export(state, config.run_dir)
+            found = stage.final_metrics(state)
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.together):
             distributed.leave(error)

@@ -40,7 +40,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "wandb": {"trackers.py"},
     "trackio": {"trackers.py"},
     "rouge_score": {"evaluate/rouge.py"},
-    "rich": {"tables.py"},
+    "rich": {"tables.py", "terminal.py"},
     "urllib": {"rewards/remote.py"},
     "http": {"rewards/remote.py"},
     "jinja2": set(),
