@@ -1,0 +1,111 @@
+"""Writes docs/options.md: every option with its type, its default and its meaning, from the dataclasses themselves.
+
+python scripts/options_page.py > docs/options.md
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+
+from rlhf_jax import configfile
+from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig
+from rlhf_jax.evaluate.options import EvaluateConfig
+
+INTRODUCTION = """# Options
+
+Every option of `python -m rlhf_jax.train` and `python -m rlhf_jax.evaluate`. On the command line `--name value` (in a
+pipeline `--ppo.name value`), in a config file `PPOConfig(name=value)`; `--config CONFIG --help` prints them with the
+defaults of that config. A boolean is `--name true` or, alone, `--name` and `--no_name`; a list is its words, a dict
+JSON. TRL's other names and what became of them: [migrating.md](migrating.md).
+
+Written by `python scripts/options_page.py > docs/options.md`.
+"""
+PAGES = (
+    (StageConfig, "All stages"),
+    (SFTConfig, "SFT"),
+    (RewardConfig, "Reward model"),
+    (PolicyConfig, "PPO and RLOO"),
+    (PPOConfig, "PPO"),
+    (RLOOConfig, "RLOO"),
+    (Pipeline, "Pipelines"),
+    (EvaluateConfig, "Evaluation"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option as the source has it: the part it stands in, its name and what it says of itself."""
+
+    part: str
+    name: str
+    meaning: str
+
+
+def options_of(config: type) -> list[Option]:
+    """The options that a class itself defines, in order; of one that it only gives another default, no meaning."""
+    source = textwrap.dedent(inspect.getsource(config))
+    parts = {n: line.strip()[5:].strip() for n, line in enumerate(source.splitlines(), 1) if "# --- " in line}
+    found = []
+    body = ast.parse(source).body[0].body
+    for node, after in zip(body, [*body[1:], None]):
+        if isinstance(node, ast.AnnAssign):
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            part = next((parts[n] for n in sorted(parts, reverse=True) if n < node.lineno), "")
+            found.append(Option(part, node.target.id, " ".join(after.value.value.split()) if said else ""))
+    return found
+
+
+def inherited(config: type, name: str) -> Option | None:
+    """The option of that name in a class that `config` extends."""
+    bases = [base for base in config.__mro__[1:] if dataclasses.is_dataclass(base)]
+    return next(
+        (option for base in bases for option in options_of(base) if option.name == name and option.meaning), None
+    )
+
+
+def default_of(config: type, name: str) -> str:
+    """The default as one would write it."""
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    if field.default is dataclasses.MISSING:
+        return "see below" if field.default_factory is not dataclasses.MISSING else "must be given"
+    if dataclasses.is_dataclass(field.default):
+        return "its own defaults"
+    if isinstance(field.default, tuple):
+        return f"`{' '.join(map(str, field.default))}`" if field.default else "none"
+    return f"`{field.default}`" if field.default != "" else "empty"
+
+
+def cell(text: str) -> str:
+    """Text for a Markdown table: no bar, no tag."""
+    return re.sub(r"<", "&lt;", text.replace("|", "\\|"))
+
+
+def page() -> str:
+    """docs/options.md."""
+    lines = [INTRODUCTION]
+    for config, title in PAGES:
+        lines += [f"## {title}", "", f"`{config.__name__}`: {' '.join(config.__doc__.split())}", ""]
+        for part, options in itertools.groupby(options_of(config), key=lambda option: option.part):
+            lines += [f"### {title}: {part}", ""] if part else []
+            lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
+            lines += [row(config, option) for option in options]
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def row(config: type, option: Option) -> str:
+    """A line of a table."""
+    above = inherited(config, option.name)
+    meaning = option.meaning or (f"Another default than above: {above.meaning}" if above else "")
+    kind = configfile.describe_type(configfile.field_types(config)[option.name]).partition(" (on the")[0]
+    cells = (f"`{option.name}`", kind, default_of(config, option.name), meaning)
+    return f"| {' | '.join(map(cell, cells))} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
