@@ -22,6 +22,8 @@ MAY_DIFFER = (
         "report_to",
         "run_name",
         "project",
+        "push_to_hub",
+        "hub_*",
         "save_*",
         "max_minutes",
     ),

@@ -134,9 +134,6 @@ _VLLM = "Generation is in-process, on the mesh that trains: there is no vLLM eng
 _SHARDS = (
     "There is no DeepSpeed or FSDP engine: mesh_fsdp shards params and optimizer state, mesh_tensor splits layers."
 )
-_REPO = (
-    "Nothing is uploaded. RUN/policy is a Hugging Face checkpoint with tokenizer and model card: `hf upload` takes it."
-)
 _LOADER = "Batches are a function of the seed and the step: there is no data loader to tune."
 _REF = "PPO's reference model stays as it was loaded (ref_model_path); moving it is an option of rloo."
 _NAME = "A run is named by its folder: run_dir."
@@ -155,7 +152,6 @@ REFUSED: dict[str, str] = {
     "local_mini_batch_size": f"{_OUTPUT} Minibatches are global: batch_size / num_mini_batches rows over all devices.",
     "warmup_ratio": "Give warmup_steps = warmup_ratio x the steps of the schedule (--dry_run prints how many).",
     "dataset_num_proc": "Rows are tokenised in one process, by the tokenizer's own threads.",
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), _REPO),
     **dict.fromkeys(("use_dora", "lora_target_parameters"), _PLAIN),
     "lora_task_type": "It follows from the stage: SEQ_CLS of a reward or value model, else CAUSAL_LM.",
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_*", "use_bnb_nested_quant"), _QUANTISED),

@@ -33,6 +33,7 @@ from rlhf_jax import (
     terminal,
     text,
     trackers,
+    upload,
 )
 from rlhf_jax.callbacks import Callback, Control
 from rlhf_jax.checkpoint import Checkpoints
@@ -132,6 +133,9 @@ def run(
     arithmetic.check_devices_of(config, devices(config))
     for stage in stages_of(config).values():
         distributed.from_first(lambda to=stage.report_to: trackers.wanted(to))
+    if not config.dry_run:
+        for stage in stages_of(resolve(config)).values():
+            distributed.from_first(lambda of=stage: upload.repository(of))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if callable(reward_funcs):
         reward_funcs = [reward_funcs]
@@ -298,10 +302,23 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         for path in paths.values():
             model_card.write_model_card(path, name, options, final, base_model=stage.base_model)
     run_folder.finish(end, metrics=final, paths=paths)
+    if distributed.is_main() and config.push_to_hub:
+        push(config, paths)
     distributed.agree()  # the next stage reads what the first process has written
     for callback in callbacks:
         callback.on_train_end(stage, paths)
     return Result(config.run_dir, final, paths)
+
+
+def push(config: StageConfig, paths: dict[str, str]) -> None:
+    """Uploads the model that the stage is about; of adapters the merged one where there is one."""
+    try:
+        name = upload.repository(config)
+    except UserError as error:  # what was known at the start may have changed since
+        return warn(str(error))
+    folder = next(paths[of] for of in ("policy", "reward_model") if of in paths)
+    if url := upload.push(config, name, folder, warn):
+        say(f"{stage_name(config)}: uploaded {folder} to {url}")
 
 
 def check_room(checkpoints: Checkpoints, stage) -> None:

@@ -5,6 +5,8 @@
         hub.add("owner/posts", {"data/train-00000.parquet": b"..."}, kind="dataset", revision="v1")
         subprocess.run(..., env={**os.environ, "HF_ENDPOINT": hub.endpoint})
 
+Whoever has a token of `users` may write: make a repository (POST /api/repos/create) and commit files to it.
+
 What clients ask: what a revision is (/api/models/REPO/revision/REV), its files (.../tree/COMMIT,
 .../paths-info/COMMIT), and the files themselves (/REPO/resolve/REV/PATH by HEAD and GET, with ETag and X-Repo-Commit).
 Errors carry X-Error-Code, from which clients make their exceptions.
@@ -12,6 +14,7 @@ Errors carry X-Error-Code, from which clients make their exceptions.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -28,10 +31,16 @@ class Hub:
 
     Attributes:
       requests: "METHOD /path" of each request, in order of arrival.
+      users: names by their tokens.
+      private: repositories that were made as such.
+      refused: status that commits are answered with; None: they are taken.
     """
 
     def __init__(self) -> None:
         self.requests: list[str] = []
+        self.users: dict[str, str] = {}
+        self.private: set[str] = set()
+        self.refused: int | None = None
         # (kind, repository) -> revision -> (commit, path -> content)
         self._repositories: dict[tuple[str, str], dict[str, tuple[str, dict[str, bytes]]]] = {}
         self._server: ThreadingHTTPServer | None = None
@@ -112,11 +121,15 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             url = urllib.parse.urlsplit(self.path)
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self._body()
             path = url.path.strip("/")
             hub.requests.append(f"{self.command} /{urllib.parse.unquote(path)}")
             parts = [urllib.parse.unquote(part) for part in path.split("/")]
-            if parts[0] == "api" and len(parts) >= 4 and parts[1] in KINDS:
+            if path == "api/validate-yaml":
+                self._json({"errors": [], "warnings": []})  # of a model card
+            elif path in ("api/whoami-v2", "api/repos/create") or "preupload" in parts or "commit" in parts:
+                self._write(parts, body)
+            elif parts[0] == "api" and len(parts) >= 4 and parts[1] in KINDS:
                 self._api(KINDS[parts[1]], "/".join(parts[2:4]), parts[4:], urllib.parse.parse_qs(url.query), body)
             elif "resolve" in parts:
                 kind = "dataset" if parts[0] == "datasets" else "model"
@@ -125,6 +138,52 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._file(kind, repository, parts[at + 1], "/".join(parts[at + 2 :]))
             else:
                 self._error(404, "", "no such page")
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+
+        def _write(self, parts: list[str], body: bytes) -> None:
+            """What needs a token: who it is of, a new repository, how files are to be sent, and a commit of them."""
+            user = hub.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+            if user is None:
+                return self._error(401, "", "Invalid username or password.")
+            if parts[1] == "whoami-v2":
+                return self._json({"name": user, "type": "user", "orgs": []})
+            if parts[1] == "repos":
+                asked = json.loads(body)
+                name = f"{asked.get('organization') or user}/{asked['name']}"
+                if name.split("/")[0] != user:
+                    return self._error(403, "", "You don't have the rights to create a model under this namespace")
+                url = f"{hub.endpoint}/{name}"
+                if ("model", name) in hub._repositories:
+                    return self._send(409, json.dumps({"url": url}).encode(), {"Content-Type": "application/json"})
+                hub.add(name, {})
+                if asked.get("private") or asked.get("visibility") == "private":
+                    hub.private.add(name)
+                return self._json({"url": url, "id": name, "name": name})
+            name, what = "/".join(parts[2:4]), parts[4]
+            if what == "preupload":
+                asked = json.loads(body)["files"]
+                files = [{"path": x["path"], "uploadMode": "regular", "shouldIgnore": False} for x in asked]
+                return self._json({"files": files})
+            if hub.refused is not None:
+                return self._error(hub.refused, "", "the hub is tired")
+            _, files = hub.find("model", name, "main")
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    files = {**files, line["value"]["path"]: base64.b64decode(line["value"]["content"])}
+            commit = hub.add(name, files)
+            self._json({"commitOid": commit, "commitUrl": f"{hub.endpoint}/{name}/commit/{commit}", "success": True})
+
+        def _json(self, answer: Any) -> None:
+            self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         def _revision(self, kind: str, repository: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
             """The revision's commit and files; None when the error was already sent."""

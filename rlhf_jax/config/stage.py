@@ -33,6 +33,12 @@ class StageConfig:
     """Name of the run in W&B and trackio; default: its folder."""
     project: str | None = None
     """Project there; default: WANDB_PROJECT in the environment, or rlhf_jax."""
+    push_to_hub: bool = False
+    """Upload the final model (policy/ or reward_model/) to the Hugging Face hub, with tokenizer and model card."""
+    hub_model_id: str | None = None
+    """Its name there, NAME or OWNER/NAME; default: that of the run's folder; the owner is the token's user."""
+    hub_private_repo: bool | None = None
+    """Whether a repository that is made for it is private; None: as the owner's settings say."""
     logging_steps: int = 1
     """Print a progress line every so many updates (metrics.jsonl gets every update)."""
     save_steps: float = 500
