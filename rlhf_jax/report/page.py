@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_jax.folder import write_atomically
 from rlhf_jax.metrics import json_text
-from rlhf_jax.report import charts, facts, parts, samples
+from rlhf_jax.report import charts, facts, measured, parts, samples
 from rlhf_jax.report.series import Group
 from rlhf_jax.types import UserError
 
@@ -40,6 +40,7 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
     drawn = charts.sections(curves)
     shown = samples.collect(runs)
     calibrated = facts.calibration(runs)
+    gold = measured.frontier(curves) if name == "policy" else None
     score = "objective/scores" if any("objective/scores" in group.names() for group in groups) else "reward"
     data = {
         "tab": name,
@@ -51,6 +52,7 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
             "train": charts.against(curves, "objective/kl", score, root=True),
             "eval": charts.against(curves, "eval/kl", "eval/scores", root=True),
         },
+        "measured": gold,
         "lengths": {
             "train": charts.against(curves, "val/response_length", score),
             "eval": charts.against(curves, "eval/response_length", "eval/scores"),
@@ -68,6 +70,7 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
             '<h2>Trade-offs</h2><div class="grid">'
             '<figure class="card"><figcaption>Reward against √KL <small>the frontier</small></figcaption>'
             f'<div class="plot" data-scatter="frontier" data-tab="{parts.e(name)}"></div></figure>'
+            f"{parts.measured(gold, groups, name)}"
             '<figure class="card"><figcaption>Reward against length <small>does it pay to be long?</small></figcaption>'
             f'<div class="plot" data-scatter="lengths" data-tab="{parts.e(name)}"></div></figure></div>'
         ]

@@ -201,6 +201,22 @@ Open a row's prompt for all of it, and for what other updates answered.{e(left)}
 </div>"""
 
 
+def measured(gold: dict[str, Any] | None, groups: Sequence[Group], tab: str) -> str:
+    """The chart of a reward that is measured only, with the fits' numbers; nothing where there is none."""
+    if gold is None:
+        return ""
+    rows = [
+        [e(groups[fit["group"]].label), *(_number(fit[name], 3) for name in ("alpha", "beta", "peak"))]
+        for fit in gold["fits"]
+    ]
+    heads = ["fit of R(0) + d (α − β log d)", "α", "β", "turns at d"]
+    return (
+        f'<figure class="card"><figcaption>{e(gold["name"])} against √KL <small>measured, not learned from</small>'
+        f'</figcaption><div class="plot" data-scatter="measured" data-tab="{e(tab)}"></div>'
+        f"{_table(heads, rows, 'fits') if rows else ''}</figure>"
+    )
+
+
 def config(groups: Sequence[Group]) -> str:
     """Options, with what the recipe and the dataclass had."""
     rows = facts.options(groups)

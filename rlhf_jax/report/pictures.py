@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_jax.report import charts
+from rlhf_jax.report import charts, measured
 from rlhf_jax.report.series import Group, thinned
 from rlhf_jax.types import UserError
 
@@ -68,7 +68,8 @@ def draw(groups: Sequence[Group], stem: str) -> list[str]:
 
 
 def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
-    """Curves of metrics, those after the first dashed; of no metric the frontier."""
+    """Curves of metrics, those after the first dashed; of no metric the frontier, and the fits of a reward that is
+    only measured."""
     for i, group in enumerate(curves.groups):
         colour = f"C{i % 10}"
         for place, name in enumerate(metrics):
@@ -82,6 +83,12 @@ def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
     if not metrics:
         for found in charts.against(curves, "objective/kl", "objective/scores", root=True):
             axes.scatter(found["x"], found["y"], s=8, color=f"C{found['group'] % 10}", alpha=0.6)
+        if gold := measured.frontier(curves):
+            for found in gold["train"]:
+                axes.scatter(found["x"], found["y"], s=12, marker="x", color=f"C{found['group'] % 10}", alpha=0.4)
+            for found in gold["fits"]:
+                axes.plot(found["x"], found["y"], color=f"C{found['group'] % 10}", lw=1.8)
+            axes.set_ylabel(f"score (dots), {gold['name']} (crosses, fits)".replace("$", r"\$"), fontsize=8)
         axes.set_xlabel("√KL")
     else:
         axes.set_xlabel("update")

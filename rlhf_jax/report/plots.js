@@ -166,7 +166,7 @@ function mark(line) {
 // --- points
 
 function scatter(tab, name, box, readout) {
-  const labels = { frontier: ["√KL, nats", "score"], lengths: ["tokens", "score"] }[name];
+  const labels = { frontier: ["√KL, nats", "score"], measured: ["√KL, nats", "reward"], lengths: ["tokens", "score"] }[name];
   const hidden = settings.hidden[tab.tab], clouds = [];
   for (const kind of ["train", "eval"])
     for (const cloud of tab[name][kind]) if (!hidden.has(cloud.group)) clouds.push({ ...cloud, kind });
@@ -186,6 +186,14 @@ function scatter(tab, name, box, readout) {
     ctx.beginPath();
     ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
     ctx.clip();
+    for (const fit of tab[name].fits ?? []) {
+      if (hidden.has(fit.group)) continue;
+      ctx.beginPath();
+      fit.x.forEach((x, i) => ctx[i ? "lineTo" : "moveTo"](...dot(u, x, fit.y[i])));
+      ctx.strokeStyle = colour(fit.group);
+      ctx.lineWidth = 2 * unit;
+      ctx.stroke();
+    }
     for (const cloud of clouds) {
       const shade = colour(cloud.group), n = cloud.x.length;
       if (cloud.kind === "eval") {
@@ -220,7 +228,8 @@ function scatter(tab, name, box, readout) {
   };
   const said = () => {
     const held = clouds.some((cloud) => cloud.kind === "eval") ? "; rings: held out" : "";
-    readout.textContent = `dots: updates, stronger is later${held}`;
+    const fits = tab[name].fits?.length ? "; lines: fits" : "";
+    readout.textContent = `dots: updates, stronger is later${held}${fits}`;
   };
   said();
   fitted(box, (width, height) => new uPlot({

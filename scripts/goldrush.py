@@ -1,0 +1,59 @@
+"""The over-optimisation study: all stages of configs/goldrush.py in order, then one report of its policies.
+
+    python scripts/goldrush.py                      # about half an hour on two cores; goes on where it was stopped
+    python scripts/goldrush.py --folder runs/short --short        # a few updates of each, to see that it works
+
+Each policy learns from a learned reward model, or an ensemble of them; the gold reward is measured beside it and weighs
+nothing. The report (FOLDER/report.html) draws both against the root of the KL, with the fit of Gao et al. 2022.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import runpy
+import sys
+
+from rlhf_jax import UserError, compile_cache, configfile, report, train
+
+SHORT = {"max_steps": 4, "total_episodes": 512, "max_eval_samples": 64, "max_train_samples": 256, "eval_steps": 2}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 0 when done, 2 with one line of explanation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/goldrush"), help="of all runs")
+    parser.add_argument("--only", nargs="+", default=[], help="variants of the config; default: all")
+    parser.add_argument("--short", action="store_true", help="a few updates of each")
+    options = parser.parse_args(argv)
+    compile_cache.switch_on()
+    scope = runpy.run_path(str(configfile.config_folder() / "goldrush.py"))
+    try:
+        if unknown := [name for name in options.only if name not in scope["VARIANTS"]]:
+            raise UserError(f"--only {unknown[0]}: there are {', '.join(scope['VARIANTS'])}")
+        for name in options.only or scope["VARIANTS"]:
+            print(f"== {name}", flush=True)
+            train.run(placed(configfile.load_config(f"goldrush:{name}"), scope["RUNS"], options))
+        policies = [str(options.folder / name) for name in scope["POLICIES"] if (options.folder / name).exists()]
+        if policies:
+            print("\n".join(report.write(policies, str(options.folder / "report.html"))))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def placed(config, runs: str, options: argparse.Namespace):
+    """The config with the study's folder in the place of the default one; with --short, a few updates."""
+    changed = {} if not options.short else {name: v for name, v in SHORT.items() if hasattr(config, name)}
+    for name, value in vars(config).items():
+        if isinstance(value, str) and value.startswith(f"{runs}/"):
+            changed[name] = str(options.folder) + value.removeprefix(runs)
+        elif name == "more_reward_models":
+            changed[name] = tuple(str(options.folder) + path.removeprefix(runs) for path in value)
+    return dataclasses.replace(config, **changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
