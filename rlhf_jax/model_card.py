@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from rlhf_jax.differences import matches
 from rlhf_jax.folder import write_atomically
@@ -19,6 +23,7 @@ _METHODS = {
     "ppo": "PPO",
     "rloo": "RLOO",
 }
+_BARS, _WIDTH = "▁▂▃▄▅▆▇█", 40
 _ROLES = {"policy": "Policy", "value": "Value model", "reward_model": "Reward model"}
 
 _CITATIONS = {
@@ -74,6 +79,8 @@ def model_card(
     *,
     base_model: str | None = None,
     adapter: bool = False,
+    recipe: str | None = None,
+    curves: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
     """A model card in Hugging Face's form: YAML for the hub, then text.
 
@@ -84,6 +91,8 @@ def model_card(
       metrics: scalars, of the last update and the final evaluations.
       base_model: what training started from, a hub name or a folder; None for random weights.
       adapter: it is an adapter in PEFT's form.
+      recipe: what `--config` named.
+      curves: values of a metric over the run, by its name.
 
     Returns:
       The text of README.md.
@@ -101,19 +110,40 @@ def model_card(
     chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
     options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
     numbers = [f"| {k} | {short_number(v)} |" for k, v in metrics.items() if isinstance(v, (int, float))]
+    drawn = [
+        f"| {k} | {short_number(v[0])} | {sparkline(v)} | {short_number(v[-1])} |"
+        for k, v in (curves or {}).items()
+        if len(v) > 1
+    ]
     cited = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
         "\n".join([*head, "---"]),
         f"# {_ROLES[role]} by {_METHODS[stage]}" + (", as an adapter" if adapter else ""),
-        f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}.",
+        f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}."
+        + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
         "The `config.json` of the run's folder repeats it: `python -m rlhf_jax.train --config RUN/config.json`.",
         "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
+        "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *drawn])
+        if drawn
+        else "",
         "\n".join(["## Options\n", "| option | value |", "|---|---|", *options]),
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions().items()),
         "## Citation\n\n```bibtex\n" + "\n".join(cited) + "\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of text, from its least to its greatest value, a character for each stretch's mean; a dot
+    where nothing is finite."""
+    edges = np.linspace(0, len(values), min(len(values), _WIDTH) + 1).astype(int)
+    parts = [np.asarray(values[a:b], float) for a, b in zip(edges[:-1], edges[1:])]
+    means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts]
+    low, high = np.nanmin([*means, np.inf]), np.nanmax([*means, -np.inf])
+    top = len(_BARS) - 1
+    levels = [0.5 if high <= low else (mean - low) / (high - low) for mean in means]
+    return "".join("·" if np.isnan(mean) else _BARS[round(level * top)] for mean, level in zip(means, levels))
 
 
 def _loading(role: str, adapter: bool) -> str:
@@ -138,19 +168,22 @@ def _cell(value: Any) -> str:
     return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
-def write_model_card(
-    folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], *, base_model: str | None = None
-) -> None:
-    """Writes README.md into the folder of an exported model.
+def write_model_card(folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], **more: Any) -> None:
+    """Writes README.md into the folder of an exported model, with the recipe's name as recipe.json beside it has it.
 
     Args:
       folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with _adapter or _base behind; its name says
         what the model is.
-      stage, config, metrics, base_model: as `model_card`.
+      stage, config, metrics: as `model_card`.
+      **more: base_model and curves, as there.
     """
     role = re.sub(r"_(adapter|base)$", "", os.path.basename(os.path.normpath(folder)))
     if role not in _ROLES:
         raise ValueError(f"{folder} is none of {', '.join(_ROLES)}")
     adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
-    text = model_card(role, stage, config, metrics, base_model=base_model, adapter=adapter)
+    beside = os.path.join(os.path.dirname(os.path.normpath(folder)), "recipe.json")
+    if os.path.exists(beside):
+        with open(beside, encoding="utf-8") as file:
+            more["recipe"] = json.load(file)["config"]
+    text = model_card(role, stage, config, metrics, adapter=adapter, **more)
     write_atomically(os.path.join(folder, "README.md"), text)

@@ -299,8 +299,9 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
     lines = distributed.from_first(lambda: metrics.read_metrics(run_folder.metrics))
     final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **found}
     if distributed.is_main():
+        curves = {of: [line[of] for line in lines if of in line] for of in stage.progress}
         for path in paths.values():
-            model_card.write_model_card(path, name, options, final, base_model=stage.base_model)
+            model_card.write_model_card(path, name, options, final, base_model=stage.base_model, curves=curves)
     run_folder.finish(end, metrics=final, paths=paths)
     if distributed.is_main() and config.push_to_hub:
         push(config, paths)
