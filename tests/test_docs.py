@@ -3,7 +3,6 @@
 import ast
 import pathlib
 import re
-import shlex
 import sys
 
 import pytest
@@ -14,15 +13,7 @@ from tests.children import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import options_page  # noqa: E402
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.M | re.S)
-STANDS_FOR = {"$COMMON": "", "CONFIG": "quickstart.py", "my_ppo.py": "tldr_ppo.py"}
-"""What a command leaves to the reader, and what may stand there."""
-
-
-def text_of(page: pathlib.Path) -> str:
-    return page.read_text(encoding="utf-8")
+from docs_commands import FENCE, PAGES, STANDS_FOR, commands, text_of  # noqa: E402
 
 
 def anchors(page: pathlib.Path) -> set[str]:
@@ -43,36 +34,6 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
-def words_of(text: str) -> list[list[str]]:
-    """The words of each command in shell text; one that is inside quotes comes by itself, after the one around it."""
-    found, line = [], ""
-    for part in re.split(r"\n|&&", re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))):
-        line = f"{line} && {part}" if line else part
-        try:
-            words = shlex.split(line)
-        except ValueError:  # within quotes, which end further on
-            continue
-        found += [words, *(inner for word in words if " " in word for inner in words_of(word))]
-        line = ""
-    return found
-
-
-def commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of every command of ours in a block of the docs."""
-    found = []
-    for page in PAGES:
-        for block in FENCE.findall(text_of(page)):
-            if not re.match(r"```(?!bash|sh|$)\w", block):
-                found += [(page.name, words) for words in words_of(block.strip("`\n")) if is_ours(words)]
-    return found
-
-
-def is_ours(words: list[str]) -> bool:
-    """Whether a command is of this package or of scripts/."""
-    modules = {"rlhf_jax.train", "rlhf_jax.evaluate"}
-    return bool(modules & {*words}) or any(re.match(r"(\S*/)?scripts/\w", word) for word in words)
-
-
 COMMANDS = commands()
 
 
@@ -88,6 +49,8 @@ def test_documented_commands_are_understood(page, words):
         given = [word for word in words[words.index("rlhf_jax.train") + 1 :] if word]
         if "$@" not in given:
             command.parse(given)
+    elif "rlhf_jax.report" in words:
+        assert all(not word.startswith("--") for word in words[words.index("rlhf_jax.report") + 1 :])
     elif "rlhf_jax.evaluate" in words:
         evaluate_options.parse(words[words.index("rlhf_jax.evaluate") + 1 :])
     else:
