@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -113,6 +114,6 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     lines += ["next:", f"  python -m rlhf_jax.report {place}"]
     lines += [f"  python -m rlhf_jax.evaluate --run_dir {place}"]
     if any(isinstance(stage, PolicyConfig) for stage in stages_of(config).values()) or "policy" in first.paths:
-        code = f'import rlhf_jax; print(rlhf_jax.load_policy({result.run_dir!r}).generate(["..."]))'
+        code = f'import rlhf_jax; print(rlhf_jax.load_policy({json.dumps(result.run_dir)}).generate(["..."]))'
         lines += [f"  python -c {shlex.quote(code)}"]
     return [printable(line) for line in lines]
