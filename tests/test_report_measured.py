@@ -12,9 +12,10 @@ from rlhf_jax.report import charts, measured, page
 from tests import report_runs
 
 
-def study(folder, weights=(1.0, 0.0), updates=40):
+def study(folder, weights=(1.0, 0.0), updates=40, **options):
     """A run with a second reward that rises and falls: 0.3 + d (1.5 - 0.8 log d) of its √KL."""
-    config = PPOConfig(reward_funcs=("m:gold",), reward_weights=weights)
+    options = {"reward_model_path": "runs/a/reward_model", "reward_funcs": ("m:gold",), **options}
+    config = PPOConfig(reward_weights=weights, **options)
     run = report_runs.make(folder, config, updates=updates)
     rows = report_runs.read_lines(run.metrics)
     for row in rows:
@@ -64,6 +65,19 @@ def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
     assert measured.frontier(curves_of(study(tmp_path / "a", weights=(1.0, 0.5)))) is None
     report_runs.make(tmp_path / "b", PPOConfig())
     assert measured.frontier(curves_of(str(tmp_path / "b"))) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"more_reward_models": ("b/reward_model", "c/reward_model"), "reward_ensemble": "min"},
+        {"more_reward_models": ("b/reward_model",), "weights": (1.0, 1.0, 0.0)},
+        {"reward_funcs": ()},  # the function was given to rlhf_jax.run
+        {"reward_model_path": None, "reward_funcs": ("m:gold", "m:other"), "weights": (0.0, 1.0)},
+    ],
+)
+def test_it_is_known_whatever_the_other_rewards_are(tmp_path, options):
+    assert measured.frontier(curves_of(study(tmp_path / "a", **options)))["name"] == "gold"
 
 
 def test_the_page_has_the_chart_and_the_numbers(tmp_path):

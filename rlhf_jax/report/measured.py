@@ -8,18 +8,36 @@ import numpy as np
 
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, numbers
+from rlhf_jax.rewards import numbered
 
 FEWEST = 6
 """Points of a fit."""
 
 
 def metric_of(group: Group) -> str | None:
-    """rewards/NAME/mean of the group's first reward of weight 0; None where all have a weight."""
-    weights = group.runs[0].config.get("reward_weights") or ()
-    names = [name for name in group.names() if name.startswith("rewards/") and name.endswith("/mean")]
+    """rewards/NAME/mean of the group's first reward of weight 0; None where there is none, or it cannot be told."""
+    config, measures = group.runs[0].config, group.names()
+    weights = config.get("reward_weights") or ()
+    names = _names(config)
+    there = [name.split("/")[1] for name in measures if name.startswith("rewards/") and name.endswith("/mean")]
+    others = [name for name in there if name not in names]  # functions that rlhf_jax.run was given
+    if len(others) == 1 and len(names) + 1 == len(weights):
+        names += others
     if len(names) != len(weights):
         return None
-    return next((name for name, weight in zip(names, weights) if weight == 0), None)
+    wanted = [f"rewards/{name}/mean" for name, weight in zip(names, weights) if weight == 0]
+    return next((name for name in wanted if name in measures), None)
+
+
+def _names(config: dict[str, Any]) -> list[str]:
+    """The rewards that a config names, in the order of its weights."""
+    models = [path for path in (config.get("reward_model_path"), *(config.get("more_reward_models") or ())) if path]
+    together = config.get("reward_ensemble", "sum")
+    if len(models) > 1 and together != "sum":
+        models = [f"ensemble_{together}"]
+    functions = [spec.rpartition(":")[2] for spec in config.get("reward_funcs") or ()]
+    functions += ["server"] if config.get("reward_server") else []
+    return [*numbered(path.rstrip("/").split("/")[-1] for path in models), *numbered(functions)]
 
 
 def fit(d: np.ndarray, r: np.ndarray) -> tuple[float, float, float] | None:
