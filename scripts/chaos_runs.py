@@ -19,7 +19,7 @@ from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 UPDATES, SAVE_STEPS = 6, 2
-PATIENCE = {"leg": 900.0, "others": 120.0}  # seconds until a leg, or the rest of several processes, is said to hang
+PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or the rest of several processes, is said to hang
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
 
 ADAPTED = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
