@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +21,8 @@ from rlhf_jax import peers
 from rlhf_jax.types import UserError
 
 # The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds.
-LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60}
+PATIENCE = 300.0  # seconds that a start waits for all processes
+LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60, "initialization_timeout": 360}
 VERDICT = 5.0  # seconds from a broken collective to the broken connection that explains it
 OPTIONS = ("distributed", "num_processes", "process_id")
 """Names of the options that only say how processes find each other."""
@@ -121,12 +124,32 @@ def _join_cluster(found: str | None) -> None:
             f"and I ${numbers}_RANK (docs/scaling.md has the command). Or --distributed off: one process by itself"
         )
     try:
-        jax.distributed.initialize(**LIMITS)
+        with _patience(f"those that {found} started"):
+            jax.distributed.initialize(**LIMITS)
     except Exception as error:  # jax's, of the metadata server, of Kubernetes: whatever the cluster's part may raise
         raise JoinError(
             f"{found} started this process as one of several, but it could not join the others ({_brief(error)}). "
             f"Start all of them, or give {BY_HAND}, or --distributed off: one process by itself"
         ) from error
+
+
+@contextlib.contextmanager
+def _patience(who: str) -> Iterator[None]:
+    """Ends this process with a line that says so where the others have not come in time: what jax does then is an abort
+    from within C++."""
+
+    def give_up() -> None:
+        waited = f"not all processes came within {PATIENCE:g} s: {who}"
+        print(f"error: {waited}. Nothing was begun; start all of them again", file=sys.stderr, flush=True)
+        os._exit(JoinError.status)
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _brief(error: Exception) -> str:
@@ -158,7 +181,8 @@ def _join(address: str, num_processes: int | None, process_id: int | None) -> No
     try:
         # Just that: otherwise jax would also ask SLURM or Open MPI, and take one device a process.
         asked = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
-        jax.distributed.initialize(address, **asked, **LIMITS)
+        with _patience(f"the {count} of --distributed {address}, of which this is number {index}"):
+            jax.distributed.initialize(address, **asked, **LIMITS)
     except RuntimeError as error:  # jaxlib's own kind is one
         raise JoinError(
             f"process {index} of {count} could not join --distributed {address} "

@@ -244,3 +244,20 @@ def test_two_processes_share_one_mesh_and_one_writes(tmp_path):
     assert first[0].startswith("ppo 1/1 | sum 496 | ") and first[1:] == ["done True"]
     assert second == ["done False"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "sum": 496.0}\n'
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_nobody_joins_gives_up_with_a_line_and_code_1(index):
+    """In place of jax's abort, which comes later; whether it waits as number 0 or for number 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code = "from rlhf_jax import distributed; distributed.PATIENCE = 2.0; "
+    code += f"distributed.initialize({address!r}, 2, {index})"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert "not all processes came within 2 s" in error and address in error and f"number {index}" in error
+    assert "Traceback" not in run.stderr and "Check failure" not in run.stderr
+    assert distributed.LIMITS["initialization_timeout"] > distributed.PATIENCE
