@@ -229,7 +229,7 @@ def test_flags_of_ppo_are_told_where_a_pipeline_has_rloo():
 
 
 def test_a_config_is_needed():
-    with pytest.raises(UserError, match=r"--config is missing. Shipped: quickstart\.py"):
+    with pytest.raises(UserError, match=r"--config is missing. Shipped: goldrush\.py, quickstart\.py"):
         command.parse(["--kl_coef", "0.1"])
     with pytest.raises(UserError, match=r"'tldr_ppo\.py' stands before any flag. Did you mean --config tldr_ppo\.py"):
         command.parse(["tldr_ppo.py"])

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import pathlib
+import runpy
 
 import jax
 import pytest
@@ -111,8 +112,8 @@ def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
 
 def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = configfile.shipped_configs()
-    rloo = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py"}
-    assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | rloo
+    more = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
+    assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
         assert len((configfile.config_folder() / name).read_text().splitlines()) <= 75
@@ -156,6 +157,21 @@ def test_the_quickstart_with_adapters_is_the_other_but_for_adapters_and_ppos_lea
     for stage, more in (("reward", set()), ("ppo", {"lora_value", "learning_rate"})):
         ours, theirs = vars(getattr(lora, stage)), vars(getattr(plain, stage))
         assert {name for name in ours if ours[name] != theirs[name]} == adapters | more
+
+
+def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_they_need_each_other():
+    scope = runpy.run_path(str(configfile.config_folder() / "goldrush.py"))
+    made = {f"{scope['RUNS']}/{name}": configfile.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
+    known: set[str] = set()
+    for run_dir, config in made.items():
+        arithmetic.check(config)
+        assert config.run_dir == run_dir
+        needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
+        needed += getattr(config, "more_reward_models", ())
+        assert all(path.rpartition("/")[0] in known for path in needed if path is not None), run_dir
+        known.add(run_dir)
+    members = [made[f"{scope['RUNS']}/{name}"] for name in scope["MEMBERS"]]
+    assert len({config.seed for config in members}) == 3 and len({config.scratch_model for config in members}) == 1
 
 
 # --- pipelines
@@ -213,7 +229,7 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
 
 
 BAD_SPECS = {
-    "qickstart": "no such config. Did you mean quickstart.* Shipped: quickstart.py, quickstart_lora.py",
+    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, quickstart.py, quickstart_lora.py",
     "nothing/like_it.py": "no such file",
     "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
     "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",
