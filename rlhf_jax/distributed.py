@@ -20,9 +20,10 @@ from jax.experimental import multihost_utils
 from rlhf_jax import peers
 from rlhf_jax.types import UserError
 
-# The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds.
 PATIENCE = 300.0  # seconds that a start waits for all processes
-LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60, "initialization_timeout": 360}
+# The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds. Its wait at the start,
+# which ends in an abort, is longer than ours.
+LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60, "initialization_timeout": int(PATIENCE) + 60}
 VERDICT = 5.0  # seconds from a broken collective to the broken connection that explains it
 OPTIONS = ("distributed", "num_processes", "process_id")
 """Names of the options that only say how processes find each other."""

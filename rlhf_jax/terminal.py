@@ -104,8 +104,8 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     for name, found in results.items():
         begin = f"{name}/" if pipeline else ""
         rows += [(f"{begin}{part}", path) for part, path in found.paths.items()]
-    first = list(results.values())[-1]
-    rows.append(("metrics", os.path.join(first.run_dir, "metrics.jsonl")))
+    last = list(results.values())[-1]
+    rows.append(("metrics", os.path.join(last.run_dir, "metrics.jsonl")))
     if pipeline:
         rows.append(("comparison", os.path.join(result.run_dir, "comparison.json")))
     width = max(len(name) for name, _ in rows)
@@ -113,7 +113,7 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     place = shlex.quote(result.run_dir)
     lines += ["next:", f"  python -m rlhf_jax.report {place}"]
     lines += [f"  python -m rlhf_jax.evaluate --run_dir {place}"]
-    if any(isinstance(stage, PolicyConfig) for stage in stages_of(config).values()) or "policy" in first.paths:
+    if any(isinstance(stage, PolicyConfig) for stage in stages_of(config).values()) or "policy" in last.paths:
         code = f'import rlhf_jax; print(rlhf_jax.load_policy({json.dumps(result.run_dir)}).generate(["..."]))'
         lines += [f"  python -c {shlex.quote(code)}"]
     return [printable(line) for line in lines]

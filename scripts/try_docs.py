@@ -55,7 +55,7 @@ def why_not(words: list[str]) -> str | None:
     return None
 
 
-def runnable(words: list[str], folder: pathlib.Path) -> list[str]:
+def runnable(words: list[str]) -> list[str]:
     """The command with this Python, few updates and absolute paths of scripts."""
     words = [STANDS_FOR.get(word, word) for word in words if STANDS_FOR.get(word, word) and "=" not in word[:20]]
     found = [sys.executable if word in ("python", "python3") else word for word in words]
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
             began = time.monotonic()
             text = "SUBREDDIT: r/advice\n\nPOST: i met anna.\n\nTL;DR:\n"
             run = subprocess.run(
-                runnable(words, folder), cwd=folder, env=environment, input=text, capture_output=True, text=True
+                runnable(words), cwd=folder, env=environment, input=text, capture_output=True, text=True
             )
             done, failed = done + 1, failed + (run.returncode != 0)
             print(f"{'ok ' if run.returncode == 0 else 'BAD'} {time.monotonic() - began:4.0f} s  {shown}", flush=True)
