@@ -10,9 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,7 +48,7 @@ class Program:
     traced: Any = None
     """What was compiled, as jax.stages.Traced."""
     text: str = ""
-    """XLA's text of what came out, where it was asked for."""
+    """XLA's text of what came out, where `make` kept it."""
 
     @property
     def peak(self) -> int:
@@ -131,7 +129,10 @@ def parts(stage: Any) -> dict[str, int]:
 
 
 def programs(
-    stage: Any, tell: Callable[[Program], None] = lambda program: None, only: Sequence[str] = (), texts: bool = False
+    stage: Any,
+    tell: Callable[[Program], None] = lambda program: None,
+    only: Sequence[str] = (),
+    make: Callable[..., Program] | None = None,
 ) -> list[Program]:
     """The programs of an update, compiled.
 
@@ -139,7 +140,7 @@ def programs(
       stage: by `planned_stage`.
       tell: called with each as soon as it is there.
       only: names of the programs to compile; empty: all.
-      texts: keep XLA's text of each.
+      make: compiles one, as `compiled`, the default.
 
     Returns:
       A Program each, in the order of an update.
@@ -149,7 +150,7 @@ def programs(
 
     def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
         if not only or name in only:
-            found.append(_compiled(name, program, args, held - bytes_on_device(resident), texts))
+            found.append((make or compiled)(name, program.trace(*args), held - bytes_on_device(resident)))
             tell(found[-1])
         return on_mesh(program.eval_shape(*args), stage.mesh)
 
@@ -168,17 +169,22 @@ def on_mesh(shapes: Any, mesh: Any) -> Any:
     return jax.tree.map(place, shapes)
 
 
-def _compiled(name: str, program: Any, args: tuple, beside: int, texts: bool) -> Program:
-    began, traced = time.perf_counter(), program.trace(*args)
-    text = ""
+def compiled(name: str, traced: Any, beside: int, options: dict[str, Any] | None = None) -> Program:
+    """Compiles a program.
+
+    Args:
+      name: of it.
+      traced: jax.stages.Traced.
+      beside: bytes that a device holds of what the program does not see.
+      options: of XLA's compiler.
+
+    Returns:
+      The Program; with `refused` where it does not fit.
+    """
+    began = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory() as folder, _kept_nowhere():
-            # jaxlib cannot read all that the TPU's compiler writes: its own text is taken from the disk.
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if texts else None
-            compiled = traced.lower().compile(compiler_options=dump)
-            if texts:
-                found = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"))
-                text = found[-1].read_text() if found else compiled.as_text()
+        with _kept_nowhere():
+            memory = traced.lower().compile(compiler_options=options).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -186,11 +192,9 @@ def _compiled(name: str, program: Any, args: tuple, beside: int, texts: bool) ->
         size = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1)) if used else math.nan
         said = f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB" if used else str(error).splitlines()[0][:200]
         seconds = time.perf_counter() - began
-        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said, traced=traced)
-    memory = compiled.memory_analysis()
+        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said, traced)
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    seconds = time.perf_counter() - began
-    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, traced=traced, text=text)
+    return Program(name, time.perf_counter() - began, *sizes, memory.alias_size_in_bytes, beside, traced=traced)
 
 
 @contextlib.contextmanager

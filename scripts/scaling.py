@@ -2,6 +2,7 @@
 
     pip install '.[tpu-aot]'
     python scripts/scaling.py                           # compiles the rows that are not there yet; hours
+    python scripts/scaling.py --assigned                # up to where XLA has assigned the memory; half a minute a row
     python scripts/scaling.py --only 1b:ppo:v5e:4x4     # one of them
     python scripts/scaling.py --weak                    # v5p from 8 to 4,096 chips, the same work a chip
     python scripts/scaling.py --print                   # the table of what is there; with --weak, of that
@@ -9,6 +10,7 @@
 No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
 layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and
 shared among the chips; bytes of memory and of the links between chips in the text of the compiled one (scripts/hlo.py).
+Most of a compilation is the writing of machine code, after which nothing of this changes: see scripts/compiling.py.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import compiling
 import count_work
 import hlo
 
@@ -108,8 +112,8 @@ def config_of(algo: str, path: str, mesh: tuple[int, int, int], micro: int, roll
     return RLOOConfig(**shared, num_generations=4, num_iterations=4)
 
 
-def measure(algo: str, size: str, topology: str, layout: tuple, only: tuple[str, ...], batch: int = 512) -> dict:
-    """One row: compiles `only` of the programs and counts what they do."""
+def measure(program: str, algo: str, size: str, topology: str, layout: tuple, assigned: bool, batch: int = 512) -> dict:
+    """One row with one of its programs: compiles it and counts what it does."""
     mesh, micro, rollout = layout
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
@@ -125,6 +129,7 @@ def measure(algo: str, size: str, topology: str, layout: tuple, only: tuple[str,
             "rollout": rollout,
             "batch": batch,
             "limit": limit,
+            "assigned": assigned,
             "parts": footprint.parts(stage),
             "cache": footprint.cache_bytes(stage),
             "programs": {},
@@ -135,10 +140,7 @@ def measure(algo: str, size: str, topology: str, layout: tuple, only: tuple[str,
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
             sys.stdout.flush()
 
-        footprint.programs(stage, tell, only, texts=True)
-    peaks = [program["peak"] for program in row["programs"].values()]
-    row["peak"] = max(peaks)
-    row["fits"] = row["peak"] <= limit and not any(program["refused"] for program in row["programs"].values())
+        footprint.programs(stage, tell, (program,), compiling.assigned if assigned else compiling.whole)
     return row
 
 
@@ -183,16 +185,37 @@ def stored(folder: pathlib.Path, name: str) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def fill(folder: pathlib.Path, name: str, make) -> dict:
-    """The row on disk, or a new one, written at once."""
-    found = stored(folder, name)
-    if found is None:
+def fill(folder: pathlib.Path, name: str, make: Callable[..., dict], *args: Any) -> dict:
+    """The row on disk, or `make(program, *args)` of all PROGRAMS, each in a process of its own: libtpu compiles one at
+    a time. It is written at once."""
+    if (found := stored(folder, name)) is None:
         print(name, flush=True)
-        found = make()
-        path = folder / f"{name.replace(':', '_')}.json"
-        path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n")
-        path.with_suffix(".part").rename(path)
+        with tempfile.TemporaryDirectory() as parts:
+            rows = [_made(pathlib.Path(parts, program), make, program, *args) for program in PROGRAMS]
+        programs = {key: program for row in rows for key, program in row["programs"].items()}
+        peak = max(sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values()))
+        fits = peak <= rows[0]["limit"] and not any(program["refused"] for program in programs.values())
+        keep(folder, name, found := {**rows[0], "programs": programs, "peak": peak, "fits": fits})
     return found
+
+
+def keep(folder: pathlib.Path, name: str, row: dict) -> None:
+    """Writes a row, whole or not at all."""
+    part = folder / f"{name.replace(':', '_')}.part"
+    part.write_text(json.dumps(row, indent=1) + "\n")
+    part.rename(part.with_suffix(".json"))
+
+
+def _made(path: pathlib.Path, make: Callable[..., dict], *args: Any) -> dict:
+    """`make(*args)` of another process, through a file."""
+    code = compiling.apart(_write, path, make, args)
+    if not path.exists():
+        raise UserError(f"a process ended with {code} and without a row: what it said stands above")
+    return json.loads(path.read_text())
+
+
+def _write(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
+    path.write_text(json.dumps(make(*args)))
 
 
 def names() -> list[tuple[str, str, str]]:
@@ -201,7 +224,7 @@ def names() -> list[tuple[str, str, str]]:
     return [(size, algo, topology) for size in sizes for algo in ("ppo", "rloo") for topology in LAYOUTS]
 
 
-def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, only: tuple[str, ...]) -> str | None:
+def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned: bool) -> str | None:
     """The smallest larger slice of the kind on which the row fits: each is compiled in its turn."""
     kind = topology.split(":")[0]
     chips = len(footprint.topology_devices(topology))
@@ -213,8 +236,7 @@ def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, only: tu
         (_, _, tensor), micro, rollout = LAYOUTS[topology][size]
         split = min(count // tensor, 128 // tensor)
         layout = (count // tensor // split, split, tensor), max(micro, count // tensor), max(rollout, count // tensor)
-        make = lambda t=larger, la=layout: measure(algo, size, t, la, only)  # noqa: E731
-        row = fill(folder, f"{size}:{algo}:{larger}", make)
+        row = fill(folder, f"{size}:{algo}:{larger}", measure, algo, size, larger, layout, assigned)
         if row["fits"]:
             return larger
     return None
@@ -290,9 +312,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="rows, as SIZE:ALGORITHM:SLICE")
     parser.add_argument("--weak", action="store_true", help="weak scaling in place of the table")
     parser.add_argument("--print", action="store_true", help="print the tables of what is there, compile nothing")
+    parser.add_argument("--assigned", action="store_true", help="stop each compilation where memory is assigned")
     parser.add_argument("--no_larger", action="store_true", help="do not look for the smallest slice that fits")
     options = parser.parse_args(argv)
-    folder, only = pathlib.Path(options.out), PROGRAMS
+    folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         known = [":".join(name) for name in names()]
@@ -302,9 +325,8 @@ def main(argv: list[str] | None = None) -> int:
             for topology, mesh in WEAK.items():
                 rows = 8 * mesh[0] * mesh[1]
                 layout = (mesh, rows, rows)
-                make = lambda t=topology, la=layout, n=rows: measure("ppo", "1b", t, la, only, n)  # noqa: E731
                 if not options.print:
-                    fill(folder, f"weak:{topology}", make)
+                    fill(folder, f"weak:{topology}", measure, "ppo", "1b", topology, layout, options.assigned, rows)
             print("\n".join(weak_table(folder)))
             return 0
         for size, algo, topology in names():
@@ -312,10 +334,10 @@ def main(argv: list[str] | None = None) -> int:
             if options.print or (options.only and name not in options.only):
                 continue
             layout = LAYOUTS[topology][size]
-            row = fill(folder, name, lambda a=algo, s=size, t=topology, la=layout: measure(a, s, t, la, only))
+            row = fill(folder, name, measure, algo, size, topology, layout, options.assigned)
             if not row["fits"] and "smallest" not in row and not options.no_larger:
-                row["smallest"] = smallest(algo, size, topology, folder, only)
-                (folder / f"{name.replace(':', '_')}.json").write_text(json.dumps(row, indent=1) + "\n")
+                row["smallest"] = smallest(algo, size, topology, folder, options.assigned)
+                keep(folder, name, row)
         print("\n".join(table(folder)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 TPUs that are not there.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling_adapters.py            # compiles what is not there yet; each slice takes minutes
+    python scripts/scaling_adapters.py            # compiles what is not there yet, to where memory is assigned
     python scripts/scaling_adapters.py --print
     python scripts/scaling_adapters.py --held     # models and moments alone, on 16 chips, compiled of nothing
 
@@ -20,6 +20,7 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import compiling
 import scaling
 
 from rlhf_jax import footprint, sharding
@@ -44,8 +45,8 @@ def config_of(path: str, mesh: tuple[int, int, int], options: dict) -> PPOConfig
     return PPOConfig(**{**vars(base), **options})
 
 
-def measure(size: str, way: str, topology: str, compiled: bool = True) -> dict:
-    """One slice: what each chip holds, and the peak of each program where that is less than it has."""
+def measure(program: str, size: str, way: str, topology: str) -> dict:
+    """One slice: what each chip holds, and the peak of a program where that is less than it has."""
     devices = footprint.topology_devices(topology)
     tensor = TENSOR[size]
     mesh = (1, len(devices) // tensor, tensor)
@@ -56,13 +57,11 @@ def measure(size: str, way: str, topology: str, compiled: bool = True) -> dict:
         parts = footprint.parts(stage)
         row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
         row["chips"], row["programs"] = len(devices), {}
-        if not compiled or sum(parts.values()) > limit:
-            return {**row, "fits": False}
-        for program in footprint.programs(stage, only=scaling.PROGRAMS):
-            row["programs"][program.name] = {"peak": program.peak, "refused": program.refused}
-            print(f"  {program.name}: peak {program.peak / scaling.GIB:.1f} GiB {program.refused}", flush=True)
-    fits = all(p["peak"] <= limit and not p["refused"] for p in row["programs"].values())
-    return {**row, "fits": fits}
+        if program and sum(parts.values()) <= limit:
+            (made,) = footprint.programs(stage, only=(program,), make=compiling.assigned)
+            row["programs"][program] = {"peak": made.peak, "refused": made.refused}
+            print(f"  {program}: peak {made.peak / scaling.GIB:.1f} GiB {made.refused}", flush=True)
+    return row
 
 
 def table(folder: pathlib.Path) -> list[str]:
@@ -78,8 +77,8 @@ def table(folder: pathlib.Path) -> list[str]:
             if not found:
                 continue
             row = next((row for row in found if row["fits"]), found[-1])
-            peak = max((p["peak"] for p in row["programs"].values()), default=0) / scaling.GIB
-            where = f"{row['topology']} | {row['chips']} | {peak:.1f} GiB" if row["fits"] else "none tried fits | | "
+            peak = f"{row['peak'] / scaling.GIB:.1f} GiB"
+            where = f"{row['topology']} | {row['chips']} | {peak}" if row["fits"] else "none tried fits | | "
             lines.append(f"{head_of(row)} {where} |")
     return lines
 
@@ -105,15 +104,15 @@ def main() -> int:
     parser.add_argument("--held", action="store_true", help="print what is held on 16 chips, compile nothing")
     options = parser.parse_args()
     if options.held:
-        rows = [measure(size, way, SLICES[2], compiled=False) for size in TENSOR for way in WAYS]
+        rows = [measure("", size, way, SLICES[2]) for size in TENSOR for way in WAYS]
         print("\n".join(map(head_of, rows)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     for size in () if options.print else TENSOR:
         for way in WAYS:
             for topology in SLICES:
-                make = lambda s=size, w=way, t=topology: measure(s, w, t)  # noqa: E731
-                if scaling.fill(options.out, name_of(size, way, topology), make)["fits"]:
+                name = name_of(size, way, topology)
+                if scaling.fill(options.out, name, measure, size, way, topology)["fits"]:
                     break
     print("\n".join(table(options.out)))
     return 0
