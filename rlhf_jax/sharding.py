@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,7 +54,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
         sizes[free[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise UserError(f"{product} = {fixed}, but there are {len(devices)} devices: set one of them to -1")
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    shape, auto = tuple(sizes.values()), (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+    except NotImplementedError:
+        # The links of a TPU slice form a torus, and an axis, as 64 of 4x4x8, may be part of one of its sides.
+        split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(split, AXES, axis_types=auto)
 
 
 @dataclasses.dataclass(frozen=True)

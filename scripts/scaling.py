@@ -193,7 +193,7 @@ def fill(folder: pathlib.Path, name: str, make: Callable[..., dict], *args: Any)
         with tempfile.TemporaryDirectory() as parts:
             rows = [_made(pathlib.Path(parts, program), make, program, *args) for program in PROGRAMS]
         programs = {key: program for row in rows for key, program in row["programs"].items()}
-        peak = max(sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values()))
+        peak = max([sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values())])
         fits = peak <= rows[0]["limit"] and not any(program["refused"] for program in programs.values())
         keep(folder, name, found := {**rows[0], "programs": programs, "peak": peak, "fits": fits})
     return found

@@ -27,7 +27,7 @@ from rlhf_jax import footprint, sharding
 from rlhf_jax.config import PPOConfig
 
 ROWS = scaling.ROWS.with_name("lora")
-SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16")
+SLICES = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16")
 TENSOR = {"1b": 1, "6.9b": 4}
 _LORA = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_dropout": 0.0}
 WAYS = {
@@ -48,7 +48,7 @@ def config_of(path: str, mesh: tuple[int, int, int], options: dict) -> PPOConfig
 def measure(program: str, size: str, way: str, topology: str) -> dict:
     """One slice: what each chip holds, and the peak of a program where that is less than it has."""
     devices = footprint.topology_devices(topology)
-    tensor = TENSOR[size]
+    tensor = min(TENSOR[size], len(devices))
     mesh = (1, len(devices) // tensor, tensor)
     limit = footprint.capacity(devices[0])
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--held", action="store_true", help="print what is held on 16 chips, compile nothing")
     options = parser.parse_args()
     if options.held:
-        rows = [measure("", size, way, SLICES[2]) for size in TENSOR for way in WAYS]
+        rows = [measure("", size, way, "v5e:4x4") for size in TENSOR for way in WAYS]
         print("\n".join(map(head_of, rows)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)

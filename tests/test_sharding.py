@@ -1,5 +1,6 @@
 """Where arrays lie: rules that name what is wrong, and real placement on eight devices."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -54,6 +55,28 @@ def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(sizes, message):
     with pytest.raises(UserError, match="mesh_data") as error:
         sharding.make_mesh(*sizes, devices=jax.devices()[:1])
     assert message in str(error.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What jax reads of a chip to lay a mesh on a slice."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+    process_index: int = 0
+    slice_index: int = 0
+
+
+@pytest.mark.parametrize("sizes", [(4, 32, 1), (2, 64, 1), (16, 8, 1), (64, 1, 2)])
+def test_every_mesh_that_multiplies_to_a_slice_lies_on_it(sizes):
+    # 64 of 4x4x8 is no product of whole sides of it, which jax.make_mesh refuses.
+    chips = [Chip(i, (x, y, z)) for i, (z, y, x) in enumerate(np.ndindex(8, 4, 4))]
+    mesh = sharding.make_mesh(*sizes, devices=chips)
+    assert mesh.devices.shape == sizes and {chip.id for chip in mesh.devices.flat} == set(range(128))
+    assert mesh.axis_names == sharding.AXES and set(mesh.axis_types) == {AxisType.Auto}
 
 
 # --- rules
