@@ -188,13 +188,22 @@ def compiled(name: str, traced: Any, beside: int, options: dict[str, Any] | None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])", str(error))
-        size = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1)) if used else math.nan
-        said = f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB" if used else str(error).splitlines()[0][:200]
-        seconds = time.perf_counter() - began
-        return Program(name, seconds, 0, 0, 0 if math.isnan(size) else int(size), 0, beside, said, traced)
+        size, said = _refusal(str(error))
+        return Program(name, time.perf_counter() - began, 0, 0, size, 0, beside, said, traced)
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     return Program(name, time.perf_counter() - began, *sizes, memory.alias_size_in_bytes, beside, traced=traced)
+
+
+def _refusal(error: str) -> tuple[int, str]:
+    """Bytes that a program needs by the compiler's error (0: it says nothing of them), and that in a line."""
+    size = r"([\d.]+)([KMGT])"
+    used = re.search(rf"Used {size} of {size}", error) or re.search(
+        rf"memory required for [\w ]+ \({size}\) exceeds available HBM \({size}\)", error
+    )
+    if not used:
+        return 0, error.splitlines()[0][:200]
+    bytes_needed = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1))
+    return int(bytes_needed), f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB"
 
 
 @contextlib.contextmanager

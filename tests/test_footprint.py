@@ -125,3 +125,34 @@ def test_without_libtpu_a_topology_names_the_extra(monkeypatch, capsys):
     flags = ["--topology", "v5e:4x4", "--dry_run"]
     assert train.main(["--config", "quickstart.py", *flags]) == 2
     assert "pip install 'rlhf_jax[tpu-aot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, size, said",
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (16.95G) exceeds available HBM (15.75G). HLO module: jit_update.",
+            int(16.95 * 2**30),
+            "needs 16.95 GiB of 15.75 GiB",
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.2G of 15.7G hbm.", int(18.2 * 2**30), ""),
+        ("RESOURCE_EXHAUSTED: no room\nfor more", 0, "RESOURCE_EXHAUSTED: no room"),
+    ],
+)
+def test_a_program_that_the_compiler_refuses_says_what_it_needs(error, size, said):
+    class Refused:
+        def lower(self):
+            raise jax.errors.JaxRuntimeError(error)
+
+    program = footprint.compiled("update", Refused(), beside=7)
+    assert program.peak == 7 + size and said in program.refused and program.refused
+
+
+def test_another_error_of_the_compiler_is_not_hidden():
+    class Broken:
+        def lower(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+        footprint.compiled("update", Broken(), beside=0)
