@@ -160,7 +160,11 @@ def _collectives(ran) -> list[Collective]:
         channel = re.search(r"channel_id=(\d+)", op.rest)
         mark = (channel[1],) if channel else (place, op.name)
         if mark not in out or times < out[mark].times:
-            out[mark] = _collective(kind, op, times)
+            found = _collective(kind, op, times)
+            if kind == "all-reduce" and place.startswith("all-reduce-scatter"):
+                # How a TPU's program writes a reduce-scatter: a fusion of that name, which sums and keeps a share.
+                found = dataclasses.replace(found, kind="reduce-scatter", sent=found.sent / 2)
+            out[mark] = found
     return list(out.values())
 
 

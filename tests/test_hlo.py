@@ -80,6 +80,25 @@ def test_a_collective_that_runs_through_several_fusions_counts_once():
     assert len(hlo.collectives(twice)) == len(hlo.collectives(text)) == 2
 
 
+def test_a_sum_of_which_a_fusion_keeps_a_share_is_a_reduce_scatter():
+    text = """HloModule jit_update
+
+%all-reduce-scatter.1 (input: f32[2048,64]) -> f32[256,64] {
+  %input = f32[2048,64] parameter(0)
+  %all-reduce.1 = f32[2048,64] all-reduce(%input), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %dynamic-slice.1 = f32[256,64] dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={256,64}
+}
+
+ENTRY %main (x: f32[2048,64]) -> f32[256,64] {
+  %x = f32[2048,64] parameter(0)
+  ROOT %fusion.1 = f32[256,64] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    (found,) = hlo.collectives(text)
+    assert found.kind == "reduce-scatter" and found.sent == 7 / 8 * 4 * 2048 * 64
+
+
 def test_bytes_of_tuples_are_summed_and_fast_memory_left_out():
     shape = "(f32[4,8]{1,0:T(8,128)}, bf16[16]{0:T(128)S(1)}, pred[])"
     assert hlo.bytes_of(shape) == 4 * 8 * 4 + 16 * 2 + 1
