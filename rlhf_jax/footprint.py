@@ -47,8 +47,10 @@ class Program:
     """What the compiler said, where the program does not fit."""
     traced: Any = None
     """What was compiled, as jax.stages.Traced."""
+    made: Any = None
+    """What came out, as jax.stages.Compiled."""
     text: str = ""
-    """XLA's text of what came out, where `make` kept it."""
+    """XLA's text of it, where `make` kept that."""
 
     @property
     def peak(self) -> int:
@@ -184,14 +186,15 @@ def compiled(name: str, traced: Any, beside: int, options: dict[str, Any] | None
     began = time.perf_counter()
     try:
         with _kept_nowhere():
-            memory = traced.lower().compile(compiler_options=options).memory_analysis()
+            made = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         size, said = _refusal(str(error))
         return Program(name, time.perf_counter() - began, 0, 0, size, 0, beside, said, traced)
+    memory, seconds = made.memory_analysis(), time.perf_counter() - began
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    return Program(name, time.perf_counter() - began, *sizes, memory.alias_size_in_bytes, beside, traced=traced)
+    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, traced=traced, made=made)
 
 
 def _refusal(error: str) -> tuple[int, str]:

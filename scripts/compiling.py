@@ -9,6 +9,7 @@ call it from one of its own, as `apart` does.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -37,11 +38,13 @@ def _file(folder: str, end: str) -> pathlib.Path | None:
 
 
 def whole(name: str, traced: Any, beside: int) -> footprint.Program:
-    """As `footprint.compiled`, with the text."""
+    """As `footprint.compiled`, with the text; for a CPU's devices too."""
     with tempfile.TemporaryDirectory() as folder:
         program = footprint.compiled(name, traced, beside, _dump(folder))
-        text = "" if program.refused else _file(folder, "after_codegen.txt").read_text()
-    return program.__class__(**{**vars(program), "text": text})
+        if program.refused:
+            return program
+        file = _file(folder, "after_codegen.txt")
+        return dataclasses.replace(program, text=file.read_text() if file else program.made.as_text())
 
 
 def assigned(name: str, traced: Any, beside: int) -> footprint.Program:

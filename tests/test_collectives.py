@@ -19,7 +19,7 @@ def compiled(mesh: tuple[int, int, int]) -> dict:
     """Collectives and largest arrays of the programs of a PPO update on a mesh."""
     from rlhf_jax import footprint, sharding
     from rlhf_jax.config import PPOConfig
-    from scripts import hlo
+    from scripts import compiling, hlo
 
     config = PPOConfig(
         scratch_model=f"{LAYERS}x{WIDTH}x{HEADS}",
@@ -38,7 +38,7 @@ def compiled(mesh: tuple[int, int, int]) -> dict:
     )
     stage = footprint.planned_stage(config, sharding.make_mesh(*mesh))
     found = {}
-    for program in footprint.programs(stage, only=("generate", "update"), texts=True):
+    for program in footprint.programs(stage, only=("generate", "update"), make=compiling.whole):
         text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {
