@@ -4,7 +4,6 @@ TPUs that are not there.
     pip install '.[tpu-aot]'
     python scripts/scaling_adapters.py            # compiles what is not there yet, to where memory is assigned
     python scripts/scaling_adapters.py --print
-    python scripts/scaling_adapters.py --held     # models and moments alone, on 16 chips, compiled of nothing
 
 The update is that of scaling.py. Slices are tried from the smallest: one whose models alone are over its memory is not
 compiled, and the first on which all programs fit is the row.
@@ -57,7 +56,7 @@ def measure(program: str, size: str, way: str, topology: str) -> dict:
         parts = footprint.parts(stage)
         row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
         row["chips"], row["programs"] = len(devices), {}
-        if program and sum(parts.values()) <= limit:
+        if sum(parts.values()) <= limit:
             (made,) = footprint.programs(stage, only=(program,), make=compiling.assigned)
             row["programs"][program] = {"peak": made.peak, "refused": made.refused}
             print(f"  {program}: peak {made.peak / scaling.GIB:.1f} GiB {made.refused}", flush=True)
@@ -101,12 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=ROWS, help="folder of the rows, a JSON file each")
     parser.add_argument("--print", action="store_true", help="print the table of what is there, compile nothing")
-    parser.add_argument("--held", action="store_true", help="print what is held on 16 chips, compile nothing")
     options = parser.parse_args()
-    if options.held:
-        rows = [measure("", size, way, "v5e:4x4") for size in TENSOR for way in WAYS]
-        print("\n".join(map(head_of, rows)))
-        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     for size in () if options.print else TENSOR:
         for way in WAYS:
