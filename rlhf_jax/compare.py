@@ -23,12 +23,14 @@ def after_pipeline(config: Pipeline) -> dict:
     Returns:
       {"rows", "samples", "gain", "gain_se"}: the table, three samples, and the mean gain with its standard error.
     """
-    path = os.path.join(config.run_dir, "comparison.json")
     stage_name, stage_config = list(stages_of(config).items())[-1]
+    folder = os.path.join(config.run_dir, stage_name)
+    # Beside the policy: another algorithm's, of the same pipeline, has its own.
+    path = os.path.join(folder, "comparison.json")
     stage, label = STAGES[stage_name](stage_config), stage_name.upper()
     held_out, prompts = bool(stage.eval_sets), stage.held_out
     limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
-    trained = stage.weights.load(stage.policy, os.path.join(config.run_dir, stage_name, "policy"), "causal", None)
+    trained = stage.weights.load(stage.policy, os.path.join(folder, "policy"), "causal", None)
     policies = {"SFT": stage.state.params["policy"], label: trained}
     try:
         found = {
@@ -76,5 +78,5 @@ def after_pipeline(config: Pipeline) -> dict:
         by = "gold reward" if gold else "reward-model score"
         print(f"{label} - SFT in {by}, prompt by prompt: {gain:+.3f} ± {error:.3f}")
         evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
-        print(f"written: {path}; the policy: {os.path.join(config.run_dir, stage_name, 'policy')}")
+        print(f"written: {path}; the policy: {os.path.join(folder, 'policy')}")
     return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}

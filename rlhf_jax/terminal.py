@@ -107,7 +107,7 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     last = list(results.values())[-1]
     rows.append(("metrics", os.path.join(last.run_dir, "metrics.jsonl")))
     if pipeline:
-        rows.append(("comparison", os.path.join(result.run_dir, "comparison.json")))
+        rows.append(("comparison", os.path.join(last.run_dir, "comparison.json")))
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {path}" for name, path in rows]
     place = shlex.quote(result.run_dir)

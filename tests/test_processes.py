@@ -315,7 +315,7 @@ def test_the_first_process_alone_prints_and_compares(runs):
     others = (runs / "two-all-1.log").read_text(errors="replace")
     assert not re.findall(r"(?m)^(?:sft|reward|ppo)[ :].*", others)
     assert "written:" in (runs / "two-all-0.log").read_text(errors="replace")
-    compared = [json.loads((runs / mesh / "all" / "comparison.json").read_text()) for mesh in ("one", "two")]
+    compared = [json.loads((runs / mesh / "all" / "ppo" / "comparison.json").read_text()) for mesh in ("one", "two")]
     assert abs(compared[0]["gain"] - compared[1]["gain"]) < 1e-3
 
 

@@ -359,7 +359,9 @@ def test_hostile_text_is_text_everywhere(tmp_path):
     table = [{"query": bad, "model response": bad, "score": 1.0, bad: bad, "length": bad, "ended": bad}]
     run.write_completions(40, table, "samples", [{"tokens": [bad, "</script>"], "kl": [0.5, -0.5]}])
     run.write_nonfinite(3, [{"prompt": bad, "response": bad, bad: bad}])
-    (tmp_path / "comparison.json").write_text(json.dumps({"rows": [{"name": bad, "score": 1.0, bad: 1}, {"name": []}]}))
+    (pathlib.Path(run.path) / "comparison.json").write_text(
+        json.dumps({"rows": [{"name": bad, "score": 1.0, bad: 1}, {"name": []}]})
+    )
     _, groups = report.read([run.path])
     text = page.page(groups, bad)
     found = Elements(text)

@@ -18,6 +18,8 @@ def test_the_page_shows_the_rows_that_are_there():
     page = (ROOT / "docs" / "scaling.md").read_text()
     shown = page.split("<!-- table -->\n", 1)[1].split("<!-- end -->", 1)[0].strip().splitlines()
     assert shown == scaling.table(scaling.ROWS)
+    weak = page.split("<!-- weak -->\n", 1)[1].split("<!-- end of weak -->", 1)[0].strip().splitlines()
+    assert weak == scaling.weak_table(scaling.ROWS)
 
 
 def test_the_page_of_adapters_shows_the_rows_that_are_there():

@@ -117,7 +117,7 @@ def test_the_summary_of_a_reward_model_offers_no_answers_and_a_pipelines_has_all
         ["ppo/policy", "r/ppo/policy"],
         ["ppo/value", "r/ppo/value"],
         ["metrics", "r/ppo/metrics.jsonl"],
-        ["comparison", "r/comparison.json"],
+        ["comparison", "r/ppo/comparison.json"],
     ]
     assert any(line.endswith("rlhf_jax.report r") for line in lines)
 

@@ -314,7 +314,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     result = rlhf_jax.run(small, recipe=command.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
-    report = json.load(open(tmp_path / "run" / "comparison.json"))
+    report = json.load(open(tmp_path / "run" / "ppo" / "comparison.json"))
     assert [row["name"] for row in report["rows"]] == ["demonstrations", "SFT", "PPO"]
     assert len(report["samples"]) == 3
     reward = lines(tmp_path / "run" / "reward")
@@ -337,8 +337,9 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "sft: " in out and out.count("is finished") == 2 and "RLOO - SFT in gold reward" in out
     assert again.paths == {"policy": str(tmp_path / "run" / "rloo" / "policy")}
-    report = json.load(open(tmp_path / "run" / "comparison.json"))
-    assert [row["name"] for row in report["rows"]] == ["demonstrations", "SFT", "RLOO"]
+    compared = {name: json.load(open(tmp_path / "run" / name / "comparison.json")) for name in ("ppo", "rloo")}
+    assert [row["name"] for row in compared["rloo"]["rows"]] == ["demonstrations", "SFT", "RLOO"]
+    assert compared["ppo"] == report  # which is kept
     found = lines(tmp_path / "run" / "rloo")[-1]
     assert {"reward", "rewards/reward_model/mean", "kl", "entropy", "clip_ratio/region_mean", "eval_reward"} <= set(
         found

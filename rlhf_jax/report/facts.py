@@ -136,15 +136,14 @@ def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """[{"name", "by", "rows"}] of the comparison.json that pipelines end with."""
-    found = {}
+    found = []
     for run in runs:
-        path = os.path.join(os.path.dirname(run.path), "comparison.json")
-        data = collect.object_in(path) if path not in found else None
+        data = collect.object_in(os.path.join(run.path, "comparison.json"))
         if data is not None and isinstance(data.get("rows"), list):
             rows = [row for row in data["rows"] if isinstance(row, dict) and isinstance(row.get("name"), str)]
             rows = [{k: v for k, v in row.items() if k == "name" or collect.number(v) is not None} for row in rows]
-            found[path] = {"name": os.path.basename(os.path.dirname(path)), "rows": rows}
-    return list(found.values())
+            found.append({"name": "/".join(run.path.rstrip("/").split("/")[-2:]), "rows": rows})
+    return found
 
 
 # --- configs
