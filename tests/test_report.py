@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import report
-from rlhf_jax.config import PPOConfig
+from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.report import __main__ as command
 from rlhf_jax.report import charts, collect, facts, page, parts, samples, series
 from rlhf_jax.types import UserError
@@ -372,6 +372,23 @@ def test_hostile_text_is_text_everywhere(tmp_path):
     assert text.encode("utf-8")  # no half of a surrogate pair
     row = found.data()["policy"]["samples"]["files"][-1]["rows"][0]
     assert row["text"].startswith("</script><script>") and "\\u202e" in row["text"]
+
+
+def test_what_pipelines_end_with_is_one_table_and_shared_rows_stand_once(tmp_path):
+    for seed in ("q0", "q1"):
+        for algo, config in (("ppo", PPOConfig()), ("rloo", RLOOConfig(num_generations=4))):
+            run = report_runs.make(tmp_path / seed / algo, config)
+            rows = [
+                {"name": "SFT", "gold_reward": 0.5, "gold_reward_se": 0.03},
+                {"name": algo.upper(), "gold_reward": 1.5},
+            ]
+            (pathlib.Path(run.path) / "comparison.json").write_text(json.dumps({"rows": rows}))
+    runs, _ = report.read([str(tmp_path)])
+    assert [(one["name"], [row["name"] for row in one["rows"]]) for one in facts.comparisons(runs)] == [
+        ("q0", ["SFT", "PPO", "RLOO"]),
+        ("q1", ["SFT", "PPO", "RLOO"]),
+    ]
+    assert parts.comparisons(runs).count("<table") == 1
 
 
 def test_a_page_of_a_thousand_updates_is_small(tmp_path):

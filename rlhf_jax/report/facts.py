@@ -135,15 +135,16 @@ def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """[{"name", "by", "rows"}] of the comparison.json that pipelines end with."""
-    found = []
+    """[{"name", "rows"}], one a pipeline, of the comparison.json that its policies end with; equal rows stand once."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         data = collect.object_in(os.path.join(run.path, "comparison.json"))
         if data is not None and isinstance(data.get("rows"), list):
             rows = [row for row in data["rows"] if isinstance(row, dict) and isinstance(row.get("name"), str)]
             rows = [{k: v for k, v in row.items() if k == "name" or collect.number(v) is not None} for row in rows]
-            found.append({"name": "/".join(run.path.rstrip("/").split("/")[-2:]), "rows": rows})
-    return found
+            there = found.setdefault(os.path.dirname(run.path.rstrip("/")), [])
+            there += [row for row in rows if row not in there]
+    return [{"name": os.path.basename(folder), "rows": rows} for folder, rows in found.items()]
 
 
 # --- configs

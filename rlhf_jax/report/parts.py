@@ -120,27 +120,24 @@ def alarms(runs: Sequence[Run]) -> str:
 
 
 def comparisons(runs: Sequence[Run]) -> str:
-    """The tables that pipelines end with."""
-    if not any(run.stage in charts.PAGES["policy"] for run in runs):
-        return ""
-    parts = []
-    for found in facts.comparisons(runs):
-        columns = {
-            "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length",
-            "eos_rate": "eos rate", "win_rate": "win rate over SFT",
-        }  # fmt: skip
-        columns = {key: label for key, label in columns.items() if any(key in row for row in found["rows"])}
-        rows = []
-        for row in found["rows"]:
-            cells = [e(row["name"])]
+    """The table of what pipelines end with."""
+    found = facts.comparisons(runs) if any(run.stage in charts.PAGES["policy"] for run in runs) else []
+    columns = {
+        "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length",
+        "eos_rate": "eos rate", "win_rate": "win rate over SFT",
+    }  # fmt: skip
+    columns = {key: label for key, label in columns.items() if any(key in row for one in found for row in one["rows"])}
+    rows = []
+    for one in found:
+        for number, row in enumerate(one["rows"]):
+            cells = [e(one["name"]) if number == 0 else "", e(row["name"])]
             for key in columns:
                 error = f" <small>± {_number(float(row[f'{key}_se']), 2)}</small>" if f"{key}_se" in row else ""
                 cells.append(_number(float(row[key])) + error if key in row else "–")
             rows.append(cells)
-        parts.append(
-            f"<h3>{e(found['name'])}: held-out prompts at the end</h3>{_table(['policy', *columns.values()], rows)}"
-        )
-    return "".join(parts)
+    if not rows:
+        return ""
+    return f"<h2>Held-out prompts at the end</h2>{_table(['pipeline', 'policy', *columns.values()], rows)}"
 
 
 def calibration(name: str, found: Sequence[dict[str, Any]]) -> str:
