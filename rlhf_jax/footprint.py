@@ -25,8 +25,9 @@ from rlhf_jax.stages.weights import PlannedWeights
 from rlhf_jax.types import UserError
 
 GIB = 2**30
-# Bytes of high-bandwidth memory a chip, by jax's name of it (cloud.google.com/tpu/docs/system-architecture).
-HBM = {"TPU v4": 32 * GIB, "TPU v5 lite": 16 * GIB, "TPU v5": 95 * GIB, "TPU v6 lite": 32 * GIB}
+# Bytes of high-bandwidth memory that XLA gives the programs of a device, by jax's name of it: what libtpu 0.0.51 says
+# when one does not fit. Some MiB less than a chip has (cloud.google.com/tpu/docs/system-architecture).
+HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}  # GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +84,14 @@ def topology_devices(name: str) -> tuple[Any, ...]:
 
 def capacity(device: Any) -> int | None:
     """Bytes of a device's memory; of a CPU device its share of the machine's; None where nothing says."""
-    if device.platform == "tpu" and device.device_kind in HBM:
-        return HBM[device.device_kind]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a chip that is not there, and not in the table
-        return None
+        said = (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # a chip that is not there
+        said = None
+    known = HBM.get(device.device_kind)
+    return said if said is not None or known is None else int(known * GIB)
 
 
 def bytes_on_device(tree: Any) -> int:

@@ -273,7 +273,7 @@ def line(row: dict) -> str:
     mesh = "x".join(map(str, row["mesh"]))
     head = f"| {row['size']} | {row['algo'].upper()} | {row['topology']} | {mesh} | {row['micro']} | "
     head += " | ".join(f"{size / GIB:.1f}" for size in held)
-    limit = f"{row['limit'] / GIB:.0f}"
+    limit = f"{row['limit'] / GIB:.4g}"
     if not row["fits"]:
         said = "; ".join(f"{name} {p['refused']}" for name, p in programs.items() if p["refused"])
         larger = f"fits {row['smallest']}" if row.get("smallest") else "larger ones not tried"

@@ -156,3 +156,23 @@ def test_another_error_of_the_compiler_is_not_hidden():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         footprint.compiled("update", Broken(), beside=0)
+
+
+@pytest.mark.parametrize(
+    "kind, says, bytes_of_it",
+    [
+        ("TPU v5 lite", None, int(15.75 * 2**30)),  # not there: what libtpu gives programs
+        ("TPU v5 lite", 15 * 2**30, 15 * 2**30),  # there: what it says itself
+        ("TPU v99", None, None),
+    ],
+)
+def test_the_memory_of_a_chip_is_what_it_says_or_what_is_known_of_its_kind(kind, says, bytes_of_it):
+    class Chip:
+        platform, device_kind = "tpu", kind
+
+        def memory_stats(self):
+            if says is None:
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+            return {"bytes_limit": says}
+
+    assert footprint.capacity(Chip()) == bytes_of_it
