@@ -70,9 +70,10 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
             '<h2>Trade-offs</h2><div class="grid">'
             '<figure class="card"><figcaption>Reward against √KL <small>the frontier</small></figcaption>'
             f'<div class="plot" data-scatter="frontier" data-tab="{parts.e(name)}"></div></figure>'
-            f"{parts.measured(gold, groups, name)}"
+            f"{parts.measured(gold, name)}"
             '<figure class="card"><figcaption>Reward against length <small>does it pay to be long?</small></figcaption>'
-            f'<div class="plot" data-scatter="lengths" data-tab="{parts.e(name)}"></div></figure></div>'
+            f'<div class="plot" data-scatter="lengths" data-tab="{parts.e(name)}"></div></figure></div>',
+            parts.fits(gold, groups),
         ]
     body.append(parts.calibration(name, calibrated))
     if name == "policy":

@@ -198,20 +198,27 @@ Open a row's prompt for all of it, and for what other updates answered.{e(left)}
 </div>"""
 
 
-def measured(gold: dict[str, Any] | None, groups: Sequence[Group], tab: str) -> str:
-    """The chart of a reward that is measured only, with the fits' numbers; nothing where there is none."""
+def measured(gold: dict[str, Any] | None, tab: str) -> str:
+    """The chart of a reward that is measured only; nothing where there is none."""
     if gold is None:
         return ""
-    rows = [
-        [e(groups[fit["group"]].label), *(_number(fit[name], 3) for name in ("alpha", "beta", "peak"))]
-        for fit in gold["fits"]
-    ]
-    heads = ["fit of R(0) + d (α − β log d)", "α", "β", "turns at d"]
     return (
         f'<figure class="card"><figcaption>{e(gold["name"])} against √KL <small>measured, not learned from</small>'
-        f'</figcaption><div class="plot" data-scatter="measured" data-tab="{e(tab)}"></div>'
-        f"{_table(heads, rows, 'fits') if rows else ''}</figure>"
+        f'</figcaption><div class="plot" data-scatter="measured" data-tab="{e(tab)}"></div></figure>'
     )
+
+
+def fits(gold: dict[str, Any] | None, groups: Sequence[Group]) -> str:
+    """The numbers of the lines of `measured`."""
+    if gold is None or not gold["fits"]:
+        return ""
+    rows = [
+        [f'<i class="dot" data-colour="{fit["group"]}"></i>{e(groups[fit["group"]].label)}']
+        + [_number(fit[name], 3) for name in ("alpha", "beta", "peak")]
+        for fit in gold["fits"]
+    ]
+    heads = ["fit of R(0) + d (α − β log d), d = √KL", "α", "β", "turns at d"]
+    return f"<h3>{e(gold['name'])}: the lines</h3>{_table(heads, rows, 'fits')}"
 
 
 def config(groups: Sequence[Group]) -> str:
