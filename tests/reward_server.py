@@ -44,15 +44,17 @@ class Server:
                     outer.active += 1
                     outer.most_active = max(outer.active, outer.most_active)
                     step = outer.script.popleft() if outer.script else outer.forever
-                answered = False
+                self.counted = True
                 try:
-                    answered = step is None or step(self)
+                    if step is None or step(self):
+                        send(self, 200, {"scores": [float(len(completion)) for completion in body["completions"]]})
                 finally:
-                    # Before the answer goes: whoever has it may ask again at once.
-                    with outer._lock:
-                        outer.active -= 1
-                if answered:
-                    send(self, 200, {"scores": [float(len(completion)) for completion in body["completions"]]})
+                    self.leaves()
+
+            def leaves(self):
+                with outer._lock:
+                    outer.active -= self.counted
+                    self.counted = False
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads = True
@@ -74,6 +76,7 @@ class Server:
 
 
 def send(handler, status, body, headers=()):
+    handler.leaves()  # before the answer goes: whoever has it may ask again at once
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
     for name, value in dict(headers).items():
