@@ -77,7 +77,8 @@ def main() -> int:
         return 2
     system = [{"role": "system", "content": args.system}] if args.system else []
     said, seed = list(system), args.seed
-    print(f"{policy.path}: {'a conversation' if talks else 'each text by itself'}. {HELP}", file=sys.stderr)
+    ends = "two empty lines end a text, " if args.multiline else ""
+    print(f"{policy.path}: {'a conversation' if talks else 'each text by itself'}. {ends}{HELP}", file=sys.stderr)
     try:
         for text in questions(args.multiline):
             if text == "/quit":
@@ -99,6 +100,10 @@ def main() -> int:
                 continue
             said, seed = [*asked, {"role": "assistant", "content": answer}], seed + 1
             print(printable(answer), flush=True)
+            if not answer.strip():
+                print(
+                    "(it ended at once, as of a text unlike those that it was trained on)", file=sys.stderr, flush=True
+                )
     except KeyboardInterrupt:
         print(file=sys.stderr)
     return 0

@@ -142,3 +142,17 @@ def test_models_of_another_tokenizer_are_refused(tmp_path):
 def test_torch_is_not_imported():
     code = "import sys; from rlhf_jax import data; data.load_tokenizer('synthetic'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_nobody_is_advised_to_install_torch():
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
+from rlhf_jax.data import tokens
+tokens.fast_tokenizer()
+import transformers
+assert not transformers.is_torch_available()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" == done.stdout, done.stderr

@@ -83,7 +83,12 @@ def test_it_is_known_whatever_the_other_rewards_are(tmp_path, options):
 def test_the_page_has_the_chart_and_the_numbers(tmp_path):
     groups = report.read([study(tmp_path / "a"), study(tmp_path / "b", updates=30)])[1]
     html = page.page(groups, "study")
-    assert 'data-scatter="measured"' in html and "turns at d" in html and html.count("<i class=\"dot\"") == 4 and "gold against √KL" in html
+    assert (
+        'data-scatter="measured"' in html
+        and "turns at d" in html
+        and html.count('<i class="dot"') == 4
+        and "gold against √KL" in html
+    )
     data = json.loads(html.split('id="data">')[1].split("</script>")[0])
     assert len(data["tabs"][0]["measured"]["fits"]) == 2
     report_runs.make(tmp_path / "plain", PPOConfig())

@@ -273,12 +273,13 @@ def build_tokenizer():
     """The task's own word-level tokenizer, a PreTrainedTokenizerFast: a word carries the space before it, so decoding
     gives the text back exactly; eos has id 0."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+
+    from rlhf_jax.data.tokens import fast_tokenizer
 
     tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary())}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return fast_tokenizer()(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,

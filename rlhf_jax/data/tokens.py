@@ -14,6 +14,7 @@ import huggingface_hub
 from rlhf_jax.types import UserError
 
 PAD_TOKEN = "[PAD]"
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # What any form of tokenizer may come in; config.json is AutoTokenizer's.
 _ON_THE_HUB = (
@@ -74,15 +75,27 @@ class Tokenizer:
         return found
 
 
+def fast_tokenizer() -> Any:
+    """transformers' PreTrainedTokenizerFast, imported without its advice to install torch, which is not needed here."""
+    said = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = "1"
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        if said is None:
+            del os.environ[_ADVICE]
+        else:
+            os.environ[_ADVICE] = said
+    return PreTrainedTokenizerFast
+
+
 def _from_files(name_or_path: str, revision: str | None) -> Any:
     """tokenizer.json as it is, or what AutoTokenizer makes of other files. AutoTokenizer comes second because it
     imports torch where torch is installed, wants config.json, and gives every GPT-NeoX tokenizer a made-up pad.
 
     From the hub the files are fetched at once: transformers asks for each by itself, and where the hub cannot be
     reached it tries each again for minutes."""
-    from transformers import PreTrainedTokenizerFast
-
-    folder = name_or_path
+    kind, folder = fast_tokenizer(), name_or_path
     if not os.path.isdir(folder):
         folder = huggingface_hub.snapshot_download(
             name_or_path, revision=revision, allow_patterns=[*_ON_THE_HUB, "config.json"], ignore_patterns=["*/*"]
@@ -90,7 +103,7 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
     if not any(fnmatch.fnmatch(file, pattern) for file in os.listdir(folder) for pattern in _ON_THE_HUB):
         raise OSError("it has no tokenizer.json")  # of a config.json alone AutoTokenizer makes an empty tokenizer
     try:
-        hf = PreTrainedTokenizerFast.from_pretrained(folder)
+        hf = kind.from_pretrained(folder)
         if hf.eos_token_id is not None:
             return hf
     except (OSError, ValueError, TypeError, KeyError):
