@@ -25,9 +25,9 @@ from rlhf_jax.stages.weights import PlannedWeights
 from rlhf_jax.types import UserError
 
 GIB = 2**30
-# Bytes of high-bandwidth memory that XLA gives the programs of a device, by jax's name of it: what libtpu 0.0.51 says
-# when one does not fit. Some MiB less than a chip has (cloud.google.com/tpu/docs/system-architecture).
-HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}  # GiB
+# GiB of high-bandwidth memory that XLA gives the programs of a device, by jax's name of it: what libtpu 0.0.51 says
+# when one does not fit. A device of a v4 topology is half a chip.
+HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,7 @@ def main() -> int:
             said, seed = [*asked, {"role": "assistant", "content": answer}], seed + 1
             print(printable(answer), flush=True)
             if not answer.strip():
-                print(
-                    "(it ended at once, as of a text unlike those that it was trained on)", file=sys.stderr, flush=True
-                )
+                print("(it ended at once: an empty answer)", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
     return 0

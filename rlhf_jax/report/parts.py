@@ -218,7 +218,7 @@ def fits(gold: dict[str, Any] | None, groups: Sequence[Group]) -> str:
         for fit in gold["fits"]
     ]
     heads = ["fit of R(0) + d (α − β log d), d = √KL", "α", "β", "turns at d"]
-    return f"<h3>{e(gold['name'])}: the lines</h3>{_table(heads, rows, 'fits')}"
+    return f"<h3>{e(gold['name'])}: the lines</h3>{_table(heads, rows)}"
 
 
 def config(groups: Sequence[Group]) -> str:
