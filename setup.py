@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs; extras:
-test, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
+test, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
 
 import pathlib
 
@@ -45,6 +45,7 @@ setup(
             "torch==2.13.0",
             "trl==1.12.0",
             "peft>=0.21,<0.22",
+            "qwix>=0.1.8,<0.2",
             "requests>=2.30,<3",
             "matplotlib>=3.9,<4",
             "rouge-score>=0.1.2,<0.2",
@@ -55,6 +56,7 @@ setup(
         ],
         "report": ["matplotlib>=3.9,<4"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
+        "int8": ["qwix>=0.1.8,<0.2"],
         "wandb": ["wandb>=0.25,<1"],
         "trackio": ["trackio>=0.20,<1"],
         "cuda": ["jax[cuda13]"],

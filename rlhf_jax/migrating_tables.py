@@ -128,7 +128,7 @@ TRANSLATED: dict[str, str] = {
 # --- refused
 
 _OUTPUT = "TRL computes it and overwrites what you give."
-_QUANTISED = "Quantised weights are not supported; with use_peft and dtype bfloat16 the frozen params are bfloat16."
+_QUANTISED = "There are no weights of 4 bits; load_in_8bit keeps those that adapters stand on in int8."
 _PLAIN = "Adapters are plain LoRA: use_peft, lora_r, lora_alpha, lora_dropout, lora_target_modules, use_rslora."
 _VLLM = "Generation is in-process, on the mesh that trains: there is no vLLM engine to set up."
 _SHARDS = (
@@ -154,7 +154,7 @@ REFUSED: dict[str, str] = {
     "dataset_num_proc": "Rows are tokenised in one process, by the tokenizer's own threads.",
     **dict.fromkeys(("use_dora", "lora_target_parameters"), _PLAIN),
     "lora_task_type": "It follows from the stage: SEQ_CLS of a reward or value model, else CAUSAL_LM.",
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_*", "use_bnb_nested_quant"), _QUANTISED),
+    **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_*", "use_bnb_nested_quant"), _QUANTISED),
     **dict.fromkeys(("ds3_gather_for_generation", "deepspeed", "fsdp"), _SHARDS),
     "ignore_bias_buffers": "It works around torch's DistributedDataParallel, which is not used.",
     "optim": "The optimizer is AdamW (adam_*, weight_decay); another optax optimizer goes to rlhf_jax.run(optimizer=).",
@@ -264,6 +264,7 @@ NOTES: dict[str, str] = {
     "chat_template_kwargs": "JSON; for prompts that are conversations",
     "num_completions_to_print": "default 5; the files hold all",
     "use_peft": "in every stage (docs/lora.md)",
+    "load_in_8bit": "with use_peft; weights only, a scale for each column: no outliers apart, as bitsandbytes has them",
     "lora_target_modules": "query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or all-linear",
     "lora_dropout": "PPO runs without dropout, as TRL's does",
     "model_adapter_name": "a name of the option adapters, NAME=PATH, or default: the adapter at sft_model_path",

@@ -39,8 +39,9 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         def on_train_begin(self, stage, control):
             cache = jax.jit(lambda: stage.policy.empty_cache(BATCH, 6))()[0]["k"]
             found["cache"] = [cache.shape, cache.addressable_shards[0].data.shape]
-            for tree in ("params", "opt_state"):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(stage.state, tree)):
+            trees = {"params": stage.state.params, "opt_state": stage.state.opt_state, "base": stage.base}
+            for tree, params in trees.items():
+                for path, leaf in jax.tree_util.tree_leaves_with_path(params):
                     name = f"{tree}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
                     found["shapes"][name] = leaf.shape
                     found["shards"][name] = sorted({shard.data.shape for shard in leaf.addressable_shards})
@@ -94,16 +95,16 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     )
     rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["rloo"] = found.pop("samples")
-    if mesh in ADAPTED:
-        found["samples"], before = [], {key: found[key] for key in ("shapes", "shards", "programs")}
-        found |= {"shapes": {}, "shards": {}, "programs": {}}
+    before = {key: found[key] for key in ("shapes", "shards", "programs")}
+    for kind, narrow in (("lora", False), ("int8", True)) if mesh in ADAPTED else ():
+        found |= {"samples": [], "shapes": {}, "shards": {}, "programs": {}}
         adapters = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
-        config = dataclasses.replace(ppo, run_dir=str(folder / f"lora-{mesh}"), **adapters)
+        adapters["load_in_8bit"] = narrow
+        config = dataclasses.replace(ppo, run_dir=str(folder / f"{kind}-{mesh}"), **adapters)
         rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
-        found["lora"] = {key: found[key] for key in ("samples", *before)}
-        found |= before
+        found[kind] = {key: found[key] for key in ("samples", *before)}
         del found["samples"]
-    return found
+    return found | before
 
 
 def main(folder: str, mesh: str) -> None:
@@ -221,22 +222,25 @@ def test_every_mesh_leaves_the_same_models(folder, mesh):
         assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
-def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as_their_kernels(folder):
+@pytest.mark.parametrize("kind", ["lora", "int8"])
+def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as_their_kernels(folder, kind):
     import numpy as np
 
     from rlhf_jax.models import hf
 
-    one, many = (found_on(folder, mesh)["lora"] for mesh in ADAPTED)
+    one, many = (found_on(folder, mesh)[kind] for mesh in ADAPTED)
     assert many["samples"][:UPDATES] == one["samples"][:UPDATES]
     assert many["programs"] == one["programs"] == {"ppo": {"rollout": 1, "experience": 1, "update": 1}}
-    for first, second in zip(*(metrics_on(folder, mesh, "lora-") for mesh in ADAPTED), strict=True):
+    for first, second in zip(*(metrics_on(folder, mesh, f"{kind}-") for mesh in ADAPTED), strict=True):
         assert abs(first["objective/kl"] - second["objective/kl"]) <= 1e-4 * max(abs(first["objective/kl"]), 0.01)
     # [L, D, r] by fsdp, [L, r, 3D] by tensor; each and its two moments.
     for name, whole, held in (("lora_a", [2, 64, 4], [2, 32, 4]), ("lora_b", [2, 4, 192], [2, 4, 96])):
         copies = [x for x in many["shapes"] if x.endswith(QKV.replace("kernel", name))]
         assert len(copies) == 3 and all(many["shards"][x] == [held] and many["shapes"][x] == whole for x in copies)
-    for name, kind in (("policy_adapter", "causal"), ("value", "scalar")):
-        ours, expected = (flat(hf.load(folder / f"lora-{mesh}" / name, kind=kind)[1]) for mesh in (MIXED, ONE))
+    base = f"base/{QKV}/qvalue" if kind == "int8" else f"base/{QKV}"
+    assert (many["shapes"][base], many["shards"][base]) == ([2, 64, 192], [[2, 32, 96]])
+    for name, head in (("policy_adapter", "causal"), ("value", "scalar")):
+        ours, expected = (flat(hf.load(folder / f"{kind}-{mesh}" / name, kind=head)[1]) for mesh in (MIXED, ONE))
         assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
 
 

@@ -184,6 +184,41 @@ def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_pa
     assert "library_name: peft" in card and "AutoPeftModelForCausalLM" in card
 
 
+def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(models):
+    held = lambda base: sum(x.nbytes for x in jax.tree.leaves(base["policy"]["backbone"]["layers"]))  # noqa: E731
+    plain = ppo_stage(models, lora_value="shared")
+    stages = [ppo_stage(models, lora_value="shared", load_in_8bit=True) for _ in range(2)]
+    for first, second in zip(*(leaves(stage.base) for stage in stages), strict=True):
+        np.testing.assert_array_equal(first, second)  # what a continued run stands on
+    stage = stages[0]
+    assert set(stage.base) == {"policy"} and held(stage.base) < 0.35 * held(plain.base)
+    base = leaves(stage.base)
+    state, metrics, _ = stage.train_step(stage.state, 0)
+    assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
+    state, metrics, _ = stage.train_step(state, 1)
+    assert float(metrics["objective/kl"]) > 0 or float(metrics["policy/approxkl_avg"]) > 0
+    for old, new in zip(base, leaves(stage.base), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+
+
+def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
+    given = {**OPTIONS, "run_dir": str(tmp_path), "max_train_samples": 16, "total_episodes": 8, "load_in_8bit": True}
+    given |= {"reward_model_path": str(models / "reward"), "value_model_path": str(models / "reward")}
+    # The start is an adapter, merged: what the new one stands on is written beside it, as it stood there.
+    config = checked(PPOConfig(**{**given, "sft_model_path": str(models / "one"), "lora_value": "own"}))
+    paths = rlhf_jax.run(config).paths
+    assert set(paths) == {"policy", "policy_adapter", "policy_base", "value", "value_adapter"}
+    merged, read = (hf.load(paths[name])[1] for name in ("policy", "policy_adapter"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), merged, read)
+    path = ("backbone", "layers", "mlp", "dense_h_to_4h", "kernel")
+    model, params = hf.load(models / "one")
+    exact, base = lora.at(params, path), lora.at(hf.load(paths["policy_base"])[1], path)
+    stood = lora.merged(model.narrowed(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32))
+    np.testing.assert_allclose(base, lora.at(stood, path), rtol=1e-6, atol=1e-8)
+    assert 1e-4 < distance(base, exact) < 0.02
+
+
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_path, stage):
     shared = {name: SHARED[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")}

@@ -89,6 +89,8 @@ class StageConfig:
     query_key_value, as PEFT."""
     modules_to_save: tuple[str, ...] | None = None
     """Modules trained in full beside the adapters: embed_in, final_layer_norm, embed_out (a new score head always)."""
+    load_in_8bit: bool = False
+    """Keep the kernels of the layers that adapters stand on in int8, a scale for each column (needs the extra int8)."""
     export_merged: bool = True
     """Write the model with its adapter merged into it too, as a checkpoint that needs no PEFT."""
 

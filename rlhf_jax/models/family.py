@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax.models import gpt_neox, gpt_neox_hf, lora
+from rlhf_jax.models import gpt_neox, gpt_neox_hf, int8, lora
 from rlhf_jax.models.draw import normal
 from rlhf_jax.models.gpt_neox_config import LINEARS, MODULES, PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.layers import product
@@ -209,15 +209,20 @@ class Model:
         """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
 
         Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too. So do adapters,
-        which are small and are added to their kernels in float32.
+        which are small and are added to their kernels in float32, and kernels in int8.
         """
 
         def cast(path: tuple, leaf: Array) -> Array:
             names = [getattr(entry, "key", "") for entry in path]
             keep = "score" in names or any("norm" in name or name in (lora.A, lora.B) for name in names)
-            return leaf if keep else leaf.astype(dtype)
+            return leaf if keep or int8.is_narrow(leaf) else leaf.astype(dtype)
 
-        return jax.tree_util.tree_map_with_path(cast, params)
+        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=int8.is_narrow)
+
+    def narrowed(self, params: Params, dtype: Any) -> Params:
+        """`rounded` params with the kernels of the layers in int8, for adapters to stand on; see `int8.narrowed`."""
+        paths = [("backbone", *path) for path in self.family.linears.values()]
+        return self.rounded(int8.narrowed(params, paths), dtype)
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
         """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
@@ -231,7 +236,8 @@ class Model:
             params = jax.lax.with_sharding_constraint(params, where)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
-        layers = [lora.merged(jax.tree.map(lambda leaf, index=index: leaf[index], layers)) for index in range(count)]
+        layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
+        layers = [lora.merged(layer, dtype) for layer in layers]
         return {**params, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models.int8 import is_narrow, widened
 from rlhf_jax.sharding import Layout, constrain
 from rlhf_jax.types import Array
 
@@ -33,8 +34,11 @@ def product(
     return _product_forward(layout, names, dtype, x, kernel, bias)[0]
 
 
-def _gathered(layout: Layout | None, names: tuple[str | None, ...], x: Array, kernel: Array) -> Array:
-    return constrain(layout, kernel.astype(x.dtype), *(None if name == "fsdp" else name for name in names))
+def _gathered(layout: Layout | None, names: tuple[str | None, ...], x: Array, kernel: Any) -> Array:
+    names = tuple(None if name == "fsdp" else name for name in names)
+    if is_narrow(kernel):  # sent as int8
+        return widened(jax.tree.map(lambda part: constrain(layout, part, *names), kernel), x.dtype)
+    return constrain(layout, kernel.astype(x.dtype), *names)
 
 
 def _product_forward(layout, names, dtype, x, kernel, bias):
@@ -71,9 +75,9 @@ product.defvjp(_product_forward, _product_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def frozen_product(
-    layout: Layout | None, names: tuple[str | None, ...], dtype: Any, x: Array, kernel: Array, bias: Array | None
+    layout: Layout | None, names: tuple[str | None, ...], dtype: Any, x: Array, kernel: Any, bias: Array | None
 ) -> Array:
-    """As `product`, of a kernel and a bias that get no gradient: x is not kept for one."""
+    """As `product`, of a kernel (`int8.narrowed` or not) and a bias that get no gradient: x is not kept for one."""
     return _product_forward(layout, names, dtype, x, kernel, bias)[0]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models.int8 import is_narrow, widened
 from rlhf_jax.types import Array, Params, UserError
 
 A, B = "lora_a", "lora_b"
@@ -149,12 +150,15 @@ def _over(base: Any, new: Any, scale: float) -> Any:
     return found
 
 
-def merged(params: Params) -> Params:
-    """`joined` params as plain ones: kernel + A B, added in float32 and kept in the kernel's dtype."""
+def merged(params: Params, dtype: Any = jnp.float32) -> Params:
+    """`joined` params as plain ones: kernel + A B, added in float32 and kept in the kernel's dtype, or in `dtype` where
+    the kernel is int8."""
     if A in params:
         rest = {key: value for key, value in params.items() if key not in (A, B)}
         low, high = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
         more = jnp.einsum("...dr,...rf->...df", low, high, preferred_element_type=jnp.float32)
         kernel = params["kernel"]
-        return {**rest, "kernel": (kernel.astype(jnp.float32) + more).astype(kernel.dtype)}
-    return {key: merged(value) if isinstance(value, dict) else value for key, value in params.items()}
+        kept = dtype if is_narrow(kernel) else kernel.dtype
+        return {**rest, "kernel": (widened(kernel, jnp.float32) + more).astype(kept)}
+    found = {key: merged(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
+    return {key: widened(value, dtype) if is_narrow(value) else value for key, value in found.items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from rlhf_jax import distributed
 from rlhf_jax.data import save_tokenizer
-from rlhf_jax.models import Model, hf, lora, lora_hf
+from rlhf_jax.models import Model, hf, int8, lora, lora_hf
 from rlhf_jax.types import Params, UserError
 
 Origin = tuple[str, str | None]
@@ -29,8 +30,10 @@ def form_of(config, model: Model, kind: str) -> lora.Lora:
       kind: 'causal' or 'scalar': which head the model has.
 
     Raises:
-      UserError: a layer or a module that the model does not have.
+      UserError: a layer or a module that the model does not have; a package that is not installed.
     """
+    if config.load_in_8bit:
+        int8.check_installed("load_in_8bit")
     family = model.family
     targets = lora.targets_of(family, config.lora_target_modules, "lora_target_modules")
     names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
@@ -112,6 +115,15 @@ def origin_of(path: str | None, revision: str | None) -> Origin | None:
     return None if path is None or hf.is_adapter(path, revision) else (path, revision)
 
 
+def beneath(stage: Any, model: Model, params: Params) -> Params:
+    """What adapters of a stage stand on, made of placed float32 params: `rounded`, and with load_in_8bit the layers'
+    kernels in int8."""
+    if not stage.config.load_in_8bit:
+        return stage.rounded(model, params)
+    narrow = lambda params: model.narrowed(params, stage.frozen_dtype)  # noqa: E731
+    return stage.weights.run(narrow, params, where=stage.weights.where(model, jax.eval_shape(narrow, params)))
+
+
 def fresh(stage: Any, model: Model, base: Params, number: int) -> Params:
     """A new adapter of `model.lora`'s form on the mesh, drawn by the config's seed; `number` tells a stage's apart."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(stage.config.seed), 8), number)
@@ -138,9 +150,14 @@ def write(
       {name: path} of what is to be used further, and of the others.
     """
     paths, plain = {}, dataclasses.replace(model, lora=None)
+
+    def whole(merge: Callable, *trees: Params) -> Params:
+        return stage.weights.run(merge, *trees, where=stage.weights.where(plain, jax.eval_shape(merge, *trees)))
+
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        stage.save(path, plain, {**base, "score": params["score"]} if kind == "scalar" else base, kind)
+        plain_base = whole(lora.merged, base) if stage.config.load_in_8bit else base
+        stage.save(path, plain, {**plain_base, "score": params["score"]} if kind == "scalar" else plain_base, kind)
         origin = path, None
     merged_too = stage.config.export_merged
     adapter = os.path.join(folder, f"{name}_adapter" if merged_too else name)
@@ -154,10 +171,9 @@ def write(
         save_tokenizer(stage.tokenizer, adapter)
     distributed.wait_for_all("export of adapters")
     if merged_too:
-        merge = lambda base, params: lora.merged(model.joined(base, params))  # noqa: E731
-        where = stage.weights.where(plain, jax.eval_shape(merge, base, params))
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        stage.save(paths[name], plain, stage.weights.run(merge, base, params, where=where), kind)
+        merged = whole(lambda base, params: lora.merged(model.joined(base, params)), base, params)
+        stage.save(paths[name], plain, merged, kind)
     else:
         paths[name] = adapter
     return paths

@@ -166,7 +166,7 @@ class PolicyStage(LookingStage):
         which are new or an earlier one."""
         if not self.config.use_peft:
             return policy
-        self.base = {"policy": self.rounded(self.policy, policy)}
+        self.base = {"policy": adapters.beneath(self, self.policy, policy)}
         if self.adapter is None:
             return adapters.fresh(self, self.policy, policy, 0)
         return self.place_params(self.policy, self.adapter[1])

@@ -78,7 +78,8 @@ class PPOStage(PolicyStage):
             adapter = adapters.fresh(self, value, self.base["policy"], 1)
             return {**adapter, "score": self.new_score(value, None)}
         if c.value_model_path is not None:
-            base = self.rounded(value, self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision))
+            read = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision)
+            base = adapters.beneath(self, value, read)
         else:
             first = self.scorer.models[0]
             base = first.params = self.rounded(first.model, first.params)

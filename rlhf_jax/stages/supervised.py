@@ -88,7 +88,7 @@ class SupervisedStage(base.Stage):
         """Sets `base` to params and gives those that are trained: the params themselves without adapters."""
         if self.model.lora is None:
             return params
-        self.base = {"model": self.rounded(self.model, params)}
+        self.base = {"model": adapters.beneath(self, self.model, params)}
         return adapters.fresh(self, self.model, params, 0)
 
     def _load_params(self, kind: str) -> Params:

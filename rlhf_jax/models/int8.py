@@ -1,0 +1,55 @@
+"""Frozen kernels as int8 numbers with a float32 scale for each output column, by qwix (the extra `int8`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.types import Array, Params, UserError
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Whether a param is one of `narrowed`'s: a qwix.QArray, a pytree of `qvalue` int8 [..., D, F] and `scale` float32
+    [..., 1, F]."""
+    return hasattr(leaf, "qvalue")
+
+
+def check_installed(option: str) -> None:
+    """UserError, naming the option, where qwix is not installed."""
+    if importlib.util.find_spec("qwix") is None:
+        raise UserError(f"{option} needs the package qwix: pip install 'rlhf_jax[int8]'; or leave it out")
+
+
+def narrowed(params: Params, paths: Sequence[Sequence[str]]) -> Params:
+    """Params with the stacked kernels [L, D, F] at some paths in int8, q = round(W / s) with s = max |W| / 127.5 over
+    the rows of a column: no number is off by more than s / 2.
+
+    Args:
+      params: floats.
+      paths: of the kernels' layers.
+
+    Returns:
+      The same pytree with a qwix.QArray in the place of each kernel.
+    """
+    import qwix
+
+    found = jax.tree.map(lambda x: x, params)  # dicts of its own
+    for path in paths:
+        layer = found
+        for key in path:
+            layer = layer[key]
+        layer["kernel"] = qwix.quantize(layer["kernel"].astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))
+    return found
+
+
+def widened(kernel: Any, dtype: Any) -> Array:
+    """A kernel of any kind in `dtype`; one of `narrowed`'s is multiplied with its scale in float32 first."""
+    if is_narrow(kernel):
+        import qwix
+
+        kernel = qwix.dequantize(kernel)
+    return kernel.astype(dtype)
