@@ -34,6 +34,7 @@ WAYS = {
     "LoRA, value in full": {**_LORA, "lora_value": "full"},
     "LoRA, value on the reward model": {**_LORA, "lora_value": "own"},
     "LoRA, value on the policy's base": {**_LORA, "lora_value": "shared"},
+    "LoRA, value on the policy's base, in int8": {**_LORA, "lora_value": "shared", "load_in_8bit": True},
 }
 
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rlhf_jax import arithmetic
+from rlhf_jax import arithmetic, sharding
 from rlhf_jax.config import RLOOConfig, SFTConfig
-from rlhf_jax.models import custom_shape, int8, lora
+from rlhf_jax.models import custom_shape, hf, int8, lora
 from rlhf_jax.stages import adapters
+from rlhf_jax.stages.weights import PlannedWeights, Weights
 from rlhf_jax.types import UserError
 from tests.models_common import distance, padded_rows
 
@@ -109,6 +110,34 @@ def test_merged_and_unstacked_int8_kernels_are_plain_and_hold_the_adapter(parts)
         assert (
             model.rounded(base, dtype)["backbone"]["layers"]["mlp"]["dense_4h_to_h"]["kernel"].qvalue.dtype == jnp.int8
         )
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_a_checkpoint_that_is_kept_narrow_is_never_held_in_float32(monkeypatch, tmp_path, kind):
+    model = custom_shape("4x64x4", 256).on(sharding.make_mesh(devices=jax.devices()[:1]))
+    params = model.init(jax.random.key(0))
+    hf.save(tmp_path, model, params, kind="causal")
+    turn = {
+        "bfloat16": lambda tree: model.rounded(tree, jnp.bfloat16),
+        "int8": lambda tree: model.narrowed(tree, jnp.bfloat16),
+    }
+    wanted, read, held = turn[kind](params), hf.read_shards, []
+    floats = lambda: sum(x.nbytes for x in jax.live_arrays() if x.dtype == jnp.float32)  # noqa: E731
+    before = floats()
+
+    def watched(leaf, where):
+        held.append(floats() - before)
+        return read(leaf, where)
+
+    monkeypatch.setattr(hf, "read_shards", watched)
+    weights = Weights(model.layout.mesh)
+    found = weights.load(model, str(tmp_path), "causal", None, turn[kind])
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    sizes = [x.nbytes for x in jax.tree.leaves(params)]
+    assert len(held) == len(sizes) and max(held) <= 1.1 * max(sizes) < 0.5 * sum(sizes)
+    planned = PlannedWeights(model.layout.mesh).load(model, str(tmp_path), "causal", None, turn[kind])
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)  # noqa: E731
+    assert describe(planned) == describe(found)
 
 
 def test_without_adapters_or_without_qwix_int8_is_refused_by_name(monkeypatch):

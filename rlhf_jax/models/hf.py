@@ -171,6 +171,7 @@ def load(
     head_seed: int = 0,
     head_std: float | None = None,
     where: Callable[[Model, Params], Any] | None = None,
+    as_read: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
 
@@ -179,6 +180,7 @@ def load(
     without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
     `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
     own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
+    `as_read` with it: what becomes of each param, by its path, before the next is read.
     An adapter in PEFT's form is merged into its base as it is read. UserError names the file and the key, or the tensor
     that is missing, extra or misshapen.
     """
@@ -210,7 +212,12 @@ def load(
     if where is None:
         return model, jax.tree.map(read_whole, leaves)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
-    return model, jax.tree.map(read_shards, leaves, where(model, shapes))
+
+    def placed(path: tuple, leaf: Any, where: Any) -> Any:
+        read = read_shards(leaf, where)
+        return read if as_read is None else as_read(tuple(entry.key for entry in path), read)
+
+    return model, jax.tree_util.tree_map_with_path(placed, leaves, where(model, shapes))
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

@@ -29,21 +29,22 @@ def narrowed(params: Params, paths: Sequence[Sequence[str]]) -> Params:
     the rows of a column: no number is off by more than s / 2.
 
     Args:
-      params: floats.
+      params: nested dicts, whole or in part.
       paths: of the kernels' layers.
 
     Returns:
-      The same pytree with a qwix.QArray in the place of each kernel.
+      The same pytree with a qwix.QArray in the place of each of these kernels, also of one that was there before.
     """
     import qwix
 
-    found = jax.tree.map(lambda x: x, params)  # dicts of its own
-    for path in paths:
-        layer = found
-        for key in path:
-            layer = layer[key]
-        layer["kernel"] = qwix.quantize(layer["kernel"].astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))
-    return found
+    kernels = {(*path, "kernel") for path in paths}
+
+    def narrow(path: tuple, leaf: Any) -> Any:
+        if is_narrow(leaf) or tuple(entry.key for entry in path) not in kernels:
+            return leaf
+        return qwix.quantize(leaf.astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))
+
+    return jax.tree_util.tree_map_with_path(narrow, params, is_leaf=is_narrow)
 
 
 def widened(kernel: Any, dtype: Any) -> Array:

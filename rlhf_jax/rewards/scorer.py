@@ -162,10 +162,12 @@ class Scorer:
         if self._host is not None:
             self._host.check_columns(columns)
 
-    def load_weights(self, weights: Any) -> None:
-        """Loads every reward model's params onto the mesh, by a stage's `Weights`."""
-        for model in self.models:
-            model.params = weights.load(model.model, model.path, "scalar", model.revision)
+    def load_weights(self, weights: Any, as_read: Callable[[int, Any], Any] = lambda number, model: None) -> None:
+        """Loads every reward model's params onto the mesh, by a stage's `Weights`; `as_read`, of a model's number and
+        the model, is what becomes of its params."""
+        for number, reader in enumerate(self.models):
+            how = as_read(number, reader.model)
+            reader.params = weights.load(reader.model, reader.path, "scalar", reader.revision, how)
 
     # --- programs
 

@@ -115,13 +115,16 @@ def origin_of(path: str | None, revision: str | None) -> Origin | None:
     return None if path is None or hf.is_adapter(path, revision) else (path, revision)
 
 
-def beneath(stage: Any, model: Model, params: Params) -> Params:
-    """What adapters of a stage stand on, made of placed float32 params: `rounded`, and with load_in_8bit the layers'
-    kernels in int8."""
+def as_base(stage: Any, model: Model) -> Callable[[Params], Params]:
+    """Makes of params what adapters of a stage stand on: frozen ones, with load_in_8bit the layers' kernels in int8."""
     if not stage.config.load_in_8bit:
-        return stage.rounded(model, params)
-    narrow = lambda params: model.narrowed(params, stage.frozen_dtype)  # noqa: E731
-    return stage.weights.run(narrow, params, where=stage.weights.where(model, jax.eval_shape(narrow, params)))
+        return stage.as_frozen(model)
+    return lambda params: model.narrowed(params, stage.frozen_dtype)
+
+
+def beneath(stage: Any, model: Model, params: Params) -> Params:
+    """Placed params `as_base`; themselves where they are that already."""
+    return stage.weights.turned(model, as_base(stage, model), params)
 
 
 def fresh(stage: Any, model: Model, base: Params, number: int) -> Params:

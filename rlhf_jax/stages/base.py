@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,12 +127,13 @@ class Stage:
         """Of models that are never trained: that of the forward pass."""
         return jnp.dtype(self.config.dtype)
 
+    def as_frozen(self, model) -> Callable[[Params], Params]:
+        """Rounds params to `frozen_dtype`: half the memory, and what a forward pass rounds to in any case."""
+        return lambda params: model.rounded(params, self.frozen_dtype)
+
     def rounded(self, model, params: Params) -> Params:
-        """Params in `frozen_dtype`: half the memory, and what a forward pass rounds to in any case."""
-        shapes = jax.eval_shape(lambda params: model.rounded(params, self.frozen_dtype), params)
-        if all(a.dtype == b.dtype for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(shapes), strict=True)):
-            return params
-        return self.weights.copy(model, params, self.frozen_dtype)
+        """Placed params `as_frozen`; themselves where they are that already."""
+        return self.weights.turned(model, self.as_frozen(model), params)
 
     def save(self, path: str, model, params: Params, kind: str) -> None:
         """A Hugging Face checkpoint of placed params with the tokenizer. One process writes it, and all wait for it."""

@@ -62,7 +62,10 @@ class PolicyStage(LookingStage):
         # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
         # On the mesh like the state's seed and step: elsewhere they would compile the rollout a second time.
         self._eval_seed = self.weights.place(np.uint32(config.seed ^ 0x5EED), sharding.replicated(self.mesh))
-        self.scorer.load_weights(self.weights)
+        whole = self.copied()
+        self.scorer.load_weights(
+            self.weights, lambda number, model: None if number == 0 and "reward" in whole else self.as_frozen(model)
+        )
         self._load_weights()
         self._settle_frozen()
         self._compile()
@@ -94,6 +97,11 @@ class PolicyStage(LookingStage):
     def _load_weights(self) -> None:
         """Sets `state` and `ref_params`."""
         raise NotImplementedError
+
+    def copied(self) -> set[str]:
+        """Of 'policy' and 'reward', the models whose float32 params something that is trained starts from a copy of,
+        beside the policy itself; the others are rounded as they are read where they are frozen."""
+        return {"policy"} if self.policy.lora and self.policy.lora.saved else set()
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """(Experience, metrics) of a rollout; pure."""
@@ -154,12 +162,13 @@ class PolicyStage(LookingStage):
             )
 
     def load_policy(self):
-        """The params that the policy starts from; with adapters those of their base."""
+        """The params that the policy starts from; with adapters those of their base, as it is kept."""
         c = self.config
         if c.scratch_model:
             return self.weights.init(self.policy, jax.random.key(c.seed), ("causal",))
         path, revision = (self.start.path, self.start.revision) if c.use_peft else (c.sft_model_path, c.model_revision)
-        return self.weights.load(self.policy, path, "causal", revision)
+        as_read = adapters.as_base(self, self.policy) if c.use_peft and "policy" not in self.copied() else None
+        return self.weights.load(self.policy, path, "causal", revision, as_read)
 
     def adapt(self, policy):
         """Sets `base` to the policy's params and gives those that are trained: the params themselves without adapters,
@@ -177,8 +186,8 @@ class PolicyStage(LookingStage):
         A copy, for an update gives the policy's buffers away."""
         c = self.config
         if c.ref_model_path is not None:
-            ref = self.weights.load(self.ref, c.ref_model_path, "causal", c.ref_model_revision)
-            return ref if dtype == jnp.float32 else self.rounded(self.ref, ref)
+            as_read = None if dtype == jnp.float32 else self.as_frozen(self.ref)
+            return self.weights.load(self.ref, c.ref_model_path, "causal", c.ref_model_revision, as_read)
         if c.use_peft:  # on the policy's own base, so that it costs nothing
             return {} if self.ref_adapter is None else self.place_params(self.ref, self.ref_adapter[1])
         return self.weights.copy(self.ref, policy, dtype)

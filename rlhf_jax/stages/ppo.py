@@ -50,6 +50,13 @@ class PPOStage(PolicyStage):
             self._check_same_ids(value, "value_model_path")
         self.nets = forward.Networks(self.policy, self.ref, value, self.mesh)
 
+    def copied(self):
+        """As `PolicyStage.copied`: a value model in full may start from either."""
+        found, value = super().copied(), self.nets.value
+        if value is None or value.lora is not None or self.config.value_model_path is not None:
+            return found
+        return found | {"reward" if self.scorer.models else "policy"}
+
     def _load_weights(self):
         c = self.config
         policy, value = self.load_policy(), self.nets.value
@@ -78,8 +85,8 @@ class PPOStage(PolicyStage):
             adapter = adapters.fresh(self, value, self.base["policy"], 1)
             return {**adapter, "score": self.new_score(value, None)}
         if c.value_model_path is not None:
-            read = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision)
-            base = adapters.beneath(self, value, read)
+            as_read = adapters.as_base(self, value)
+            base = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision, as_read)
         else:
             first = self.scorer.models[0]
             base = first.params = self.rounded(first.model, first.params)

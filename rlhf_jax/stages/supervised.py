@@ -96,7 +96,9 @@ class SupervisedStage(base.Stage):
         c = self.config
         if c.scratch_model:
             return self.weights.init(self.model, jax.random.key(c.seed), (self.head,))
-        return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision)
+        adapted = self.model.lora is not None and not self.model.lora.saved
+        as_read = adapters.as_base(self, self.model) if adapted else None
+        return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision, as_read)
 
     @property
     def beneath(self) -> Params | None:

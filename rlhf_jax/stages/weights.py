@@ -28,14 +28,23 @@ class Weights:
         """A NamedSharding for each param of a model; UserError as `sharding.shardings`."""
         return sharding.shardings(shapes, model.param_rules, self.mesh)
 
-    def load(self, model: Model, path: str, kind: str, revision: str | None) -> Params:
-        """A checkpoint's params, float32. Each process reads only what its devices hold.
+    def load(
+        self,
+        model: Model,
+        path: str,
+        kind: str,
+        revision: str | None,
+        as_read: Callable[[Params], Params] | None = None,
+    ) -> Params:
+        """A checkpoint's params, float32 or as `as_read` makes them. Each process reads only what its devices hold.
 
         Args:
           model: of the checkpoint.
           path: folder or hub name.
           kind: as `hf.load`.
           revision: of the hub.
+          as_read: a pure function of params, done for each by itself before the next is read, so that a model that is
+            kept narrower is never held in float32.
 
         Returns:
           Params of jax.Arrays, buffers of their own.
@@ -45,7 +54,20 @@ class Weights:
         """
         where = lambda _, shapes: self.where(model, shapes)  # noqa: E731
         self.loaded[path, revision] = None
-        return hf.load(path, kind=kind, revision=revision, where=where)[1]
+
+        def made(names: tuple[str, ...], leaf: Array) -> Any:
+            tree: Params = {}
+            lora.put(tree, names, leaf)
+            return lora.at(self.turned(model, as_read, tree), names)
+
+        return hf.load(path, kind=kind, revision=revision, where=where, as_read=made if as_read else None)[1]
+
+    def turned(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
+        """function(params), placed by the model's rules; the params themselves where nothing changes but values."""
+        shapes, given = jax.eval_shape(function, params), jax.eval_shape(lambda params: params, params)
+        if shapes == given:
+            return params
+        return self.run(function, params, where=self.where(model, shapes))
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
         """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
@@ -93,9 +115,10 @@ class PlannedWeights(Weights):
     Of a checkpoint only config.json is read.
     """
 
-    def load(self, model, path, kind, revision):
+    def load(self, model, path, kind, revision, as_read=None):
         """As `Weights.load`."""
         shapes = hf.load_shapes(path, kind=kind, revision=revision)[1]
+        shapes = jax.eval_shape(as_read, shapes) if as_read else shapes
         return self.place(shapes, self.where(model, shapes))
 
     def place(self, tree, where):
