@@ -244,7 +244,13 @@ def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):
 
 def test_a_run_with_adapters_is_evaluated_against_what_it_trained_from(room, tmp_path):
     """Its policy's folder is an adapter alone (export_merged false); the plan holds no option of adapters."""
-    given = {"use_peft": True, "lora_value": "own", "value_model": "separate", "lora_target_modules": ("dense",)}
+    given = {
+        "use_peft": True,
+        "lora_value": "own",
+        "load_in_8bit": True,
+        "value_model": "separate",
+        "lora_target_modules": ("dense",),
+    }
     folder = finished_run(room, tmp_path, **given)
     (folder / "policy").unlink()
     model, base = hf.load(room / "sft", kind="causal")
