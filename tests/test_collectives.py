@@ -15,7 +15,10 @@ MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 pytestmark = pytest.mark.processes
 
 
-def compiled(mesh: tuple[int, int, int]) -> dict:
+NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value": "shared", "load_in_8bit": True}
+
+
+def compiled(mesh: tuple[int, int, int], **more) -> dict:
     """Collectives and largest arrays of the programs of a PPO update on a mesh."""
     from rlhf_jax import footprint, sharding
     from rlhf_jax.config import PPOConfig
@@ -35,6 +38,7 @@ def compiled(mesh: tuple[int, int, int]) -> dict:
         num_ppo_epochs=1,
         num_mini_batches=1,
         **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
+        **more,
     )
     stage = footprint.planned_stage(config, sharding.make_mesh(*mesh))
     found = {}
@@ -47,6 +51,7 @@ def compiled(mesh: tuple[int, int, int]) -> dict:
             "gathers": sum(c.times for c in twice if c.kind == "all-gather" and c.sent > 4 * WIDTH**2)
             - sum(c.times for c in once if c.kind == "all-gather" and c.sent > 4 * WIDTH**2),
             "largest": hlo.largest_array(text)[0],
+            "gathered": sorted({c.shape.split("{")[0] for c in once if c.kind == "all-gather"}),
         }
     return found
 
@@ -125,5 +130,16 @@ def test_under_fsdp_training_makes_no_array_larger_than_a_layer_or_the_activatio
     assert found["1x8x1"]["update"]["largest"] < whole
 
 
+def test_kernels_of_an_int8_base_are_sent_as_int8(found):
+    kernels = {f"{WIDTH},{3 * WIDTH}", f"{WIDTH},{WIDTH}", f"{WIDTH},{4 * WIDTH}", f"{4 * WIDTH},{WIDTH}"}
+    for program, layers in (("update", 1), ("generate", LAYERS)):
+        sent = found["int8"][program]["gathered"]
+        assert {f"s8[{layers},{kernel}]" for kernel in kernels} <= set(sent)
+        assert not [
+            shape for shape in sent if any(shape.endswith(f",{kernel}]") for kernel in kernels) and "s8" not in shape
+        ]
+
+
 if __name__ == "__main__":
-    print(json.dumps({name_of(mesh): compiled(mesh) for mesh in MESHES}))
+    everywhere = {name_of(mesh): compiled(mesh) for mesh in MESHES}
+    print(json.dumps({**everywhere, "int8": compiled((1, 8, 1), **NARROW)}))
