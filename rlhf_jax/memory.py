@@ -12,10 +12,10 @@ from rlhf_jax.types import UserError
 
 # Options that lower what a phase holds, the cheapest first.
 _ACTIVATIONS = ("micro_batch_size", "gradient_checkpointing", "length_buckets", "dtype")
-_WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen")
+_WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", "load_in_8bit")
 LOWERS = {
-    "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen"),
-    "generate": ("rollout_batch_size", "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype"),
+    "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", "load_in_8bit"),
+    "generate": ("rollout_batch_size", "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", "load_in_8bit"),
     "score": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "experience": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "update": (*_ACTIVATIONS, *_WEIGHTS),
@@ -60,7 +60,9 @@ def message(config, phase: str, error: str) -> str:
         needed = f" when it asked for {float(asked[1]) / 2**30:,.1f} GiB more"
     elif asked:
         needed = f" when it asked for {asked[1]} {asked[2]} more"
-    lowers = [f"{name} (now {getattr(config, name)})" for name in LOWERS[phase] if hasattr(config, name)]
+    idle = set() if getattr(config, "use_peft", False) else {"load_in_8bit"}
+    names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in idle]
+    lowers = [f"{name} (now {getattr(config, name)})" for name in names]
     return (
         f"out of memory in {phase}{needed}. What lowers it: {', '.join(lowers)}. "
         "The same command with --dry_run says what each device holds"

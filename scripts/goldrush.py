@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--only {unknown[0]}: there are {', '.join(scope['VARIANTS'])}")
         for name in options.only or scope["VARIANTS"]:
             print(f"== {name}", flush=True)
-            train.run(placed(configfile.load_config(f"goldrush:{name}"), scope["RUNS"], options))
+            train.run(placed(configfile.load_config(f"goldrush.py:{name}"), scope["RUNS"], options))
         policies = [str(options.folder / name) for name in scope["POLICIES"] if (options.folder / name).exists()]
         if policies:
             print("\n".join(report.write(policies, str(options.folder / "report.html"))))

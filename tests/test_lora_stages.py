@@ -192,14 +192,35 @@ def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(mod
         np.testing.assert_array_equal(first, second)  # what a continued run stands on
     stage = stages[0]
     assert set(stage.base) == {"policy"} and held(stage.base) < 0.35 * held(plain.base)
-    base = leaves(stage.base)
+    base, before = leaves(stage.base), leaves(stage.state.params)
     state, metrics, _ = stage.train_step(stage.state, 0)
     assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
     state, metrics, _ = stage.train_step(state, 1)
-    assert float(metrics["objective/kl"]) > 0 or float(metrics["policy/approxkl_avg"]) > 0
+    for old, new in zip(before, leaves(state.params), strict=True):
+        assert not np.array_equal(old, new)
     for old, new in zip(base, leaves(stage.base), strict=True):
         np.testing.assert_array_equal(old, new)
     assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("value", ["full", "own", "shared"])
+def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(models, value):
+    """Though the frozen ones are rounded as they are read."""
+    stage = ppo_stage(models, lora_value=value, dtype="bfloat16", load_in_8bit=True, modules_to_save=("embed_in",))
+    policy, reward = (hf.load(models / name, kind=kind)[1] for name, kind in (("base", "causal"), ("reward", "scalar")))
+    started = jax.device_get(stage.state.params)
+    embedding = ("backbone", "embed_in", "embedding")
+    for found, wanted in (("policy", policy), ("value", policy if value == "shared" else reward)):
+        exact = lora.at(wanted, embedding)
+        assert not np.array_equal(exact, exact.astype(jax.numpy.bfloat16).astype(np.float32))
+        np.testing.assert_array_equal(lora.at(started[found], embedding), exact)
+    if value == "full":
+        jax.tree.map(np.testing.assert_array_equal, started["value"], reward)
+    if value == "own":
+        jax.tree.map(np.testing.assert_array_equal, started["value"]["score"], reward["score"])
+    assert {x.dtype for x in jax.tree.leaves(stage.scorer.models[0].params["backbone"]["embed_in"])} == {
+        jax.numpy.bfloat16
+    }
 
 
 def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):

@@ -90,7 +90,7 @@ class StageConfig:
     modules_to_save: tuple[str, ...] | None = None
     """Modules trained in full beside the adapters: embed_in, final_layer_norm, embed_out (a new score head always)."""
     load_in_8bit: bool = False
-    """Keep the kernels of the layers that adapters stand on in int8, a scale for each column (needs the extra int8)."""
+    """Keep frozen kernels of the layers, beneath adapters, in int8, a scale for each column (needs the extra int8)."""
     export_merged: bool = True
     """Write the model with its adapter merged into it too, as a checkpoint that needs no PEFT."""
 

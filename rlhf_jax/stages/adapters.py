@@ -11,7 +11,7 @@ import jax
 
 from rlhf_jax import distributed
 from rlhf_jax.data import save_tokenizer
-from rlhf_jax.models import Model, hf, int8, lora, lora_hf
+from rlhf_jax.models import Model, hf, lora, lora_hf
 from rlhf_jax.types import Params, UserError
 
 Origin = tuple[str, str | None]
@@ -30,10 +30,8 @@ def form_of(config, model: Model, kind: str) -> lora.Lora:
       kind: 'causal' or 'scalar': which head the model has.
 
     Raises:
-      UserError: a layer or a module that the model does not have; a package that is not installed.
+      UserError: a layer or a module that the model does not have.
     """
-    if config.load_in_8bit:
-        int8.check_installed("load_in_8bit")
     family = model.family
     targets = lora.targets_of(family, config.lora_target_modules, "lora_target_modules")
     names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
@@ -152,15 +150,16 @@ def write(
     Returns:
       {name: path} of what is to be used further, and of the others.
     """
-    paths, plain = {}, dataclasses.replace(model, lora=None)
+    paths, plain, dtype = {}, dataclasses.replace(model, lora=None), stage.frozen_dtype
 
     def whole(merge: Callable, *trees: Params) -> Params:
         return stage.weights.run(merge, *trees, where=stage.weights.where(plain, jax.eval_shape(merge, *trees)))
 
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        plain_base = whole(lora.merged, base) if stage.config.load_in_8bit else base
-        stage.save(path, plain, {**plain_base, "score": params["score"]} if kind == "scalar" else plain_base, kind)
+        wide = whole(lambda base: lora.merged(base, dtype), base) if stage.config.load_in_8bit else base
+        stage.save(path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind)
+        del wide
         origin = path, None
     merged_too = stage.config.export_merged
     adapter = os.path.join(folder, f"{name}_adapter" if merged_too else name)
@@ -175,7 +174,7 @@ def write(
     distributed.wait_for_all("export of adapters")
     if merged_too:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        merged = whole(lambda base, params: lora.merged(model.joined(base, params)), base, params)
+        merged = whole(lambda base, params: lora.merged(model.joined(base, params), dtype), base, params)
         stage.save(paths[name], plain, merged, kind)
     else:
         paths[name] = adapter
@@ -188,9 +187,12 @@ def load(stage: Any, path: str, model: Model) -> tuple[lora.Lora, dict[str, Any]
     return hf.load_adapter(path, model)
 
 
-def told(what: str, form: lora.Lora) -> str:
+def told(what: str, form: lora.Lora, config) -> str:
     """What is trained, in words."""
-    return f"trains {what} of rank {form.r} on {', '.join(form.targets)}"
+    line = f"trains {what} of rank {form.r} on {', '.join(form.targets)}"
+    if config.load_in_8bit and not config.export_merged:
+        line += "; what is written stands on the checkpoint, not on its int8 form that is trained on (export_merged)"
+    return line
 
 
 def open_policy(stage: Any) -> None:
@@ -206,7 +208,7 @@ def open_policy(stage: Any) -> None:
     form = stage.adapter[0] if stage.adapter else form_of(stage.config, stage.policy, "causal")
     stage.policy = dataclasses.replace(stage.policy, lora=form)
     what = f"adapter {start.trained} ({start.paths[start.trained]})" if stage.adapter else "a new adapter"
-    line = told(what, form)
+    line = told(what, form, stage.config)
     if stage.config.ref_model_path is None:
         line += "; the reference is " + (f"adapter {start.reference} as it is now" if start.reference else "the base")
     stage.report.append(line)

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_jax import arithmetic, distributed, models, sharding, shares, stops
 from rlhf_jax.data import check_made_for, load_tokenizer, save_tokenizer
-from rlhf_jax.models import hf
+from rlhf_jax.models import hf, int8
 from rlhf_jax.stages.weights import Weights
 from rlhf_jax.trainers import common
 from rlhf_jax.types import Array, Params, TrainState, UserError
@@ -44,6 +44,8 @@ class Stage:
 
     def __init__(self, config, *, optimizer=None, weights: Weights | None = None):
         """`weights`: where params come from, and the mesh that they lie on; None: real ones on the config's mesh."""
+        if config.load_in_8bit:
+            int8.check_installed("load_in_8bit")
         if weights is None:
             weights = Weights(sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor))
         self.weights, self.mesh = weights, weights.mesh

@@ -101,7 +101,8 @@ class PolicyStage(LookingStage):
     def copied(self) -> set[str]:
         """Of 'policy' and 'reward', the models whose float32 params something that is trained starts from a copy of,
         beside the policy itself; the others are rounded as they are read where they are frozen."""
-        return {"policy"} if self.policy.lora and self.policy.lora.saved else set()
+        form = self.policy.lora
+        return {"policy"} if form is not None and form.saved and self.adapter is None else set()
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """(Experience, metrics) of a rollout; pure."""

@@ -51,11 +51,12 @@ class PPOStage(PolicyStage):
         self.nets = forward.Networks(self.policy, self.ref, value, self.mesh)
 
     def copied(self):
-        """As `PolicyStage.copied`: a value model in full may start from either."""
-        found, value = super().copied(), self.nets.value
-        if value is None or value.lora is not None or self.config.value_model_path is not None:
+        """As `PolicyStage.copied`: a value model in full, or modules of it, may start from either."""
+        c, found, value = self.config, super().copied(), self.nets.value
+        whole = value is not None and (value.lora is None or value.lora.saved)
+        if not whole or c.value_model_path is not None:
             return found
-        return found | {"reward" if self.scorer.models else "policy"}
+        return found | {"reward" if self.scorer.models and c.lora_value != "shared" else "policy"}
 
     def _load_weights(self):
         c = self.config
@@ -65,7 +66,7 @@ class PPOStage(PolicyStage):
         if value is None:
             trained["policy"] = {**trained["policy"], "score": self.new_score(self.policy, None)}
         elif value.lora is not None:
-            trained["value"] = self._adapted_value(value)
+            trained["value"] = self._adapted_value(value, policy)
         elif c.value_model_path is not None:
             trained["value"] = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision)
         elif self.scorer.models:
@@ -77,22 +78,22 @@ class PPOStage(PolicyStage):
         models = {"policy": self.policy, "value": value or self.policy}
         self.state = self.initial_state(trained, base.state_rules(models), c.seed)
 
-    def _adapted_value(self, value):
+    def _adapted_value(self, value, policy):
         """A new adapter and the head of the value model; sets its base, which is not copied where it is the policy's or
         the reward model's."""
         c = self.config
         if c.lora_value == "shared":
-            adapter = adapters.fresh(self, value, self.base["policy"], 1)
-            return {**adapter, "score": self.new_score(value, None)}
+            return {**adapters.fresh(self, value, policy, 1), "score": self.new_score(value, None)}
         if c.value_model_path is not None:
-            as_read = adapters.as_base(self, value)
-            base = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision, as_read)
+            as_read = None if value.lora.saved else adapters.as_base(self, value)
+            read = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision, as_read)
+            self.base["value"] = adapters.beneath(self, value, read)
         else:
             first = self.scorer.models[0]
-            base = first.params = self.rounded(first.model, first.params)
-        self.base["value"] = base
-        head = self.weights.copy(value, {"score": base["score"]})
-        return {**adapters.fresh(self, value, base, 1), **head}
+            read = first.params
+            self.base["value"] = first.params = self.rounded(first.model, read)
+        head = self.weights.copy(value, {"score": read["score"]})
+        return {**adapters.fresh(self, value, read, 1), **head}
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """`ppo.make_experience`."""

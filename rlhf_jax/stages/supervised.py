@@ -77,7 +77,7 @@ class SupervisedStage(base.Stage):
         self.model = self.lay(self.model, self.head)
         if c.use_peft:
             self.model = dataclasses.replace(self.model, lora=adapters.form_of(c, self.model, self.head))
-            self.report.append(adapters.told("a new adapter", self.model.lora))
+            self.report.append(adapters.told("a new adapter", self.model.lora, c))
 
     def _write_adapted(self, folder: str, name: str, params: Params, kind: str) -> dict[str, str]:
         """`adapters.write` of the model."""
