@@ -37,6 +37,11 @@ ALARMS: dict[str, tuple[str, Callable[[float, Readings, Readings, Readings], boo
         lambda limit, now, start, late: late["length"] > limit * start["length"],
         "responses have {length:.4g} tokens; at the start {start_length:.4g}",
     ),
+    "length_collapse": (
+        "length",
+        lambda limit, now, start, late: late["length"] < limit * start["length"],
+        "responses have {length:.4g} tokens; at the start {start_length:.4g}",
+    ),
 }
 
 
@@ -54,6 +59,7 @@ def threshold(config, name: str) -> float | None:
         "reward_std": config.alarm_reward_std if config.batch_size > 1 else None,  # one score has no deviation
         "eos_share": config.alarm_eos_share,
         "length_growth": config.alarm_length_growth,
+        "length_collapse": config.alarm_length_collapse,
     }
     return limits[name]
 

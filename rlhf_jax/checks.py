@@ -59,7 +59,7 @@ RANGES: dict[str, Rule] = {
     "max_nonfinite": _AT_LEAST_1,
     **dict.fromkeys(("alarm_kl_below", "alarm_kl_above", "alarm_reward_std"), _AT_LEAST_0),
     **dict.fromkeys(("alarm_first_ratio", "alarm_first_ratio_bfloat16", "target_kl"), _POSITIVE),
-    "alarm_eos_share": _SHARE,
+    **dict.fromkeys(("alarm_eos_share", "alarm_length_collapse"), _SHARE),
     "alarm_length_growth": _AT_LEAST_1,
     "max_steps": ("-1 (num_train_epochs decides) or at least 1", lambda v: v == -1 or v >= 1),
 }

@@ -344,6 +344,12 @@ BAD: Rows = (
         "Absent.",
         "See val/response_length.",
     ),
+    (
+        "alarm/length_collapse",
+        "1 while responses are far shorter than at the start.",
+        "Absent.",
+        "See val/response_length; saying nothing may pay: missing_eos_penalty, or a reward that likes short texts.",
+    ),
 )
 TIME: Rows = (
     (

@@ -25,6 +25,7 @@ BAD = {  # in one update
 RUNNING = {  # in the mean of the last five
     "eos_share": {"completions/clipped_ratio": 0.9},
     "length_growth": {"completions/mean_length": 90.0},
+    "length_collapse": {"completions/mean_length": 3.0},
 }
 
 
@@ -56,7 +57,7 @@ def test_what_runs_away_is_held_against_the_start(name):
 
 def test_the_words_have_the_numbers():
     _, words, _ = run(PPOConfig(), *[{}] * 5, *[{**RUNNING["eos_share"], **RUNNING["length_growth"]}] * 5)
-    (eos,), (length,) = ([w for w in sum(words, []) if name in w] for name in RUNNING)
+    (eos,), (length,) = ([w for w in sum(words, []) if name in w] for name in ("eos_share", "length_growth"))
     assert "at the start 80.0% did" in eos and "at the start 20" in length
     _, words, _ = run(PPOConfig(), BAD["kl_below"])
     assert words == [["alarm kl_below: objective/kl -1.5 is below -1"]]

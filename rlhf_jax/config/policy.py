@@ -112,7 +112,7 @@ class PolicyConfig(StageConfig):
     """End an update's optimizer steps once policy/approxkl of a minibatch is over 1.5 times this; None: never."""
     early_stop: tuple[str, ...] = ()
     """Alarms that end the run, with its checkpoint and exports: kl_below, kl_above, first_ratio, reward_std, eos_share,
-    length_growth."""
+    length_growth, length_collapse."""
     alarm_kl_below: float | None = 1.0
     """Alarm when objective/kl is below minus this; None: never, as in all alarms."""
     alarm_kl_above: float | None = 200.0
@@ -127,6 +127,8 @@ class PolicyConfig(StageConfig):
     """Alarm when fewer responses end by themselves than this share of those of the start (means of 5 updates)."""
     alarm_length_growth: float | None = 3.0
     """Alarm when responses are longer than this times those of the start (means of 5 updates)."""
+    alarm_length_collapse: float | None = 0.25
+    """Alarm when responses are shorter than this times those of the start (means of 5 updates)."""
 
     # --- looking at it
     num_sample_generations: int = 10

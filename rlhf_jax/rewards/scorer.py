@@ -162,11 +162,11 @@ class Scorer:
         if self._host is not None:
             self._host.check_columns(columns)
 
-    def load_weights(self, weights: Any, as_read: Callable[[int, Any], Any] = lambda number, model: None) -> None:
-        """Loads every reward model's params onto the mesh, by a stage's `Weights`; `as_read`, of a model's number and
-        the model, is what becomes of its params."""
+    def load_weights(self, weights: Any, as_frozen: Callable | None = None, first_whole: bool = False) -> None:
+        """Loads every reward model's params onto the mesh, by a stage's `Weights`: float32, or as the stage's `as_frozen`
+        makes them, but for the first with `first_whole`."""
         for number, reader in enumerate(self.models):
-            how = as_read(number, reader.model)
+            how = None if as_frozen is None or (first_whole and number == 0) else as_frozen(reader.model)
             reader.params = weights.load(reader.model, reader.path, "scalar", reader.revision, how)
 
     # --- programs

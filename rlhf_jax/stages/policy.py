@@ -62,10 +62,7 @@ class PolicyStage(LookingStage):
         # Evaluation draws from a seed of its own, the same every time, so that two evaluations differ by the policy.
         # On the mesh like the state's seed and step: elsewhere they would compile the rollout a second time.
         self._eval_seed = self.weights.place(np.uint32(config.seed ^ 0x5EED), sharding.replicated(self.mesh))
-        whole = self.copied()
-        self.scorer.load_weights(
-            self.weights, lambda number, model: None if number == 0 and "reward" in whole else self.as_frozen(model)
-        )
+        self.scorer.load_weights(self.weights, self.as_frozen, first_whole="reward" in self.copied())
         self._load_weights()
         self._settle_frozen()
         self._compile()
