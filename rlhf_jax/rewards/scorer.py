@@ -163,7 +163,7 @@ class Scorer:
             self._host.check_columns(columns)
 
     def load_weights(self, weights: Any, as_frozen: Callable | None = None, first_whole: bool = False) -> None:
-        """Loads every reward model's params onto the mesh, by a stage's `Weights`: float32, or as the stage's `as_frozen`
+        """Loads every reward model's params onto the mesh, by a stage's `Weights`: float32, or as its `as_frozen`
         makes them, but for the first with `first_whole`."""
         for number, reader in enumerate(self.models):
             how = None if as_frozen is None or (first_whole and number == 0) else as_frozen(reader.model)
