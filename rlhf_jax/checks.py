@@ -132,8 +132,7 @@ def _scratch(config: StageConfig) -> Iterator[str]:
 def _adapters(config: StageConfig) -> Iterator[str]:
     if not config.use_peft:
         idle = ("adapters", "model_adapter_name", "ref_adapter_name", "lora_target_modules", "modules_to_save")
-        given = [name for name in idle if getattr(config, name, None)]
-        given += ["load_in_8bit"] if config.load_in_8bit else []
+        given = [name for name in (*idle, "load_in_8bit") if getattr(config, name, None)]
         given += ["start_adapter"] if getattr(config, "start_adapter", "auto") != "auto" else []
         given += ["lora_value"] if getattr(config, "lora_value", "full") != "full" else []
         if given:

@@ -60,8 +60,7 @@ def message(config, phase: str, error: str) -> str:
         needed = f" when it asked for {float(asked[1]) / 2**30:,.1f} GiB more"
     elif asked:
         needed = f" when it asked for {asked[1]} {asked[2]} more"
-    idle = set() if getattr(config, "use_peft", False) else {"load_in_8bit"}
-    names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in idle]
+    names = [name for name in LOWERS[phase] if hasattr(config, name) and (name != "load_in_8bit" or config.use_peft)]
     lowers = [f"{name} (now {getattr(config, name)})" for name in names]
     return (
         f"out of memory in {phase}{needed}. What lowers it: {', '.join(lowers)}. "

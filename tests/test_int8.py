@@ -22,11 +22,11 @@ from tests.models_common import distance, padded_rows
 
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FORM = lora.Lora(r=3, alpha=6, dropout=0.0, targets=LINEARS[::2])
-TREE, PATHS = {"layer": {"kernel": None, "bias": np.ones(2, np.float32)}}, (("layer",),)
 
 
 def narrow(kernel):
-    return int8.narrowed({"layer": {**TREE["layer"], "kernel": jnp.asarray(kernel)}}, PATHS)["layer"]
+    layer = {"kernel": jnp.asarray(kernel), "bias": np.ones(2, np.float32)}
+    return int8.narrowed({"layer": layer}, [("layer",)])["layer"]
 
 
 def test_a_kernel_is_rounded_to_127_steps_of_each_columns_largest_number():

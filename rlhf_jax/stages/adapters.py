@@ -151,13 +151,9 @@ def write(
       {name: path} of what is to be used further, and of the others.
     """
     paths, plain, dtype = {}, dataclasses.replace(model, lora=None), stage.frozen_dtype
-
-    def whole(merge: Callable, *trees: Params) -> Params:
-        return stage.weights.run(merge, *trees, where=stage.weights.where(plain, jax.eval_shape(merge, *trees)))
-
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        wide = whole(lambda base: lora.merged(base, dtype), base) if stage.config.load_in_8bit else base
+        wide = stage.weights.turned(plain, lambda base: lora.merged(base, dtype), base)
         stage.save(path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind)
         del wide
         origin = path, None
@@ -174,7 +170,7 @@ def write(
     distributed.wait_for_all("export of adapters")
     if merged_too:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        merged = whole(lambda base, params: lora.merged(model.joined(base, params), dtype), base, params)
+        merged = stage.weights.turned(plain, lambda both: lora.merged(model.joined(*both), dtype), (base, params))
         stage.save(paths[name], plain, merged, kind)
     else:
         paths[name] = adapter

@@ -63,7 +63,8 @@ class Weights:
         return hf.load(path, kind=kind, revision=revision, where=where, as_read=made if as_read else None)[1]
 
     def turned(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
-        """function(params), placed by the model's rules; the params themselves where nothing changes but values."""
+        """function(params), of a pytree or a tuple of them, placed by the model's rules; `params` itself where the
+        function changes no shape and no dtype."""
         shapes, given = jax.eval_shape(function, params), jax.eval_shape(lambda params: params, params)
         if shapes == given:
             return params
