@@ -27,7 +27,7 @@ class Family:
 
     name: str  # model_type in config.json
     init_backbone: Callable  # config, key -> params
-    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout=, lora= -> [B, S, D]
+    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout=, lora=, last= -> [B, S, D]
     hidden_after_prompts: (
         Callable  # config, backbone, prompts, mask, responses, mask and the options of `hidden` -> [P, D], [B, T, D]
     )
@@ -152,15 +152,17 @@ class Model:
         dtype: Any = jnp.float32,
         remat: str = "none",
         dropout_key: Array | None = None,
+        last: int | None = None,
     ) -> Array:
         """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
-        the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'.
+        the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'. `last`: only
+        so many last columns come out, [B, last, D], and of the others the last layer computes no more than they need.
         """
         options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
-        options["lora"] = self.lora
+        options |= {"lora": self.lora, "last": last}
         return self.family.hidden(self.config, params["backbone"], tokens, mask, **options)
 
     def hidden_after_prompts(

@@ -34,6 +34,7 @@ from rlhf_jax.models.layers import (
     row_dropout,
 )
 from rlhf_jax.models.lora import A, B, Lora
+from rlhf_jax.models.stacked import through
 from rlhf_jax.sharding import Layout, constrain
 from rlhf_jax.types import Array, Params
 
@@ -53,6 +54,11 @@ Drop = Callable[[Array, int], Array]
 
 def _keep(x: Array, site: int) -> Array:
     return x
+
+
+def _ending(columns: Any, last: int | None) -> Any:
+    """The last columns of each [B, S, ...]; None: all of them, of any array."""
+    return columns if last is None else jax.tree.map(lambda x: x[:, x.shape[1] - last :], columns)
 
 
 class Dense(nn.Module):
@@ -97,9 +103,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, rope: tuple[Array, Array], attend_fn: Callable, drop: Drop = _keep
+        self, x: Array, rope: tuple[Array, Array], attend_fn: Callable, drop: Drop = _keep, last: int | None = None
     ) -> tuple[Array, Any]:
-        """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K]."""
+        """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K].
+        `last`: of x [B, S, D] only so many last columns ask, and come out."""
         config = self.config
         shared = {
             "bias": config.attention_bias,
@@ -112,8 +119,10 @@ class Attention(nn.Module):
         qkv = qkv.reshape(*x.shape[:-1], config.num_attention_heads, 3, config.head_size)
         qkv = constrain(self.layout, qkv, "rows", *[None] * (x.ndim - 2), "tensor")
         query, key, value = (qkv[..., i, :] for i in range(3))
-        out, kept = attend_fn(rotate(query, rope), rotate(key, rope), value)
-        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out.reshape(x.shape), drop), kept
+        query, of_query = _ending((query, rope), last)
+        out, kept = attend_fn(rotate(query, of_query), rotate(key, rope), value)
+        out = out.reshape(*out.shape[:-2], config.hidden_size)
+        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out, drop), kept
 
 
 class MLP(nn.Module):
@@ -156,11 +165,13 @@ class Block(nn.Module):
         rope: tuple[Array, Array],
         attend_fn: Callable,
         drop: Drop = _keep,
+        last: int | None = None,
     ) -> tuple[Array, Any]:
-        """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache)."""
+        """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache). `last`: of x [B, S, D]
+        only so many last columns come out."""
         x = constrain(self.layout, x, "rows")
-        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn, drop)
-        attended = drop(attended, _DROP_POST_ATTENTION)
+        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn, drop, last)
+        attended, x = drop(attended, _DROP_POST_ATTENTION), _ending(x, last)
         if self.config.use_parallel_residual:
             out = x + attended + drop(self.mlp(self.post_attention_layernorm(x), drop), _DROP_POST_MLP)
         else:
@@ -221,14 +232,6 @@ def prepare(tokens: Array, mask: Array) -> tuple[Array, Array]:
     return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
 
 
-def _remade(body: Callable, remat: str) -> Callable:
-    """A scan's body, of which the backward pass makes again what `remat` says."""
-    if remat == "none":
-        return body
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-
 def hidden(
     config: GPTNeoXConfig,
     backbone: Params,
@@ -240,8 +243,11 @@ def hidden(
     dropout_key: Array | None = None,
     layout: Layout | None = None,
     lora: Lora | None = None,
+    last: int | None = None,
 ) -> Array:
     """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
+
+    With `last` those of so many last columns, [B, last, D]: of the others the last layer computes keys and values alone.
 
     `backbone` has stacked layers; with `lora` it is `joined`. `remat`: what the backward pass makes again, 'none',
     'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
@@ -258,9 +264,7 @@ def hidden(
     rates = {_DROP_ATTENTION: config.attention_dropout}
     rates |= dict.fromkeys(_DROP_LORA.values(), 0.0 if lora is None else lora.dropout)
 
-    def body(x: Array, layer: tuple[Params, Array]) -> tuple[Array, None]:
-        params, index = layer
-
+    def layer(x: Array, params: Params, index: Array, ending: bool) -> Array:
         def drop(x: Array, *site: int) -> Array:
             rate = rates.get(site[0], config.hidden_dropout)
             return x if keys is None or rate == 0 else row_dropout(x, rate, keys, index, *site)
@@ -271,10 +275,10 @@ def hidden(
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             return causal_attention(query, key, value, mask, drop_weights), None
 
-        return block.apply({"params": params}, x, rope, attend_fn, drop)
+        return block.apply({"params": params}, x, rope, attend_fn, drop, last if ending else None)[0]
 
-    body = _remade(body, remat)
-    x, _ = jax.lax.scan(body, x, (backbone["layers"], jnp.arange(config.num_hidden_layers)))
+    ends = {"first": lora is not None, "last": last is not None}
+    x = through(layer, x, backbone["layers"], remat, **ends)
     return _final_norm(config, backbone, x, dtype)
 
 
@@ -304,11 +308,12 @@ def hidden_after_prompts(
     keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
     block = Block(config, dtype, layout, lora)
 
-    def body(streams: tuple[Array, Array], params: Params) -> tuple[tuple[Array, Array], None]:
+    def layer(streams: tuple[Array, Array], params: Params, _: Array, ending: bool) -> tuple[Array, Array]:
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
             return causal_attention(query, key, value, prompt_mask), (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
-        prompt, (prefix_key, prefix_value) = block.apply({"params": params}, streams[0], ropes[0], attend_prompt)
+        given = (ropes[0], attend_prompt, _keep, 1 if ending else None)
+        prompt, (prefix_key, prefix_value) = block.apply({"params": params}, streams[0], *given)
 
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
@@ -316,11 +321,10 @@ def hidden_after_prompts(
             return out.swapaxes(1, 2), None
 
         response, _ = block.apply({"params": params}, streams[1], ropes[1], attend_response)
-        return (prompt, response), None
+        return prompt, response
 
-    body = _remade(body, remat)
     streams = tuple(_embed(backbone, ids, dtype, layout) for ids in (prompts, responses))
-    (prompt, response), _ = jax.lax.scan(body, streams, backbone["layers"])
+    prompt, response = through(layer, streams, backbone["layers"], remat, first=lora is not None, last=True)
     return _final_norm(config, backbone, prompt[:, -1], dtype), _final_norm(config, backbone, response, dtype)
 
 
@@ -347,8 +351,9 @@ def prefill(
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
         return causal_attention(query, key, value, mask), {"k": lay(key), "v": lay(value)}
 
-    for layer in backbone["layers"]:
-        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
+    for number, layer in enumerate(backbone["layers"], start=1):
+        last = 1 if number == config.num_hidden_layers else None
+        x, kept = block.apply({"params": layer}, x, rope, attend_fn, _keep, last)
         prefix.append(kept)
     return _final_norm(config, backbone, x[:, -1], dtype), prefix
 

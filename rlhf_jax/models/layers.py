@@ -154,10 +154,10 @@ def attend(query: Array, key: Array, value: Array, keep: Array, drop: Callable[[
 def causal_attention(
     query: Array, key: Array, value: Array, mask: Array, drop: Callable[[Array, int], Array] | None = None
 ) -> Array:
-    """Attention of every position to the unmasked positions up to itself.
+    """Attention of the last Q of S positions to the unmasked positions up to themselves.
 
-    query, key, value [B, S, H, K], mask [B, S] bool of keys -> [B, S, H, K]. Queries go in blocks, and a block never
-    multiplies the keys behind it, which would all be masked: nearly half of the work of long rows.
+    query [B, Q, H, K], key and value [B, S, H, K], mask [B, S] bool of keys -> [B, Q, H, K]. Queries go in blocks, and a
+    block never multiplies the keys behind it, which would all be masked: nearly half of the work of long rows.
     `drop` gets a block's weights [B, H, Q, S'] and its first query. Without it the backward pass computes the weights
     again from their log-sum-exp, so that none are kept (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no
     forward-mode derivative.
@@ -166,22 +166,24 @@ def causal_attention(
         return _causal(query, key, value, mask)
     query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
     out = []
-    for start, stop in _query_blocks(query.shape[2]):
-        keep = _causal_keep(mask, start, stop)
-        part = (query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], keep)
+    for start, stop, seen in _query_blocks(query.shape[2], key.shape[2]):
+        keep = _causal_keep(mask, stop - start, seen)
+        part = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], keep)
         out.append(attend(*part, lambda weights, start=start: drop(weights, start)))
     return jnp.concatenate(out, axis=2).swapaxes(1, 2)
 
 
-def _query_blocks(length: int) -> list[tuple[int, int]]:
+def _query_blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
+    """(first query, end, end of the keys that the last of them sees) of each block."""
     # Long rows take larger blocks, so that the program stays small.
-    block = max(QUERY_BLOCK, -(-length // 8))
-    return [(start, min(start + block, length)) for start in range(0, length, block)]
+    block = max(QUERY_BLOCK, -(-queries // 8))
+    ends = [(start, min(start + block, queries)) for start in range(0, queries, block)]
+    return [(start, stop, stop + keys - queries) for start, stop in ends]
 
 
-def _causal_keep(mask: Array, start: int, stop: int) -> Array:
-    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-    return mask[:, None, None, :stop] & causal[None, None]
+def _causal_keep(mask: Array, queries: int, seen: int) -> Array:
+    causal = jnp.arange(seen - queries, seen)[:, None] >= jnp.arange(seen)[None, :]
+    return mask[:, None, None, :seen] & causal[None, None]
 
 
 # Matrix products that end in a short K are slow on CPU when they sum over the longer of the first operand's axes: a
@@ -241,9 +243,9 @@ def _causal(query: Array, key: Array, value: Array, mask: Array) -> Array:
 def _causal_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple]:
     queries, keys, values = _columns(_scaled(query)), _columns(key), value.swapaxes(1, 2)
     outs, sums = [], []
-    for start, stop in _query_blocks(query.shape[1]):
-        scores = _scores(queries[..., start:stop], keys[..., :stop], _causal_keep(mask, start, stop))
-        out, logsumexp = _softmax_mean(scores, values[:, :, :stop])
+    for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
+        scores = _scores(queries[..., start:stop], keys[..., :seen], _causal_keep(mask, stop - start, seen))
+        out, logsumexp = _softmax_mean(scores, values[:, :, :seen])
         outs.append(out)
         sums.append(logsumexp)
     out = jnp.concatenate(outs, axis=2).swapaxes(1, 2).astype(value.dtype)
@@ -259,13 +261,13 @@ def _causal_backward(kept: tuple, upstream: Array) -> tuple[Array, Array, Array,
     upstreams = upstream.swapaxes(2, 3)
     to_query = []
     to_key = to_value = jnp.zeros(keys.shape, jnp.float32)
-    for start, stop in _query_blocks(query.shape[1]):
-        scores = _scores(queries[..., start:stop], keys[..., :stop], _causal_keep(mask, start, stop))
-        part = (logsumexp[:, :, start:stop], upstreams[..., start:stop], values[..., :stop], dot[:, :, start:stop])
+    for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
+        scores = _scores(queries[..., start:stop], keys[..., :seen], _causal_keep(mask, stop - start, seen))
+        part = (logsumexp[:, :, start:stop], upstreams[..., start:stop], values[..., :seen], dot[:, :, start:stop])
         weights, of_scores = _score_gradient(scores, *part)
-        to_query.append(_weighted(of_scores, key_rows[:, :, :stop]))
-        to_key = to_key.at[..., :stop].add(_to_columns(of_scores, rows[:, :, start:stop]))
-        to_value = to_value.at[..., :stop].add(_to_columns(weights, upstream[:, :, start:stop]))
+        to_query.append(_weighted(of_scores, key_rows[:, :, :seen]))
+        to_key = to_key.at[..., :seen].add(_to_columns(of_scores, rows[:, :, start:stop]))
+        to_value = to_value.at[..., :seen].add(_to_columns(weights, upstream[:, :, start:stop]))
     to_query = _scaled(jnp.concatenate(to_query, axis=2)).swapaxes(1, 2).astype(query.dtype)
     to_key, to_value = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (to_key, to_value))
     return to_query, to_key, to_value, None

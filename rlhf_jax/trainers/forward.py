@@ -112,8 +112,8 @@ def response_hidden(model, params, tokens, mask, t, config):
     Returns:
       [b, T, D] in the compute dtype.
     """
-    out = model.hidden(params, tokens, mask, dtype=jnp.dtype(config.dtype), remat=config.remat)
-    return out[:, -t - 1 : -1]
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
+    return model.hidden(params, tokens, mask, last=t + 1, **options)[:, :-1]
 
 
 def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: Array, t: int, config):
@@ -160,7 +160,7 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     if g == 1:
         tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
         both = jnp.concatenate([prompt_mask, mask], axis=1)
-        hidden = model.hidden(params, tokens, both, dropout_key=dropout_keys, **options)[:, -t - 1 : -1]
+        hidden = model.hidden(params, tokens, both, dropout_key=dropout_keys, last=t + 1, **options)[:, :-1]
     else:
         last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
         hidden = jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)

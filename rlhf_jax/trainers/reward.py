@@ -70,7 +70,9 @@ def score_rollout(model, params: Params, rollout, *, dtype, group: int = 1) -> A
         return model.scalars(params, rows)
     tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
     mask = jnp.concatenate([prompt_mask, inside], axis=1)
-    return last_token_scores(model, params, tokens, mask, c + rollout.lengths - 1, dtype=dtype)
+    hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
+    rows = jnp.take_along_axis(hidden, rollout.lengths[:, None, None], axis=1)[:, 0]
+    return model.scalars(params, rows)
 
 
 def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
