@@ -45,7 +45,7 @@ class Shape:
         """Entries of the layers' matrices: QKV 3 D^2, projection D^2, MLP 2 D F."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.hidden)
 
-    def forward(self, tokens: int, pairs: int, logits: int) -> int:
+    def forward(self, tokens: int, pairs: int, logits: int, asked: tuple[int, int]) -> int:
         """FLOPs of a forward pass: 2 an entry and token, 4 D a layer and pair (scores, weighted values), 2 D V a row of
         logits. Norms, softmax and activations are left out, as MFU does (Chowdhery et al. 2022, appendix B).
 
@@ -53,9 +53,12 @@ class Shape:
           tokens: that go through the layers.
           pairs: of query and key.
           logits: positions with logits.
+          asked: tokens, and their pairs, whose last hidden states are used: of the others the last layer needs QKV.
         """
-        attention = 4 * self.layers * self.width * pairs
-        return 2 * self.matrices * tokens + attention + 2 * self.width * self.vocab * logits
+        attention = 4 * self.width * ((self.layers - 1) * pairs + asked[1])
+        after_qkv = self.matrices // self.layers - 3 * self.width**2
+        unused = after_qkv * (tokens - asked[0])
+        return 2 * (self.matrices * tokens - unused) + attention + 2 * self.width * self.vocab * logits
 
 
 class Counted(NamedTuple):
@@ -76,7 +79,8 @@ def work(
 ) -> dict[str, Counted]:
     """The work of each phase of an update: what has to be done, for whoever does it.
 
-    Padding is no work, nor is a key that a query may not see, nor a prompt computed again for each of its responses.
+    Padding is no work, nor is a key that a query may not see, nor a prompt computed again for each of its responses,
+    nor what the last layer would make of tokens that predict nothing.
 
     Args:
       shape: of policy, reference, value and reward model.
@@ -89,14 +93,22 @@ def work(
     """
     rows, tokens = len(prompts) * group, sum(prompts)
 
-    def passed(length: int, logits: int) -> int:
+    def passed(length: int, logits: int, asked: tuple[int, int]) -> int:
         pairs = sum(causal(p) + group * (causal(p + length) - causal(p)) for p in prompts)
-        return shape.forward(tokens + rows * length, pairs, logits)
+        return shape.forward(tokens + rows * length, pairs, logits, asked)
 
-    policy, scalar = passed(response, rows * response), passed(response, 0)
-    generate, prefill = passed(response - 1, rows * response), passed(0, rows)
+    def ends(length: int) -> tuple[int, int]:
+        """A prompt's last token and the first `length` of each response."""
+        pairs = sum(p + group * (causal(p + length) - causal(p)) for p in prompts)
+        return len(prompts) + rows * length, pairs
+
+    # Values and logits are asked of where the response is predicted, a score of its last token.
+    predicted = ends(response - 1)
+    policy, value = passed(response, rows * response, predicted), passed(response, 0, predicted)
+    reward = passed(response, 0, (rows, group * sum(p + response for p in prompts)))
+    generate, prefill = passed(response - 1, rows * response, predicted), passed(0, rows, ends(0))
     through = tokens + rows * response
-    trained = {"policy": policy} | ({"value": scalar} if algo == "ppo" else {})
+    trained = {"policy": policy} | ({"value": value} if algo == "ppo" else {})
     learned = sum(trained.values())
     # The backward pass is two forward passes, one for the inputs' gradients and one for the matrices'.
     update = sum(flops * (2 if name in frozen else 3) for name, flops in trained.items())
@@ -104,12 +116,12 @@ def work(
         "generate": Counted(generate, rows * response),
         "prefill": Counted(prefill, tokens),
         "decode": Counted(generate - prefill, rows * (response - 1)),
-        "reward": Counted(scalar, through),
+        "reward": Counted(reward, through),
         "reference": Counted(policy, through),
         "experience": Counted(policy + learned, through),
         "update": Counted(epochs * update, epochs * through),
     }
-    return found | ({"value": Counted(scalar, through)} if algo == "ppo" else {})
+    return found | ({"value": Counted(value, through)} if algo == "ppo" else {})
 
 
 def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: int, dtype: str) -> int:
@@ -144,5 +156,6 @@ def counted_by_xla(model, rows: int, length: int) -> float:
 def both_counts(model, rows: int, length: int) -> dict[str, float]:
     """FLOPs of that forward pass by formula and by XLA: how far the one may be trusted."""
     logits, pairs = rows * length, rows * blocked(length)
-    formula = Shape.of(model.config).forward(rows * length, pairs, logits)
+    # A prompt's last token alone sees all of it.
+    formula = Shape.of(model.config).forward(rows * length, pairs, logits, (rows, rows * length))
     return {"rows": rows, "length": length, "formula": formula, "xla": counted_by_xla(model, rows, length)}

@@ -181,15 +181,23 @@ def test_work_counts_a_prompt_once_for_its_group_and_no_padding():
     tokens = 3 + 5 + 4 * 4
     # Keys of each query: 1 to p in a prompt, p + 1 to p + 4 in each of its two responses.
     pairs = sum(sum(range(1, p + 1)) + 2 * sum(range(p + 1, p + 5)) for p in (3, 5))
-    body = 2 * matrices * tokens + 4 * 2 * 8 * pairs
-    logits = 2 * 8 * 100 * 16
-    assert found["reward"] == (body, tokens)
-    assert found["reference"] == (body + logits, tokens)
-    assert found["experience"] == (2 * (body + logits), tokens)
-    assert found["update"] == (3 * 3 * (body + logits), 3 * tokens)
+    first = matrices * tokens + 4 * 8 * pairs  # of two layers
+    qkv, rest = 3 * 64, 64 + 2 * 8 * 32
+
+    def last(asked, keys):
+        return 2 * qkv * tokens + 2 * rest * asked + 4 * 8 * keys
+
+    # A prompt's last token predicts for both of its responses, their first three for themselves.
+    keys = sum(p + 2 * sum(range(p + 1, p + 4)) for p in (3, 5))
+    body = first + last(2 + 4 * 3, keys) + 2 * 8 * 100 * 16
+    assert found["reward"] == (first + last(4, 2 * (3 + 4 + 5 + 4)), tokens)
+    assert found["reference"] == (body, tokens)
+    assert found["experience"] == (2 * body, tokens)
+    assert found["update"] == (3 * 3 * body, 3 * tokens)
     assert found["prefill"].flops + found["decode"].flops == found["generate"].flops
-    # The last token is sampled and goes through no model any more.
-    assert found["reference"].flops - found["generate"].flops == 2 * matrices * 4 + 4 * 2 * 8 * 2 * (3 + 4 + 5 + 4)
+    # The last token is sampled and goes through no model any more: here but for its queries, keys and values.
+    unsampled = (matrices + 2 * qkv) * 4 + 4 * 8 * 2 * (3 + 4 + 5 + 4)
+    assert found["reference"].flops - found["generate"].flops == unsampled
     assert found["generate"].tokens == 16 and "value" not in found
     ppo = benchmark_work.work(shape, [3, 5], group=1, response=4, epochs=3, algo="ppo")
     assert ppo["update"].flops == 9 * (ppo["reference"].flops + ppo["value"].flops)

@@ -12,14 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import primitives
 
 from rlhf_jax.types import Array, Params
 
 
 @jax.custom_vjp
 def _lent(stack: Array, part: Array, index: Array) -> tuple[Array, Array]:
-    """(stack, part), where `part` is stack[index] cut out without a gradient. The gradient of what was lent is added to
-    the stack's in place; a slice's own would be a stack of zeros for each layer."""
+    """(stack, part), where `part` is stack[index] cut out without a gradient, lent once. What comes back is written
+    into the stack's gradient in place; a slice's own gradient would be a stack of zeros for each layer."""
     return stack, part
 
 
@@ -29,15 +30,17 @@ def _lent_forward(stack: Array, part: Array, index: Array) -> tuple[tuple[Array,
 
 def _lent_backward(index: Array, upstream: tuple[Array, Array]) -> tuple[Array, None, None]:
     to_stack, to_part = upstream
-    found = jax.lax.dynamic_index_in_dim(to_stack, index, keepdims=False) + to_part
-    return jax.lax.dynamic_update_index_in_dim(to_stack, found, index, 0), None, None
+    return jax.lax.dynamic_update_index_in_dim(to_stack, to_part, index, 0), None, None
 
 
 _lent.defvjp(_lent_forward, _lent_backward)
 
 
-def _all_but_params(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive not in (jax.lax.dynamic_slice_p, jax.lax.squeeze_p)
+def _all_but_params(primitive: Any, *_: Any, **how: Any) -> bool:
+    # What a layer is cut out by: where a stack is frozen `_lent` is still a call, which makes nothing.
+    if primitive is primitives.custom_vjp_call_p:
+        return bool(how["call_jaxpr"].eqns)
+    return primitive not in (primitives.dynamic_slice_p, primitives.squeeze_p)
 
 
 _KEPT = {
