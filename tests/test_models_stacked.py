@@ -28,7 +28,7 @@ def model_and_params(depth, adapters=False, **fields):
     if not adapters:
         return model, base, lambda params: params
     model = dataclasses.replace(model, lora=FORM)
-    trained = jax.tree.map(lambda x: x + 0.1, lora.init(model, jax.random.key(0), base))
+    trained = jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape), lora.init(model, jax.random.key(0), base))
     return model, trained, lambda trained: model.joined(base, trained)
 
 

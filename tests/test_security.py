@@ -428,7 +428,7 @@ def test_it_listens_without_a_token_on_loopback_alone_and_only_when_told(monkeyp
     monkeypatch.delenv("RLHF_JAX_REWARD_TOKEN", raising=False)
     monkeypatch.setattr(sys, "argv", ["serve_reward.py", "--model", "nothing", *arguments])
     assert serve_reward().main() == 2
-    assert re.search(f"^error: .*{said}", capsys.readouterr().err)
+    assert re.search(f"^error: .*{said}", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_it_binds_to_loopback_and_its_tokens_are_compared_in_constant_time():

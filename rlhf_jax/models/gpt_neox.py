@@ -247,12 +247,11 @@ def hidden(
 ) -> Array:
     """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
-    With `last` those of so many last columns, [B, last, D]: of the others the last layer computes keys and values alone.
-
     `backbone` has stacked layers; with `lora` it is `joined`. `remat`: what the backward pass makes again, 'none',
     'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
-    row) turns on the dropout of the config and of `lora`. What comes out at masked positions is finite and means
-    nothing.
+    row) turns on the dropout of the config and of `lora`. `last`: only so many last columns come out, [B, last, D]; of
+    the others the last layer makes no more than query, key and value. What comes out at masked positions is finite and
+    means nothing.
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)

@@ -156,8 +156,8 @@ def causal_attention(
 ) -> Array:
     """Attention of the last Q of S positions to the unmasked positions up to themselves.
 
-    query [B, Q, H, K], key and value [B, S, H, K], mask [B, S] bool of keys -> [B, Q, H, K]. Queries go in blocks, and a
-    block never multiplies the keys behind it, which would all be masked: nearly half of the work of long rows.
+    query [B, Q, H, K], key and value [B, S, H, K], mask [B, S] bool of keys -> [B, Q, H, K]. Queries go in blocks, and
+    a block never multiplies the keys behind it, which would all be masked: nearly half of the work of long rows.
     `drop` gets a block's weights [B, H, Q, S'] and its first query. Without it the backward pass computes the weights
     again from their log-sum-exp, so that none are kept (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no
     forward-mode derivative.

@@ -36,11 +36,9 @@ def _lent_backward(index: Array, upstream: tuple[Array, Array]) -> tuple[Array, 
 _lent.defvjp(_lent_forward, _lent_backward)
 
 
-def _all_but_params(primitive: Any, *_: Any, **how: Any) -> bool:
-    # What a layer is cut out by: where a stack is frozen `_lent` is still a call, which makes nothing.
-    if primitive is primitives.custom_vjp_call_p:
-        return bool(how["call_jaxpr"].eqns)
-    return primitive not in (primitives.dynamic_slice_p, primitives.squeeze_p)
+def _all_but_params(primitive: Any, *_: Any, **__: Any) -> bool:
+    # What a layer is cut out by; where its stack is frozen `_lent` is still a call, which would keep it.
+    return primitive not in (primitives.dynamic_slice_p, primitives.squeeze_p, primitives.custom_vjp_call_p)
 
 
 _KEPT = {
