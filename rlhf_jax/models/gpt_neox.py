@@ -307,7 +307,7 @@ def hidden_after_prompts(
     keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
     block = Block(config, dtype, layout, lora)
 
-    def layer(streams: tuple[Array, Array], params: Params, _: Array, ending: bool) -> tuple[Array, Array]:
+    def layer(streams: tuple[Array, Array], params: Params, index: Array, ending: bool) -> tuple[Array, Array]:
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
             return causal_attention(query, key, value, prompt_mask), (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
