@@ -156,6 +156,5 @@ def counted_by_xla(model, rows: int, length: int) -> float:
 def both_counts(model, rows: int, length: int) -> dict[str, float]:
     """FLOPs of that forward pass by formula and by XLA: how far the one may be trusted."""
     logits, pairs = rows * length, rows * blocked(length)
-    # A prompt's last token alone sees all of it.
-    formula = Shape.of(model.config).forward(rows * length, pairs, logits, (rows, rows * length))
+    formula = Shape.of(model.config).forward(rows * length, pairs, logits, (rows * length, pairs))
     return {"rows": rows, "length": length, "formula": formula, "xla": counted_by_xla(model, rows, length)}

@@ -69,20 +69,18 @@ def summed(size: float, devices: int) -> float:
 def update_needs(data: int, fsdp: int, tensor: int) -> float:
     """Bytes a device must send in an update, micro-batch by micro-batch, of policy and value model.
 
-    fsdp: a layer's kernels are gathered for the forward and again for the backward pass, those of the last layer once
-    for both; embeddings and hidden states are dealt out between the devices' columns and their rows. tensor:
-    activations are summed twice a layer forward and twice backward; in the last layer, but for what its queries, keys
-    and values came from, only where the response is predicted. Gradients are summed over all rows. XLA has no
-    reduce-scatter for CPUs: it sums whole gradients over fsdp and keeps a part, where others send half.
+    fsdp: a layer's kernels are gathered for the forward and again for the backward pass; embeddings and hidden states
+    are dealt out between the devices' columns and their rows. tensor: activations are summed twice a layer forward and
+    twice backward. Gradients are summed over all rows. XLA has no reduce-scatter for CPUs: it sums whole gradients over
+    fsdp and keeps a part, where others send half.
     """
     rows = MICRO // (data * fsdp)
-    states, last = rows * (COLUMNS + T) * WIDTH, rows * (T + 1) * WIDTH
+    states = rows * (COLUMNS + T) * WIDTH
     both = 2 * (  # policy and value model
-        (2 * LAYERS - 1) * gathered(LAYER / tensor, fsdp)
+        2 * LAYERS * gathered(LAYER / tensor, fsdp)
         + LAYERS * (summed(LAYER / tensor, fsdp) + summed(LAYER / tensor / fsdp, data))
         + LAYERS * summed(SMALL, data * fsdp)
-        + (4 * LAYERS - 3) * summed(states, tensor)
-        + 3 * summed(last, tensor)
+        + 4 * LAYERS * summed(states, tensor)
         + 2 * gathered(states, fsdp)  # of the embedding, forward and backward
         + summed(states, tensor)
         + summed(VOCABULARY * WIDTH / fsdp / tensor, data)
@@ -125,8 +123,7 @@ def test_a_decode_step_sends_activations_and_never_weights(found, mesh):
 
 def test_under_fsdp_training_makes_no_array_larger_than_a_layer_or_the_activations_of_its_own_rows(found):
     rows = MICRO // 8
-    # The hidden units of all layers but the last, which no remat makes again.
-    kept = 4 * (LAYERS - 1) * rows * (COLUMNS + T) * 4 * WIDTH
+    kept = 4 * LAYERS * rows * (COLUMNS + T) * 4 * WIDTH  # the hidden units of all layers, which no remat makes again
     gathered_kernel = 4 * 4 * WIDTH**2
     assert found["1x8x1"]["update"]["largest"] == max(kept, gathered_kernel)
     whole = 4 * LAYERS * 4 * WIDTH**2  # the stacked kernel that a mistake would gather

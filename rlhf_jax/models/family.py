@@ -159,7 +159,7 @@ class Model:
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
         the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'. `last`: only
-        so many last columns come out, [B, last, D], and of the others the last layer computes no more than they need.
+        so many last columns come out, [B, last, D]; on one device the last layer makes no more than they need.
         """
         options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
         options |= {"lora": self.lora, "last": last}

@@ -232,6 +232,13 @@ def prepare(tokens: Array, mask: Array) -> tuple[Array, Array]:
     return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
 
 
+def _ends(layout: Layout | None, lora: Lora | None, asked: bool) -> dict[str, bool]:
+    """Whether the first and the last layer run by themselves. On several devices none does: outside of the scan XLA
+    holds whole gradients of their kernels, of policy and value model at once."""
+    one = layout is None or layout.mesh.size == 1
+    return {"first": one and lora is not None, "last": one and asked}
+
+
 def hidden(
     config: GPTNeoXConfig,
     backbone: Params,
@@ -249,9 +256,9 @@ def hidden(
 
     `backbone` has stacked layers; with `lora` it is `joined`. `remat`: what the backward pass makes again, 'none',
     'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
-    row) turns on the dropout of the config and of `lora`. `last`: only so many last columns come out, [B, last, D]; of
-    the others the last layer makes no more than query, key and value. What comes out at masked positions is finite and
-    means nothing.
+    row) turns on the dropout of the config and of `lora`. `last`: only so many last columns come out, [B, last, D]; on
+    one device the last layer makes of the others no more than query, key and value. What comes out at masked positions
+    is finite and means nothing.
     """
     tokens, positions = prepare(tokens, mask)
     rope = _rope(config, positions)
@@ -276,9 +283,8 @@ def hidden(
 
         return block.apply({"params": params}, x, rope, attend_fn, drop, last if ending else None)[0]
 
-    ends = {"first": lora is not None, "last": last is not None}
-    x = through(layer, x, backbone["layers"], remat, **ends)
-    return _final_norm(config, backbone, x, dtype)
+    x = through(layer, x, backbone["layers"], remat, **_ends(layout, lora, last is not None))
+    return _final_norm(config, backbone, x if last is None else x[:, -last:], dtype)
 
 
 def hidden_after_prompts(
@@ -323,7 +329,7 @@ def hidden_after_prompts(
         return prompt, response
 
     streams = tuple(_embed(backbone, ids, dtype, layout) for ids in (prompts, responses))
-    prompt, response = through(layer, streams, backbone["layers"], remat, first=lora is not None, last=True)
+    prompt, response = through(layer, streams, backbone["layers"], remat, **_ends(layout, lora, True))
     return _final_norm(config, backbone, prompt[:, -1], dtype), _final_norm(config, backbone, response, dtype)
 
 
@@ -350,9 +356,8 @@ def prefill(
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
         return causal_attention(query, key, value, mask), {"k": lay(key), "v": lay(value)}
 
-    for number, layer in enumerate(backbone["layers"], start=1):
-        last = 1 if number == config.num_hidden_layers else None
-        x, kept = block.apply({"params": layer}, x, rope, attend_fn, _keep, last)
+    for layer in backbone["layers"]:
+        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
         prefix.append(kept)
     return _final_norm(config, backbone, x[:, -1], dtype), prefix
 
