@@ -60,45 +60,37 @@ def through(
     """x after all layers.
 
     Args:
-      layer: x, a layer's params, `index`, its number, and `ending`, whether it is the last of which less is asked -> x;
-        only then x may change its shape.
+      layer: x, a layer's params, its number, whether it is the last of which less is asked -> x; only then x may change
+        its shape.
       x: pytree.
       stack: params of all layers, [L, ...].
       remat: what the backward pass makes again: 'none', 'dots' (all but the outcomes of matrix products) or 'full' (all
-        within a layer). Within the scan slices of the stack are cut again in any case.
+        within a layer). Slices of the stack are cut again in any case.
       first: run the first layer by itself. Where nothing before it is trained, its backward pass then ends at its own
         params.
       last: run the last layer by itself, and tell it so.
     """
     count = jax.tree.leaves(stack)[0].shape[0]
-    frozen, policy = jax.lax.stop_gradient(stack), _KEPT[remat]
+    frozen = jax.lax.stop_gradient(stack)
 
-    def cut(lender: Params, index: Array) -> tuple[Params, Params]:
+    def step(state: tuple[Params, Any], index: Array, *, ending: bool) -> tuple[Params, Any]:
+        lender, x = state
         parts = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), frozen)
         pairs = jax.tree.map(lambda leaf, part: _lent(leaf, part, index), lender, parts)
-        return jax.tree.transpose(jax.tree.structure(stack), None, pairs)
+        lender, params = jax.tree.transpose(jax.tree.structure(stack), None, pairs)
+        return lender, layer(x, params, index, ending)
 
-    def step(state: tuple[Params, Any], index: Array, ending: bool = False) -> tuple[Params, Any]:
-        lender, params = cut(state[0], index)
-        return lender, layer(state[1], params, index, ending)
-
-    def alone(state: tuple[Params, Any], index: int, ending: bool) -> tuple[Params, Any]:
-        number = jnp.int32(index)
-        if remat == "none":
-            return jax.checkpoint(partial(step, ending=ending), policy=policy, prevent_cse=False)(state, number)
-        # What keeps XLA from merging what is made again with what was made holds its inputs fast: for whole stacks that
-        # would be a copy, so the layer is cut out before.
-        lender, params = cut(state[0], number)
-        run = jax.checkpoint(partial(layer, index=number, ending=ending), policy=policy)
-        return lender, run(state[1], params)
+    def remade(ending: bool, prevent_cse: bool) -> Callable:
+        return jax.checkpoint(partial(step, ending=ending), policy=_KEPT[remat], prevent_cse=prevent_cse)
 
     state = (stack, x)
     start, stop = int(first), count - int(last and count > first)
+    # Outside of a loop XLA would merge what is made again with what was made.
     if first:
-        state = alone(state, 0, last and count == 1)
+        state = remade(last and count == 1, remat != "none")(state, jnp.int32(0))
     if start < stop:
-        within = jax.checkpoint(step, policy=policy, prevent_cse=False)
+        within = remade(False, False)
         state, _ = jax.lax.scan(lambda state, index: (within(state, index), None), state, jnp.arange(start, stop))
     if stop < count:
-        state = alone(state, stop, True)
+        state = remade(True, remat != "none")(state, jnp.int32(stop))
     return state[1]
