@@ -20,7 +20,7 @@ import torch
 
 from rlhf_jax import models
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
 from tests.children import QUICK
 from tests.hub import Hub
 
