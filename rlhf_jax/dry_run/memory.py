@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.placement import PlannedWeights
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import STAGES
 
@@ -115,7 +115,7 @@ def planned_stage(config: StageConfig, mesh: Any) -> Any:
     row = {getattr(config, column): "a" for column in columns if hasattr(config, column)}
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
     quiet |= {"normalize_dataset_name": None} if hasattr(config, "normalize_dataset_name") else {}
-    given = {"train_dataset": [row] * config.batch_size, "weights": PlannedWeights(mesh)}
+    given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if isinstance(config, PolicyConfig):
         # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}

@@ -36,7 +36,7 @@ from rlhf_jax.algorithms import actor_critic, microbatch, rloo
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
-from rlhf_jax.generate import in_chunks
+from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import compile_cache, loop, monitor, stopping
 from rlhf_jax.runtime import run_folder as run_folders
@@ -135,11 +135,11 @@ def alone(stage, name: str) -> Callable:
     def run(params, rollout, experience):
         if stage.name == "ppo":
             rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
-            return in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
+            return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
         rows = experience if stage.shared_prompts else rloo.apart(experience)
         groups, size = rows.lengths.shape
         at_once = microbatch.groups_at_once(c.rollout_batch_size, size, groups)
-        return in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
 
     return jax.jit(run)
 
