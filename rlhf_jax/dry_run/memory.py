@@ -78,7 +78,7 @@ def topology_devices(name: str) -> tuple[Any, ...]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
-            "pip install 'rlhf_jax[tpu-aot]'"
+            "pip install '.[tpu-aot]'"
         ) from error
 
 

@@ -22,7 +22,7 @@ def is_int8(leaf: Any) -> bool:
 def check_installed(option: str) -> None:
     """UserError, naming the option, where qwix is not installed."""
     if importlib.util.find_spec("qwix") is None:
-        raise UserError(f"{option} needs the package qwix: pip install 'rlhf_jax[int8]'; or leave it out")
+        raise UserError(f"{option} needs the package qwix: pip install '.[int8]'; or leave it out")
 
 
 def quantize_int8(params: Params, paths: Sequence[Sequence[str]]) -> Params:

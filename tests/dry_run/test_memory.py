@@ -124,7 +124,7 @@ def test_without_libtpu_a_topology_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     flags = ["--topology", "v5e:4x4", "--dry_run"]
     assert train.main(["--config", "quickstart.py", *flags]) == 2
-    assert "pip install 'rlhf_jax[tpu-aot]'" in capsys.readouterr().err
+    assert "pip install '.[tpu-aot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -423,7 +423,7 @@ def test_the_command_writes_the_page_and_pictures_and_starts_no_device(folder, t
 def test_without_matplotlib_the_page_is_written_and_what_to_install_is_said(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main([str(folder / "sft"), "--out", str(tmp_path / "a.html")]) == 0
-    assert os.listdir(tmp_path) == ["a.html"] and "rlhf_jax[report]" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.html"] and "'.[report]'" in capsys.readouterr().err
     with pytest.raises(UserError, match="matplotlib is not installed"):
         report.write([str(folder / "sft")], str(tmp_path / "b.html"))
 
