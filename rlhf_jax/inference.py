@@ -215,7 +215,7 @@ class Policy:
             for i, messages in enumerate(written):
                 if (fault := conversation_fault({"text": messages}, "text")) is not None:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
-                written[i] = template.write(messages, generation_prompt=True)
+                written[i] = template.render(messages, generation_prompt=True)
         ids = self.tokenizer.encode_batch(written) if written else []
         for i, own in enumerate(ids):
             if not own:

@@ -403,7 +403,7 @@ class Scorer:
         if fine.all():
             return []
         row = int(np.flatnonzero(~fine)[0])
-        shown = source.shown(rows[row : row + 1])[0]
+        shown = source.display_texts(rows[row : row + 1])[0]
         answer = f" -> {texts[row]!r}" if texts is not None else ""
         message = (
             f"reward {name} gave a score that is not a finite number for {int((~fine).sum())} of {len(fine)} "

@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_jax import models
 from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import batch_sizes
-from rlhf_jax.data import check_made_for, load_tokenizer, save_tokenizer
+from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import quantization
 from rlhf_jax.models.io import hf
@@ -258,7 +258,7 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     revision = config.model_revision if name == model_path else None
     tokenizer = load_tokenizer(name, revision, vocab_size=model_rows)
     if model_path is not None and name != model_path:
-        check_made_for(tokenizer, model_path, config.model_revision)
+        check_tokenizer_fits_model(tokenizer, model_path, config.model_revision)
     return tokenizer
 
 

@@ -25,7 +25,7 @@ class RewardStage(SupervisedStage):
     def _load_data(self, train_dataset, eval_dataset):
         self.train_data = data.load_pairs(self.config, self.tokenizer, train_dataset)
         self.eval_sets = data.load_eval_pairs(self.config, self.tokenizer, eval_dataset)
-        self.normalizing = data.load_normalizing(self.config, self.tokenizer)
+        self.normalizing = data.load_normalization_data(self.config, self.tokenizer)
 
     def _starting_params(self):
         backbone = self._load_params("backbone")["backbone"]

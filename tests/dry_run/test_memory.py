@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -80,6 +80,13 @@ def test_a_model_that_comes_back_for_a_program_counts_while_it_runs():
 
 def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
     assert memory.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
+
+
+def test_a_reward_stage_from_scratch_has_a_plan():
+    lengths = {"query_length": 16, "max_length": 32, "batch_size": 8}
+    config = RewardConfig(**TINY, **lengths, model_name_or_path=None, margin_column="margin")
+    planned = memory.planned_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert [program.name for program in memory.programs(planned)] == ["update"]
 
 
 def test_adams_first_moment_may_be_kept_in_half():

@@ -333,7 +333,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
     spoil(path, whole, renamed)
     tokenizer = data.load_tokenizer(str(tokenizer_folder))
     with pytest.warns(UserWarning, match=f"1 of .* ids mean something else to {room.sft}; id .* and 'renamed' here"):
-        data.check_made_for(tokenizer, str(room.sft))
+        data.check_tokenizer_fits_model(tokenizer, str(room.sft))
     spoil(path, whole, {word: f"other{i}" for i, word in enumerate(ordinary)})
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
     says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "read other words")
@@ -342,7 +342,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
 def test_a_model_without_a_tokenizer_is_trusted(room, tmp_path):
     folder = test_bad_input.model_of(tmp_path / "alone", room.rows)
     tokenizer = data.load_tokenizer("synthetic")
-    data.check_made_for(tokenizer, str(folder))
+    data.check_tokenizer_fits_model(tokenizer, str(folder))
     data.check_same_tokenizer(tokenizer, str(folder))
     assert data.same_tokenizer(tokenizer, str(folder))
 
