@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.generate import in_chunks
+from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
@@ -59,7 +59,7 @@ class Models:
     def _merge(self, role: str, model: Any, params: Params) -> Params:
         if self.base is None:
             return params
-        return model.joined(self.base.get(role, self.base["policy"]), params)
+        return model.with_lora(self.base.get(role, self.base["policy"]), params)
 
 
 def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
@@ -119,7 +119,7 @@ def map_logit_chunks(function, rows, layout=None):
     if b * t <= most:
         return function(rows)
     chunk = max(r for r in range(unit, b + 1, unit) if b % r == 0 and (r == unit or r * t <= most))
-    return in_chunks(jax.checkpoint(function), rows, chunk)
+    return map_in_chunks(jax.checkpoint(function), rows, chunk)
 
 
 def response_hidden(model, params, tokens, mask, t, config):
