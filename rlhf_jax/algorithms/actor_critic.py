@@ -46,11 +46,12 @@ class Models:
         """The same with whole params of all models, adapters merged.
 
         Args:
-          trained: {"policy": ..., "value": ...} as in TrainState: params, or adapters where `base` is not None.
+          trained: {"policy": ..., "value": ...} as in TrainState: params, or adapters where `base` is not None; without
+            "value" the value model stays without params.
         """
         policy = self.policy.replace(params=self._merge("policy", self.policy.model, trained["policy"]))
         value, reference = self.value, self.reference
-        if value is not None:
+        if value is not None and "value" in trained:
             value = value.replace(params=self._merge("value", value.model, trained["value"]))
         if reference is not None and reference.params is not None:
             reference = reference.replace(params=self._merge("policy", reference.model, reference.params))

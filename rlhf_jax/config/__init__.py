@@ -19,6 +19,7 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "StageConfig",
+    "register_stage",
     "resolve",
     "stage_name",
     "stages_of",
@@ -73,8 +74,23 @@ Config = StageConfig | Pipeline
 STAGES: dict[str, type[StageConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "rloo": RLOOConfig}
 
 
+def register_stage(name: str, config_type: type[StageConfig]) -> None:
+    """Makes a stage's config known to config files, flags and run folders; see `stages.register_algorithm`.
+
+    Raises:
+      UserError: the name has another config.
+    """
+    if (
+        STAGES.setdefault(name, config_type) is not config_type
+        and STAGES[name].__qualname__ != config_type.__qualname__
+    ):
+        raise UserError(f"algorithm {name!r}: the stage of that name has the config {STAGES[name].__name__}")
+    STAGES[name] = config_type
+
+
 def stage_name(config: Config) -> str:
-    """'sft', 'reward', 'ppo', 'rloo' or 'pipeline': the name in config.json and of the default run folder."""
+    """'sft', 'reward', 'ppo', 'rloo', 'pipeline' or a registered algorithm: the name in config.json and of the default
+    run folder."""
     if isinstance(config, Pipeline):
         return "pipeline"
     return next(name for name, stage in STAGES.items() if type(config) is stage)
