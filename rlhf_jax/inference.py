@@ -15,7 +15,7 @@ from rlhf_jax.config.validation import RANGES
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.errors import UserError
-from rlhf_jax.generate import Sampling, respond
+from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
@@ -104,7 +104,7 @@ class Policy:
     def _pure_sample(self, params, prompts, seed, rows, sampling, group):
         layers = self.model.unstack(params, self.dtype)
         options = {"group": group, "rows": rows, "dtype": self.dtype}
-        found = respond(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
+        found = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(found, self.mesh)
 
     def sample(

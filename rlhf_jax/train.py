@@ -202,7 +202,7 @@ def run_stage(
         report.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
     # Micro-batches that show in the numbers may not change; those that do not, may.
-    same = () if config.micro_batches_show else diff.ROUNDING
+    same = () if config.depends_on_micro_batching else diff.ROUNDING
     whose = (config.run_dir, options, config.resume, (*diff.MAY_DIFFER, *same), config.override_resume)
     finished = multihost.from_first(lambda: run_folders.check(*whose))
     if finished is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.placement import PlannedWeights
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import STAGES
 
@@ -78,7 +78,7 @@ def topology_devices(name: str) -> tuple[Any, ...]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
-            "pip install 'rlhf_jax[tpu-aot]'"
+            "pip install '.[tpu-aot]'"
         ) from error
 
 
@@ -116,7 +116,7 @@ def planned_stage(config: StageConfig, mesh: Any) -> Any:
     row = {getattr(config, column): text for column, text in texts.items() if hasattr(config, column)}
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
-    given = {"train_dataset": [row] * config.batch_size, "weights": PlannedWeights(mesh)}
+    given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if isinstance(config, PolicyConfig):
         # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}

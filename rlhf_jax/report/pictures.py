@@ -11,7 +11,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.report import charts, overoptimization
 from rlhf_jax.report.series import Group, thinned
 
-NEEDED = "matplotlib is not installed (pip install 'rlhf_jax[report]', or give --no_png)"
+NEEDED = "matplotlib is not installed (pip install '.[report]', or give --no_png)"
 PANELS = {
     "policy": (
         ("score", ("objective/scores", "eval/scores")),

@@ -36,10 +36,10 @@ class RewardStage(SupervisedStage):
         dtype = jnp.dtype(self.config.dtype)
 
         def pairs(beneath, params, batch):
-            return reward_model.pair_scores(self.model, self.model.joined(beneath, params), batch, dtype=dtype)
+            return reward_model.pair_scores(self.model, self.model.with_lora(beneath, params), batch, dtype=dtype)
 
         def texts(beneath, params, tokens, lengths):
-            whole = self.model.joined(beneath, params)
+            whole = self.model.with_lora(beneath, params)
             return reward_model.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
 
         self._pairs, self._texts = jax.jit(pairs), jax.jit(texts)
