@@ -17,12 +17,12 @@ from rlhf_jax.evaluate.answers import score as add_scores
 from rlhf_jax.evaluate.judge import Judged
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy
-from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.stages import base
+from rlhf_jax.utils.strict_json import json_text
 
 
 class Policies:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.metrics.logger import duration
 from rlhf_jax.report import charts, read_run, table_data
 from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group
-from rlhf_jax.utils.text import printable
+from rlhf_jax.utils.text import duration, printable
 
 
 def e(value: Any) -> str:

@@ -38,7 +38,7 @@ from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.runtime import compile_cache, loop, monitor, stopping
+from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.stages import STAGES
@@ -81,11 +81,10 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
     config = stage.config
     run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
     peak, control = Peak(), Control()
-    logger = metrics_logger.MetricLogger(
+    logger = metrics_logger.MetricLogger.open(
         run_folder.path,
-        config.report_to,
-        config.logging_steps,
-        stage.total_steps,
+        report_to=config.report_to,
+        terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:

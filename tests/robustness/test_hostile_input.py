@@ -17,9 +17,9 @@ from rlhf_jax.config import STAGES, PPOConfig, batch_sizes, validation
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics import logger
 from rlhf_jax.runtime import completion_tables, run_folder
 from rlhf_jax.utils import text
+from rlhf_jax.utils.strict_json import json_text
 from tests.robustness import test_bad_input
 from tests.robustness.test_bad_input import arguments, lines, says
 from tests.runtime.test_completion_tables import events
@@ -58,7 +58,7 @@ def test_tables_and_errors_show_escape_sequences_as_text(monkeypatch):
 def test_json_lines_hold_any_text_and_are_harmless_to_look_at(tmp_path):
     path = tmp_path / "3.jsonl"
     rows = [{f"k{EVIL}": EVIL + "\x7f \ud800 \udfff\ud83d"}, {"b": "caf\xe9 \U0001f600"}]
-    path.write_text("".join(logger.json_text(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
     assert not obeyed(path.read_text(encoding="utf-8")) and "caf\xe9 \U0001f600" in path.read_text(encoding="utf-8")
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
 
