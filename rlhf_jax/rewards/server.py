@@ -28,9 +28,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards.interface import RewardFailure, as_number, show_row, shown
-from rlhf_jax.utils.text import parse_json, printable
-from rlhf_jax.utils.text import shown as whole
+from rlhf_jax.rewards.interface import RewardFailure, as_number, describe_row, quoted
+from rlhf_jax.utils.text import parse_json, printable, short_repr
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
 """Seconds: the wait before the first retry, doubled for each further one up to the second; half of it is drawn."""
@@ -168,7 +167,7 @@ class Server:
             exchange.abort()
         if len(answer.body) > MAX_ANSWER:
             raise self._failure(f"status {answer.status}, and an answer of over {MAX_ANSWER >> 20} MiB")
-        said = shown(self._redacted(answer.body.decode(errors="replace")))
+        said = quoted(self._redacted(answer.body.decode(errors="replace")))
         to = _brief(self._redacted(str(answer.headers.get("Location"))))
         to = f" to {to}, which is not followed" if 300 <= answer.status < 400 else ""
         return answer, f"status {answer.status} {_brief(self._redacted(answer.reason))}{to}: {said}"
@@ -229,7 +228,7 @@ class RemoteReward(Server):
             last = f" The last trouble: {trouble[-1]}." if trouble else ""
             raise self._failure(
                 f"{done} of {len(slices)} requests were answered within {self._total_timeout:g} s in all.{last} "
-                f"{show_row(0, prompts, completions)}"
+                f"{describe_row(0, prompts, completions)}"
             ) from None
         finally:
             for task in slices:
@@ -241,7 +240,7 @@ class RemoteReward(Server):
 
     async def _slice(self, slots, deadline: float, trouble: list[str], start: int, prompts, completions) -> list:
         part = slice(start, start + self._batch_size)
-        first = show_row(start, prompts, completions)
+        first = describe_row(start, prompts, completions)
         try:
             rows = {"prompts": list(prompts[part]), "completions": list(completions[part])}
             body = json.dumps(rows, allow_nan=False).encode()
@@ -253,7 +252,7 @@ class RemoteReward(Server):
 
     def _scores(self, answer: _Answer, start: int, prompts, completions, first: str) -> list[float | None]:
         got = f"status {answer.status}, but"
-        body = shown(self._redacted(answer.body.decode(errors="replace")))
+        body = quoted(self._redacted(answer.body.decode(errors="replace")))
         try:
             found = parse_json(answer.body)
         except ValueError:
@@ -269,10 +268,10 @@ class RemoteReward(Server):
                     raise ValueError
                 as_number(score)
             except ValueError:
-                here = show_row(row, prompts, completions).replace(f"Row {row}", f"Row {start + row}", 1)
+                here = describe_row(row, prompts, completions).replace(f"Row {row}", f"Row {start + row}", 1)
                 wanted = "a score is a finite number, or null where it does not apply"
-                text = self._redacted(score if isinstance(score, str) else whole(score, MAX_ANSWER))
-                said = shown(text) if isinstance(score, str) else _brief(text)
+                text = self._redacted(score if isinstance(score, str) else short_repr(score, MAX_ANSWER))
+                said = quoted(text) if isinstance(score, str) else _brief(text)
                 raise self._failure(f"{got} a score of {said}; {wanted}. {here}") from None
         return scores
 
