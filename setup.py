@@ -29,6 +29,7 @@ setup(
         "transformers>=5.0,<6",
         "datasets>=5.0,<6",
         "huggingface_hub>=1.31,<3",
+        "httpx2>=2.0,<3",
         "safetensors>=0.8,<1",
         "tensorboardX>=2.6.5,<3",
         "tyro>=1.0,<2",

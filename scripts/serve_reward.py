@@ -188,7 +188,7 @@ def make_server(
             try:
                 asked = parse_json(body)
             except ValueError as error:
-                raise BadRequest(400, f"the body is no JSON: {error}") from None
+                raise BadRequest(400, f"the body is not JSON: {error}") from None
             columns = [asked.get(key) if isinstance(asked, dict) else None for key in ("prompts", "completions")]
             if not all(isinstance(column, list) for column in columns):
                 raise BadRequest(400, 'the body must be {"prompts": [...], "completions": [...]}')

@@ -207,7 +207,7 @@ class RemoteJudge(Server):
 
     def _unanswered(self, found: Judged, error: JudgeFailure) -> None:
         """Counts a question; raises where no other would fare better."""
-        if not error.passing:
+        if not error.transient:
             raise error
         found.unanswered += 1
         self._note(found, "unanswered", str(error))
@@ -226,17 +226,17 @@ class RemoteJudge(Server):
         asked = {**self._options, "model": self._model, "messages": [{"role": "user", "content": question}]}
         longest = (self._retries + 1) * (self._timeout + LONGEST_BACKOFF + FIRST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + longest
-        answer = await self._ask(json.dumps(asked).encode(), deadline, [], about)
+        answer = await self._post(json.dumps(asked).encode(), deadline, [], about)
         try:
             words = parse_json(answer.body)["choices"][0]["message"]["content"]
             words = "" if words is None else words  # as of a filter: no verdict
         except (ValueError, KeyError, IndexError, TypeError):
             words = None
         if not isinstance(words, str):
-            body = quoted(self._redacted(answer.body.decode(errors="replace")))
+            body = quoted(self._redact(answer.body.decode(errors="replace")))
             wanted = 'a chat completion, {"choices": [{"message": {"content": "..."}}]}'
-            raise self._failure(f"status {answer.status}, but not {wanted}: {body}. {about}", passing=True)
-        return self._redacted(words)
+            raise self._failure(f"status {answer.status}, but not {wanted}: {body}. {about}", transient=True)
+        return self._redact(words)
 
 
 def _run(work: Coroutine) -> Any:
