@@ -23,7 +23,7 @@ setup(
         "optax>=0.2.8,<0.3",
         "orbax-checkpoint>=0.12,<0.13",
         "chex>=0.1.92,<0.2",
-        "filelock>=3",
+        "filelock>=4,<5",
         "numpy>=2.0,<3",
         "scipy>=1.15,<2",
         "transformers>=5.0,<6",
