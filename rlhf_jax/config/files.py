@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhf_jax.config import STAGES, Config, Pipeline, StageConfig, stage_name, trl_options
 from rlhf_jax.errors import UserError
-from rlhf_jax.utils.text import parse_json, shown
+from rlhf_jax.utils.text import parse_json, short_repr
 
 CONFIG_TYPES: dict[str, type] = {**STAGES, "pipeline": Pipeline}
 # What computes with the numbers is float32: a larger one would be inf there, a smaller one 0.
@@ -90,7 +90,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     Ints become floats and lists tuples. For a list of words or floats, one alone is a list of one, and the word 'none'
     an empty list.
     """
-    wrong = UserError(f"{name} = {shown(value)}: it must be {describe_type(hint)}.")
+    wrong = UserError(f"{name} = {short_repr(value)}: it must be {describe_type(hint)}.")
     inner, optional = _alternatives(hint)
     if value is None:
         if optional:
@@ -99,7 +99,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     if typing.get_origin(inner) is typing.Literal:
         allowed = typing.get_args(inner)
         if isinstance(value, bool) or not isinstance(value, str | int) or value not in allowed:
-            raise UserError(str(wrong) + nearest(shown(value, 50).strip("'"), map(str, allowed), 1))
+            raise UserError(str(wrong) + nearest(short_repr(value, 50).strip("'"), map(str, allowed), 1))
         return value
     if typing.get_origin(inner) is tuple:
         of = typing.get_args(inner)[0]
@@ -141,7 +141,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise UserError(
-        f"{name} = {shown(value)}: it must be plain, as config.json holds it: text, a finite number, true, false, "
+        f"{name} = {short_repr(value)}: it must be plain, as config.json holds it: text, a finite number, true, false, "
         "None, or a list or dict (with text keys) of these."
     )
 
@@ -214,7 +214,8 @@ def from_json(text: str, source: str = "config.json") -> Config:
     if not isinstance(data, dict) or data.get("stage") not in list(CONFIG_TYPES):
         got = data.get("stage") if isinstance(data, dict) else type(data).__name__
         raise UserError(
-            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(CONFIG_TYPES)}, not {shown(got)}."
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(CONFIG_TYPES)}, "
+            f"not {short_repr(got)}."
         )
     try:
         return _from_dict(CONFIG_TYPES[data.pop("stage")], data, "")
@@ -231,7 +232,7 @@ def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
         stage = stage_type(hints[name])
         if stage is not None and not (value is None and _alternatives(hints[name])[1]):
             if not isinstance(value, dict):
-                raise UserError(f"{name} must be an object with the stage's fields, not {shown(value)}.")
+                raise UserError(f"{name} must be an object with the stage's fields, not {short_repr(value)}.")
             values[name] = _from_dict(stage, value, f"{name}.")
         else:
             values[name] = checked_value(prefix + name, hints[name], value)
@@ -268,7 +269,7 @@ def load_config(spec: str) -> Config:
         path.stat()
     except (OSError, ValueError) as error:  # ValueError: NUL, or half of a surrogate pair
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"--config {shown(spec, 200)}: no file can have that name.") from None
+            raise UserError(f"--config {short_repr(spec, 200)}: no file can have that name.") from None
     if not path.exists() and ":" in path.name:
         name, _, variant = spec.rpartition(":")
         path = pathlib.Path(name)

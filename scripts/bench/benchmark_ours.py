@@ -227,7 +227,7 @@ def bandwidth() -> float:
 
 def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
     """Everything this process has to tell."""
-    compiling = compile_cache.Clock()
+    compiling = compile_cache.CompileTimer()
     config = config_of(case, work, micro, str(work / f"run-{pair}"))
     batch_sizes.check(config_files.checked_types(config))
     began = time.perf_counter()

@@ -87,7 +87,7 @@ def test_a_run_on_control_characters_ends_well_and_shows_none(room, tmp_path, ca
 def test_a_terminal_of_another_encoding_does_not_end_a_run(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     print("caf\xe9 \U0001f600", flush=True)
     assert raw.getvalue() == b"caf\\xe9 \\U0001f600\n"
 
