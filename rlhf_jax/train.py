@@ -26,6 +26,7 @@ from rlhf_jax.config import (
     resolve,
     stage_name,
     stages_of,
+    validation,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory as dry_run_memory
@@ -129,7 +130,7 @@ def run(
     """
     began = time.monotonic()
     config = config_files.checked_types(config)
-    batch_sizes.check(config)
+    validation.check(config)
     batch_sizes.check_devices_of(config, devices(config))
     for stage in stages_of(config).values():
         multihost.from_first(lambda to=stage.report_to: trackers.parse_report_to(to))
