@@ -38,7 +38,7 @@ def from_json(text: str, source: str = "config.json") -> Config:
     if not isinstance(data, dict) or data.get("stage") not in list(kinds):
         got = data.get("stage") if isinstance(data, dict) else type(data).__name__
         raise UserError(
-            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {shown(got)}."
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(got)}."
         )
     try:
         return checked_types(_from_dict(kinds[data.pop("stage")], data, ""))
