@@ -14,8 +14,8 @@ import benchmark_work
 from benchmark_case import LOOP, Case, available_cores
 
 from rlhf_jax import UserError
-from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
 
 SYSTEMS = ("ours", "trl")
 SLACK = 0.6
@@ -184,4 +184,4 @@ def store_bounds(path: Path, case: Case, ratio: dict[str, dict[str, float]], abo
     names = ("speed", "memory")
     entry = {"bounds": {name: round(SLACK * ratio[name]["low"], 3) for name in names}}
     entry |= {"measured": {name: ratio[name] for name in names}, **about}
-    write_atomically(str(path), logger.json_text({**read_bounds(path), case.name: entry}, indent=2) + "\n")
+    write_atomically(str(path), json_text({**read_bounds(path), case.name: entry}, indent=2) + "\n")

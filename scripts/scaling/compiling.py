@@ -3,8 +3,8 @@
 `assigned` goes as far as XLA's assignment of memory: every pass over the program has run, its instructions are
 scheduled and each array has its place. What follows is machine code, a few seconds to most of an hour of it, and leaves
 the text as it is: `whole` finds the same FLOPs, bytes moved and bytes sent, and the same peak but for 16 KiB
-(tests/test_scaling.py). The compiler cannot be told to stop there, so it goes on in a thread until the process ends:
-call it from one of its own, as `apart` does.
+(tests/scripts/test_scaling.py). The compiler cannot be told to stop there, so it goes on in a thread until the process
+ends: call it from one of its own, as `apart` does.
 """
 
 from __future__ import annotations
