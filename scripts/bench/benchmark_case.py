@@ -31,6 +31,8 @@ class Case:
     query_length: int = 512
     response_length: int = 53
     num_generations: int = 4
+    shared_prompts: bool = True
+    """Ours, RLOO: the option of that name."""
     lora_r: int = 0
     """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"
@@ -151,6 +153,8 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
     data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
+    if case.algo == "rloo":
+        rest["shared_prompts"] = case.shared_prompts
     if case.lora_r:
         rest |= {"use_peft": True, "lora_target_modules": ("all-linear",), **lora(case)}
         rest |= {"lora_value": case.lora_value} if case.algo == "ppo" else {}
