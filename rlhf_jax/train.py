@@ -27,6 +27,7 @@ from rlhf_jax.config import (
     resolve,
     stage_name,
     stages_of,
+    validation,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory as dry_run_memory
@@ -41,7 +42,7 @@ from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.loop import Loop, log, warn
 from rlhf_jax.runtime.monitor import Monitor
-from rlhf_jax.runtime.stopping import CONTINUES, Stopped, Stops
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import ALGORITHMS, open_stage
 from rlhf_jax.utils import text
 
@@ -66,13 +67,13 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
     something the user gave is wrong, or 1 when other processes were not found."""
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     began = time.monotonic()
     try:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
-        compile_cache.switch_on()
+        compile_cache.enable()
         if config.deterministic:
-            determinism.switch_on()
+            determinism.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
@@ -91,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         multihost.close("interrupted")
         return 130
     except Exception as error:
-        if multihost.lost():
+        if multihost.peer_died():
             return 1  # parallel.liveness has already reported which process died
-        multihost.close(multihost.explained(error))
+        multihost.close(multihost.error_text(error))
         raise
     multihost.close()
     return 0
@@ -129,12 +130,12 @@ def run(
       Stopped: a signal or max_minutes ended it; the same call continues. Signals are heard where the main thread calls.
     """
     began = time.monotonic()
-    config = config_files.checked_types(config)
-    batch_sizes.check(config)
+    config = resolve(config)
+    validation.check(config)
     batch_sizes.check_devices_of(config, device_count(config))
     stages = stages_of(config)
     for stage in stages.values():
-        multihost.from_first(lambda to=stage.report_to: trackers.wanted(to))
+        multihost.from_first(lambda to=stage.report_to: trackers.parse_report_to(to))
         if not config.dry_run:
             multihost.from_first(lambda of=stage: hub_upload.repository(of))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -157,7 +158,7 @@ def run(
         if is_pipeline and not config.dry_run:
             compare.after_pipeline(stages)
     last = list(results.values())[-1]
-    return Result(resolve(config).run_dir, last.metrics, last.paths, results) if is_pipeline else last
+    return Result(config.run_dir, last.metrics, last.paths, results) if is_pipeline else last
 
 
 def train_stage(
@@ -193,7 +194,7 @@ def train_stage(
         log(f"{name}: changed since the run began: {line}")
 
     # --- open data and models, then the folder: a run that cannot start leaves nothing behind
-    with out_of_memory.explained(config, lambda: "loading"):
+    with out_of_memory.translate_errors(config, lambda: "loading"):
         stage = open_stage(config, **objects, optimizer=optimizer)
     warnings = batch_sizes.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
@@ -267,7 +268,7 @@ def train_stage(
             # --- finish
             stops.loop(False)
             if (why := stops.asked()) is not None:
-                message = f"{name}: stopped {why} after the last update, which is saved; {CONTINUES}"
+                message = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(message, together=True)
             end = loop.step
             if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
@@ -287,7 +288,7 @@ def closing(loop: Loop, stops: Stops) -> Iterator[None]:
         yield
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.together):
-            multihost.leave(error)
+            multihost.announce_error(error)
         raise
     finally:
         stops.loop(False)

@@ -21,7 +21,7 @@ from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime import compile_cache, completion_tables, out_of_memory
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.monitor import Monitor, NonFinite
-from rlhf_jax.runtime.stopping import CONTINUES, Asked, Stopped, Stops, Tick, no_tick
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick, no_tick
 from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import printable
 
@@ -61,7 +61,7 @@ class Loop:
         self._save_seconds = 0.0  # since the last update's metrics
         self._began = time.perf_counter()
         self._update_began = self._began
-        self._compile_clock = compile_cache.Clock()
+        self._compile_clock = compile_cache.CompileTimer()
         self._todo: list[str] | None = None  # what is still due after the present update
         self._eval_updates, self._save_updates = (
             batch_sizes.updates_between(steps, stage.total_steps)
@@ -78,10 +78,10 @@ class Loop:
         """Within it a stop request saves and raises Stopped, and an error saves what was done before it."""
         self.stops.loop(True)
         try:
-            with out_of_memory.explained(self.config, lambda: self.doing):
+            with out_of_memory.translate_errors(self.config, lambda: self.doing):
                 try:
                     yield
-                except Asked:
+                except StopRequested:
                     self.stop()
         except UserError as error:
             self.rescue(error)
@@ -253,7 +253,7 @@ class Loop:
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
         why = self.stops.asked()
-        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {CONTINUES}", together=True)
+        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {RESUME_HINT}", together=True)
 
     def rescue(self, error: UserError) -> None:
         """Saves what was done before an error, if the state is that of a finished update.
@@ -270,7 +270,7 @@ class Loop:
         together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
         if self.step > self._saved and together and not lost:
             self.save(None if isinstance(error, NonFinite) else self.pending())
-            log(f"{self.stage.name}: stopped by an error after update {self.step}, which is saved; {CONTINUES}")
+            log(f"{self.stage.name}: stopped by an error after update {self.step}, which is saved; {RESUME_HINT}")
 
 
 class Patience:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
 from rlhf_jax.algorithms.actor_critic import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.config.batch_sizes import sampling_options
+from rlhf_jax.config import sampling_options
 from rlhf_jax.generate import Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.algorithms import Algorithm

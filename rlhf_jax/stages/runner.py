@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlhf_jax.algorithms.actor_critic import Models
-from rlhf_jax.config.batch_sizes import sampling_options
+from rlhf_jax.config import sampling_options
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
