@@ -225,16 +225,16 @@ def test_widths_are_those_of_the_config_or_half_three_quarters_and_all():
     assert microbatch.prompt_widths(PPOConfig(), 300) == (152, 232, 300)
     assert microbatch.prompt_widths(PPOConfig(), 255) == (255,)
     assert microbatch.prompt_widths(PPOConfig(length_buckets=(8, 16, 64)), 20) == (8, 16, 20)
-    chosen = microbatch.narrowest(jnp.array([[1, 8], [9, 3], [16, 17], [20, 20]]), (8, 16, 20))
+    chosen = microbatch.narrowest_width(jnp.array([[1, 8], [9, 3], [16, 17], [20, 20]]), (8, 16, 20))
     np.testing.assert_array_equal(chosen, [0, 1, 2, 2])
 
 
 def test_rows_are_sorted_unless_it_matters_which_share_a_micro_batch():
     lengths = jnp.array([5, 2, 9, 2])
-    np.testing.assert_array_equal(microbatch.together_by_length(lengths, PPOConfig()), [1, 3, 0, 2])
+    np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, PPOConfig()), [1, 3, 0, 2])
     for options in ({"metrics": "trl"}, {"loss_aggregation": "token_mean_micro"}):
-        np.testing.assert_array_equal(microbatch.together_by_length(lengths, PPOConfig(**options)), np.arange(4))
-    np.testing.assert_array_equal(microbatch.together_by_length(lengths, RLOOConfig()), [1, 3, 0, 2])
+        np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, PPOConfig(**options)), np.arange(4))
+    np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, RLOOConfig()), [1, 3, 0, 2])
 
 
 def test_rows_that_go_by_prompt_length_come_back_in_their_order_and_no_wider_than_needed():
@@ -251,7 +251,10 @@ def test_rows_that_go_by_prompt_length_come_back_in_their_order_and_no_wider_tha
         return part[:, -width:]
 
     run = jax.jit(
-        lambda rows: microbatch.by_prompt_length(function, batch, lengths, rows, cut, (4, 8)), static_argnums=0
+        lambda rows: microbatch.map_by_prompt_length(
+            function, batch, lengths=lengths, rows=rows, narrow=cut, widths=(4, 8)
+        ),
+        static_argnums=0,
     )
     sums, widths = run(2)
     np.testing.assert_array_equal(sums, batch.sum(axis=1))
@@ -269,13 +272,15 @@ def test_the_gradient_of_cut_micro_batches_is_that_of_whole_ones():
         seen.append(micro.shape)
         return jnp.sum((params * micro.sum(axis=1)) ** 2) * (index + 1), {"columns": jnp.int32(micro.shape[1])}
 
-    cuts = microbatch.Cuts(tuple(lambda x, w=w: x[:, -w:] for w in (4, 8)), microbatch.narrowest(lengths, (4, 8)))
-    found, metrics = jax.jit(lambda p: microbatch.accumulate(loss, p, micros, cuts))(jnp.float32(2.0))
-    wanted, _ = microbatch.accumulate(loss, jnp.float32(2.0), micros)
+    cuts = microbatch.WidthBuckets(
+        tuple(lambda x, w=w: x[:, -w:] for w in (4, 8)), microbatch.narrowest_width(lengths, (4, 8))
+    )
+    found, metrics = jax.jit(lambda p: microbatch.accumulate_gradients(loss, p, micros, cuts))(jnp.float32(2.0))
+    wanted, _ = microbatch.accumulate_gradients(loss, jnp.float32(2.0), micros)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert metrics["columns"] == 4 + 8 + 4 and (2, 4) in seen
-    alone, metrics = microbatch.accumulate(
-        loss, jnp.float32(2.0), micros[:1], microbatch.Cuts(cuts.functions, cuts.choice[:1])
+    alone, metrics = microbatch.accumulate_gradients(
+        loss, jnp.float32(2.0), micros[:1], microbatch.WidthBuckets(cuts.narrow, cuts.choice[:1])
     )
     assert metrics["columns"] == 4
 

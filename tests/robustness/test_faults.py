@@ -19,7 +19,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
 from tests.helpers.hub import Hub
 from tests.robustness import test_bad_input
 from tests.robustness.test_bad_input import arguments, config_with, lines, says
@@ -59,7 +59,7 @@ def test_a_models_folder_is_no_runs_folder(room, refusal, tmp_path):
 
 
 def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
-    monkeypatch.setitem(train.STAGES, "ppo", None)  # refused before any model is opened
+    monkeypatch.setattr(train, "open_stage", None)  # refused before any model is opened
     says(refusal(run_dir=room.posts / "x" / "y"), "--run_dir", f"{room.posts} is a file")
 
 
@@ -244,7 +244,7 @@ def test_a_tokenizer_comes_from_the_hub_and_only_its_files(room, monkeypatch, tm
 
 
 def stage_of(room, name: str, tmp_path, **options):
-    return STAGES[name](resolve(command_line.parse(arguments(room, name, tmp_path / "run", **options))))
+    return open_stage(resolve(command_line.parse(arguments(room, name, tmp_path / "run", **options))))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_evaluation_does_not_compile_the_rollout_again(room, tmp_path):
     options = {"total_episodes": 8, "eval_dataset_name": room.posts, "length_buckets": 64}
     stage = stage_of(room, "ppo", tmp_path, **options)
     state, _, _ = stage.train_step(stage.state, 0)
-    stage.complete(state.params["policy"], stage.held_out, 8, stage.config.temperature)
+    stage.evaluator.complete(state.params["policy"], stage.evaluator.held_out, 8, stage.config.temperature)
     state, _, _ = stage.train_step(state, 1)
-    assert stage._rollout._cache_size() == 1
-    assert jax.tree.leaves(stage._eval_seed)[0].sharding == state.seed.sharding
+    assert stage.programs.generate._cache_size() == 1
+    assert jax.tree.leaves(stage.evaluator.seed)[0].sharding == state.seed.sharding
