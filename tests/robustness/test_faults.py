@@ -111,12 +111,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
         restored, _, step = checkpoints.restore_newest(state)
         assert step == 2 and checkpoints.steps() == [2]
         np.testing.assert_array_equal(restored["kernel"], state["kernel"])
-        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "It is 5.damaged now; going on from update 2")
+        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "renamed to 5.damaged; resuming from update 2")
         assert checkpoints.save(5, state)  # its place is free again
     DAMAGE[case](tmp_path / "5")
     DAMAGE[case](tmp_path / "2")
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
-        with pytest.raises(UserError, match="No other checkpoint is left to go on from. Remove .* to start anew"):
+        with pytest.raises(UserError, match="No other checkpoint is left. Remove .* to start over"):
             checkpoints.restore_newest(state)
 
 

@@ -310,7 +310,7 @@ def test_a_config_that_cannot_be_a_file_is_named(tmp_path, capsys, spec):
     [
         ('{"stage": []}', "'stage' must be one of"),
         ('{"a": ' * 50_000, "is not JSON: Nested too deep"),
-        ('{"stage": "sft", "batch_size": ' + "9" * 5000 + "}", "is not JSON: A number of too many digits"),
+        ('{"stage": "sft", "batch_size": ' + "9" * 5000 + "}", "is not JSON: A number with too many digits"),
         ('{"stage": "sft", "learning_rate": 1' + "0" * 400 + "}", "learning_rate = inf"),
     ],
 )

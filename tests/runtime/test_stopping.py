@@ -123,7 +123,7 @@ def whole(tmp_path_factory):
     ],
 )
 def test_a_stopped_run_continues_byte_for_byte(whole, tmp_path, when, update):
-    with pytest.raises(Stopped, match=f"rloo: stopped by SIGTERM {update}; the same command continues"):
+    with pytest.raises(Stopped, match=f"rloo: stopped by SIGTERM {update}; rerun the command to resume"):
         run(RLOO, tmp_path / "run", Kills(when))
     run(RLOO, tmp_path / "run", Kills())
     assert left(tmp_path / "run") == left(whole / "rloo")
@@ -230,4 +230,4 @@ with Stops() as stops:
     assert child.poll() is None
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
-    assert "SIGINT again: ending at once" in child.stderr.read()
+    assert "SIGINT again: ending now" in child.stderr.read()
