@@ -68,7 +68,7 @@ class Watch:
         Metrics are read one update late; so the update after the alarm is the last, also where they happen to be read
         earlier, for a checkpoint.
         """
-        asked = None if self._alarms is None else self._alarms.asked
+        asked = None if self._alarms is None else self._alarms.stop_step
         return asked is not None and asked < step
 
     def inspect(self, step: int, found: dict[str, Any], closing: bool = False) -> tuple[dict[str, Any], list[str]]:

@@ -55,7 +55,7 @@ def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(room, refusa
 
 def test_a_models_folder_is_no_runs_folder(room, refusal, tmp_path):
     shutil.copytree(room.sft, tmp_path / "model")
-    says(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "no run's folder")
+    says(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "not a run's folder")
 
 
 def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
-    pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
+    pathlib.Path(run.finished_file).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
         run_folder.check(run.path, SOME)
 
