@@ -16,7 +16,11 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["rlhf_jax", "rlhf_jax.*"]), "rlhf_jax.configs"],
     package_dir={"rlhf_jax.configs": "configs"},
-    package_data={"rlhf_jax.report": ["*.css", "*.js", "uplot/*"]},
+    package_data={
+        "rlhf_jax.config": ["*.toml"],
+        "rlhf_jax.metrics": ["*.toml"],
+        "rlhf_jax.report": ["*.css", "*.js", "uplot/*"],
+    },
     install_requires=[
         "jax>=0.10,<0.12",
         "flax>=0.12.8,<0.13",
