@@ -49,17 +49,17 @@ class Scored:
     """[B] bool: at least one reward applies and none failed."""
     token_rewards: Array | None
     """[B, T] float32, weighted token-level rewards."""
-    each: Array
+    each_reward: Array
     """[B, F] float32, each reward unweighted, NaN where not applicable; token-level ones summed over the response."""
     metrics: dict[str, Any]
     seconds: dict[str, float]
     extra: dict[str, list[Any]]
     """Columns that functions passed to log_extra."""
-    nothing: bool
+    none_scorable: bool
     """Whether no row of the batch has a score."""
 
     @property
-    def whole(self) -> Array:
+    def total_scores(self) -> Array:
         """[B] scores plus the sum of token-level rewards."""
         return self.scores if self.token_rewards is None else self.scores + self.token_rewards.sum(axis=1)
 
@@ -318,10 +318,11 @@ class Scorer:
                 host_index += 1
         combined = self._combine(columns, placed[0], placed[2], rollout.lengths)
         scores, scorable, token_rewards, each, reward_metrics = combined
-        nothing = bool(failed[:limit].all())
-        if not nothing and len(columns) == host_index:
-            nothing = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
-        return Scored(scores, scorable, token_rewards, each, {**reward_metrics, **metrics}, seconds, extra, nothing)
+        none_scorable = bool(failed[:limit].all())
+        if not none_scorable and len(columns) == host_index:
+            none_scorable = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
+        metrics = {**reward_metrics, **metrics}
+        return Scored(scores, scorable, token_rewards, each, metrics, seconds, extra, none_scorable)
 
     def _tokens(self, model: RewardModel, source, rows, texts, ended, count: int) -> tuple[Array, Array]:
         """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh.

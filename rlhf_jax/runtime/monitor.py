@@ -128,7 +128,7 @@ class Monitor:
         """Whether metrics that are not written yet (see `MetricLogger.take`) are of a nonfinite update."""
         return bool(held[0].get(_RAW[0], 0))
 
-    def verdict(self) -> None:
+    def raise_error(self) -> None:
         """Raises NonFinite where the metrics that `inspect` has seen end the run."""
         if self._error is not None:
             raise self._error

@@ -106,11 +106,11 @@ class Stops:
 
     # --- the loop
 
-    def loop(self, inside: bool) -> None:
+    def set_in_loop(self, inside: bool) -> None:
         """Enters or leaves the training loop, in which a stop first saves."""
         self._in_loop = inside
 
-    def took(self, update: float = 0.0, saving: float = 0.0) -> None:
+    def record_seconds(self, update: float = 0.0, saving: float = 0.0) -> None:
         """Records the seconds of an update or a save: the longest of each must fit before the time limit."""
         self._longest_update = max(self._longest_update, update)
         self._longest_save = max(self._longest_save, saving)
@@ -125,7 +125,7 @@ class Stops:
                 return f"by --max_minutes {self._limit / 60:g}"
         return None
 
-    def asked(self, whole: bool = False) -> str | None:
+    def reason(self, whole: bool = False) -> str | None:
         """Why the run must stop, or None: the same on all processes, which must all call it at the same points.
 
         Args:
@@ -137,8 +137,8 @@ class Stops:
         return self._reason
 
     def tick(self, whole: bool = False) -> None:
-        """A safe point: raises StopRequested if the run must stop; see `asked`."""
-        if self.asked(whole) is not None:
+        """A safe point: raises StopRequested if the run must stop; see `reason`."""
+        if self.reason(whole) is not None:
             raise StopRequested
 
 

@@ -179,13 +179,13 @@ def test_supervised_stages_stop_too(whole, tmp_path):
 def test_max_minutes_stops_before_they_are_over(tmp_path):
     clock = Stops(1.0, began=time.monotonic() - 40)
     clock.tick(whole=True)
-    clock.took(update=10.0)  # another, half as long again, ends after 55 s
+    clock.record_seconds(update=10.0)  # another, half as long again, ends after 55 s
     clock.tick(whole=True)
-    clock.took(saving=4.0)
+    clock.record_seconds(saving=4.0)
     clock.tick()  # within an update only the save is ahead
     with pytest.raises(StopRequested):
         clock.tick(whole=True)
-    assert clock.asked() == "by --max_minutes 1"
+    assert clock.reason() == "by --max_minutes 1"
 
 
 def test_the_command_says_by_its_exit_code_that_it_may_be_started_again(tmp_path, capsys):
@@ -215,7 +215,7 @@ def test_a_second_signal_ends_at_once_whatever_the_process_does():
 import sys, time
 from rlhf_jax.runtime.stopping import Stops
 with Stops() as stops:
-    stops.loop(True)
+    stops.set_in_loop(True)
     print("ready", flush=True)
     for _ in range(600):
         time.sleep(0.1)
