@@ -55,7 +55,7 @@ def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(room, refusa
 
 def test_a_models_folder_is_no_runs_folder(room, refusal, tmp_path):
     shutil.copytree(room.sft, tmp_path / "model")
-    says(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "no run's folder")
+    says(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "not a run's folder")
 
 
 def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
-    pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
+    pathlib.Path(run.finished_file).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
         run_folder.check(run.path, SOME)
 
@@ -111,12 +111,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
         restored, _, step = checkpoints.restore_newest(state)
         assert step == 2 and checkpoints.steps() == [2]
         np.testing.assert_array_equal(restored["kernel"], state["kernel"])
-        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "It is 5.damaged now; going on from update 2")
+        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "renamed to 5.damaged; resuming from update 2")
         assert checkpoints.save(5, state)  # its place is free again
     DAMAGE[case](tmp_path / "5")
     DAMAGE[case](tmp_path / "2")
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
-        with pytest.raises(UserError, match="No other checkpoint is left to go on from. Remove .* to start anew"):
+        with pytest.raises(UserError, match="No other checkpoint is left. Remove .* to start over"):
             checkpoints.restore_newest(state)
 
 

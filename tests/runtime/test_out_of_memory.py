@@ -1,4 +1,4 @@
-"""Out of memory: the phase, what it asked for, the options that lower it, and what is kept."""
+"""Out of memory: the phase, the size of the allocation, the options that need less, and what is kept."""
 
 import dataclasses
 
@@ -40,10 +40,10 @@ CONFIG = RLOOConfig(
 @pytest.mark.parametrize("config", [SFTConfig(), PPOConfig()], ids=["sft", "ppo"])
 def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
     said = out_of_memory.message(config, phase, XLA)
-    assert said.startswith(f"out of memory in {phase} when it asked for 3.0 GiB more. What lowers it: ")
-    names = [part.split(" (now ")[0] for part in said.split("lowers it: ")[1].split(". The same")[0].split("), ")]
+    assert said.startswith(f"out of memory in {phase} (allocating 3.0 GiB). Options that need less: ")
+    names = [part.split(" (now ")[0] for part in said.split("need less: ")[1].split(". Run the")[0].split("), ")]
     assert names and all(hasattr(config, name) for name in names)
-    assert "asked for 12.50 GiB more" in out_of_memory.message(config, phase, GPU)
+    assert "allocating 12.50 GiB" in out_of_memory.message(config, phase, GPU)
 
 
 def test_other_errors_pass():
@@ -81,7 +81,7 @@ def test_what_was_done_is_saved_where_the_state_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(RolloutStage, "train_step", train_step)
     monkeypatch.setattr(owner, method, fails)
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"))
-    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase} when it asked for 3\.0 GiB more"):
+    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase} \(allocating 3\.0 GiB"):
         rlhf_jax.run(config, reward_funcs=length)
     assert [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()] == kept
     monkeypatch.undo()
