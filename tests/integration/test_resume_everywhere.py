@@ -13,7 +13,7 @@ from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime.callbacks import Callback
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
+sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402
 
@@ -52,7 +52,7 @@ ROLLING = {
     "num_sample_generations": 3,
     "num_completions_to_print": 1,
 }
-# PPO is RLOO with another loss here, and takes as long again to trace; scripts/chaos.py has it.
+# PPO is RLOO with another loss here, and takes as long again to trace; scripts/chaos/chaos.py has it.
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
     "sft": (SFTConfig(**SHARED, **SUPERVISED, max_train_samples=24, max_steps=6), 6),

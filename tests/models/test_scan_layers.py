@@ -14,7 +14,7 @@ from rlhf_jax.models import custom_shape, layers, lora
 from tests.helpers.models_common import distance, padded_rows, random_params
 from tests.models.test_layers import normal, plain_causal, with_gradients
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "bench"))
 
 from count_work import count  # noqa: E402
 

@@ -23,7 +23,7 @@ def compiled(mesh: tuple[int, int, int], **more) -> dict:
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.dry_run import memory
     from rlhf_jax.parallel import sharding
-    from scripts import compiling, hlo
+    from scripts.scaling import compiling, hlo
 
     config = PPOConfig(
         scratch_model=f"{LAYERS}x{WIDTH}x{HEADS}",

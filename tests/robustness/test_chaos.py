@@ -1,4 +1,4 @@
-"""scripts/chaos.py: its comparison sees what differs, its kills fall where it says, and a short campaign succeeds."""
+"""scripts/chaos/chaos.py: the comparison detects differences, kills land where asked, a short campaign succeeds."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from rlhf_jax.metrics.logger import MetricLogger
 from rlhf_jax.runtime.run_folder import RunFolder
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
+sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos  # noqa: E402
 import chaos_compare  # noqa: E402
@@ -168,7 +168,7 @@ def test_a_campaign_goes_on_where_it_was_and_not_with_another(tmp_path):
 @pytest.mark.processes
 def test_runs_killed_anywhere_end_as_one_left_in_peace(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "scripts/chaos.py"), "--short"]
+    command = [sys.executable, str(ROOT / "scripts/chaos/chaos.py"), "--short"]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "identical: 5 of 5" in found.stdout

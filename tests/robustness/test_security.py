@@ -50,8 +50,8 @@ REASONS = {
     ("scripts/mutants.py", "compile"): "mutation testing of this repository's own source",
     ("scripts/mutate.py", "compile"): "mutation testing of this repository's own source",
     ("scripts/mutate.py", "import_module"): "mutation testing of this repository's own source",
-    ("scripts/record_trl.py", "import_module"): "this repository's own recordings",
-    ("scripts/parity_sweep.py", "import_module"): "this repository's own recordings",
+    ("scripts/parity/record_trl.py", "import_module"): "this repository's own recordings",
+    ("scripts/parity/parity_sweep.py", "import_module"): "this repository's own recordings",
 }
 
 

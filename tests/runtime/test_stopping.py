@@ -11,7 +11,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
+sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: its arithmetic, that both systems are told the same, and a small case held to its bounds."""
+"""scripts/bench/benchmark.py: arithmetic, equal options for both systems, and a small case held to its bounds."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))  # as for a script run from there
 
 import benchmark  # noqa: E402
 import benchmark_case  # noqa: E402

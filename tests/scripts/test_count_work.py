@@ -1,4 +1,4 @@
-"""scripts/count_work.py: products are added up as often as they run, and an update computes little beyond the floor."""
+"""scripts/bench/count_work.py: products count as often as they run; an update computes little beyond the floor."""
 
 import pathlib
 import sys
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 
 import count_work  # noqa: E402

@@ -1,4 +1,4 @@
-"""scripts/growth.py: its exponents, its sizes, and one tiny axis measured, kept and drawn."""
+"""scripts/bench/growth.py: its exponents, its sizes, and one tiny axis measured, kept and drawn."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 
 import growth  # noqa: E402

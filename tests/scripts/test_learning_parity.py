@@ -1,4 +1,4 @@
-"""scripts/learning_parity.py: the arithmetic of the comparison, what is skipped, and that both are told the same."""
+"""scripts/parity/learning_parity.py: arithmetic of the comparison, what is skipped, equal options for both."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 from rlhf_jax.config.batch_sizes import batch_arithmetic, check
 from rlhf_jax.errors import UserError
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "learning_parity.py"
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "parity" / "learning_parity.py"
 spec = importlib.util.spec_from_file_location("learning_parity", SCRIPT)
 parity = sys.modules["learning_parity"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(parity)

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 
-from launch_local import end_with_parent, free_port
-
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config import resolve, stages_of
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts" / "launch"))
+
+from launch_local import end_with_parent, free_port  # noqa: E402
+
 UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or the rest of several processes, is said to hang
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
@@ -129,7 +131,7 @@ class Leg:
             if index == victim and (watched or plan is not None and plan.phase != "any"):
                 source, sink = os.pipe()
                 pipes = (sink,)
-                command = [sys.executable, str(ROOT / "scripts/chaos_child.py"), "--report", str(sink)]
+                command = [sys.executable, str(ROOT / "scripts/chaos/chaos_child.py"), "--report", str(sink)]
                 if plan is not None and plan.file:
                     command += ["--before", f"{plan.phase}:{plan.number}:{plan.file}", "--signal", how]
                 command.append("--")

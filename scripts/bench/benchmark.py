@@ -1,6 +1,7 @@
 """Ours against TRL 1.12.0, PPO or RLOO: seconds an update, seconds of each phase, memory, and the ratios pair by pair.
 
-    python scripts/benchmark.py --algo ppo --shape 14m --prompts TLDR.jsonl --tokenizer PYTHIA --pairs 3 --json OUT.json
+    python scripts/bench/benchmark.py --algo ppo --shape 14m --prompts TLDR.jsonl --tokenizer PYTHIA \
+        --pairs 3 --json OUT.json
 
 Each measurement is a process of its own, ours and TRL's in turns, so that what else runs on the machine hits both. Both
 start from the same random weights and see the same batch of prompts at every update of a pair; with no stop token every
@@ -236,7 +237,7 @@ def environment(case: Case) -> dict[str, str]:
     """Of the children: no hub, no stored programs, threads as many as cores."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    paths = (str(HERE.parent), env.get("PYTHONPATH"))
+    paths = (str(HERE.parents[1]), env.get("PYTHONPATH"))
     env |= {"OMP_NUM_THREADS": str(case.cores), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if case.device == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}

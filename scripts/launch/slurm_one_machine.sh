@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # SLURM on this one machine, and the job of docs/scaling.md in it: two tasks of one run, on the CPU.
 #
-#   scripts/slurm_one_machine.sh          installs and starts SLURM, submits the job, waits; returns the job's status
-#   scripts/slurm_one_machine.sh start    installs and starts SLURM only
-#   scripts/slurm_one_machine.sh stop     stops it and removes its files
+#   scripts/launch/slurm_one_machine.sh          installs and starts SLURM, submits the job, waits; returns the job's status
+#   scripts/launch/slurm_one_machine.sh start    installs and starts SLURM only
+#   scripts/launch/slurm_one_machine.sh stop     stops it and removes its files
 #
 # For Debian or Ubuntu, as root, in a container or a machine of its own: it writes /etc/slurm/slurm.conf. It needs no
 # systemd, no cgroups and no host name that resolves. `python` is the one with rlhf_jax. SLURM's state and logs are in
 # RLHF_JAX_SLURM_DIR (/tmp/rlhf_jax_slurm); the run's folder is a temporary one and removed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 dir=${RLHF_JAX_SLURM_DIR:-/tmp/rlhf_jax_slurm}
 conf=/etc/slurm/slurm.conf
-mine="# written by rlhf_jax scripts/slurm_one_machine.sh"
+mine="# written by rlhf_jax scripts/launch/slurm_one_machine.sh"
 
 fail() { echo "slurm_one_machine: $*" >&2; exit 2; }
 
@@ -45,7 +45,7 @@ start() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends slurm-wlm munge
   fi
   if [ -f "$conf" ] && ! head -1 "$conf" | grep -qxF "$mine"; then
-    fail "$conf is there and is not ours: this machine has a SLURM already, submit scripts/train.sbatch to it"
+    fail "$conf is there and is not ours: this machine has a SLURM already, submit scripts/launch/train.sbatch to it"
   fi
   stop
   install -d -m 755 "$dir" "$dir/state" "$dir/spool" "$(dirname "$conf")"

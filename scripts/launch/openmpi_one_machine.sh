@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The mpirun command of docs/scaling.md on this one machine: two processes of one run, on the CPU. Returns its status.
 #
-#   scripts/openmpi_one_machine.sh
+#   scripts/launch/openmpi_one_machine.sh
 #
 # Debian's or Ubuntu's openmpi-bin is installed when there is no mpirun and we are root. `python` is the one with
 # rlhf_jax. The run's folder is a temporary one and removed.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 fail() { echo "openmpi_one_machine: $*" >&2; exit 2; }
 

@@ -1,6 +1,6 @@
 """Does ours learn as TRL's does? PPO and RLOO of both, from one SFT policy and one reward model, over several seeds.
 
-    python scripts/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
+    python scripts/parity/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
 
 The task is the quickstart's. `prepare` trains SFT policy and reward model, `run` is one run of one system, `evaluate`
 samples from every final policy on the same held-out prompts, `report` prints Markdown and draws the curves, `all` does

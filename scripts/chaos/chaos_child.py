@@ -1,6 +1,7 @@
 """python -m rlhf_jax.train that tells where it is, so that `chaos.py` can kill it there.
 
-    python scripts/chaos_child.py --report FD [--before PHASE:STEP:N --signal KILL] -- --config CONFIG --run_dir RUN ...
+    python scripts/chaos/chaos_child.py --report FD [--before PHASE:STEP:N --signal KILL] -- \
+        --config CONFIG --run_dir RUN ...
 
 A line goes to the file descriptor FD when a phase begins and ends, and before each change of a file in the run's folder
 (as Python's audit events tell: the library needs nothing for it):

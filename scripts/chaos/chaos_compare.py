@@ -1,6 +1,6 @@
 """Compares two folders of the same run: one that was never interrupted, and one that was killed and continued.
 
-    python scripts/chaos_compare.py WHOLE CONTINUED [--another_mesh]
+    python scripts/chaos/chaos_compare.py WHOLE CONTINUED [--another_mesh]
 
 Byte for byte: models, metrics.jsonl, completions/, config.json, finished.json and the names of all files. Of
 checkpoints/ the steps, of timings.jsonl the steps (each once), of tensorboard/ what TensorBoard shows: each value of

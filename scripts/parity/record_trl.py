@@ -1,9 +1,9 @@
 """Records a small run of the real TRL (CPU, float32) for tests/parity/replay.py.
 
-    python scripts/record_trl.py ppo FOLDER --options '{"kl_estimator": "k3", "whiten_rewards": true}'
-    python scripts/record_trl.py rloo FOLDER --functions even_share low_ids --options '{"num_iterations": 2}'
-    python scripts/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
-    python scripts/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
+    python scripts/parity/record_trl.py ppo FOLDER --options '{"kl_estimator": "k3", "whiten_rewards": true}'
+    python scripts/parity/record_trl.py rloo FOLDER --functions even_share low_ids --options '{"num_iterations": 2}'
+    python scripts/parity/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
+    python scripts/parity/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
 
 ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` brings. rloo_legacy is the
 RLOOTrainer that TRL had until 0.21, and needs an environment of its own: `pip install trl==0.17.0 transformers==4.51.3
@@ -25,7 +25,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MODULES = {"ppo": "ppo", "rloo": "rloo", "rloo_legacy": "legacy"}
 VERSIONS = {"ppo": "1.12.0", "rloo": "1.12.0", "rloo_legacy": "0.17.0"}

@@ -1,16 +1,16 @@
 """The table of docs/scaling.md: every row from programs that XLA compiles for TPUs that are not there.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling.py                           # compiles the rows that are not there yet; hours
-    python scripts/scaling.py --assigned                # up to where XLA has assigned the memory; half a minute a row
-    python scripts/scaling.py --only 1b:ppo:v5e:4x4     # one of them
-    python scripts/scaling.py --weak                    # v5p from 8 to 4,096 chips, the same work a chip
-    python scripts/scaling.py --print                   # the table of what is there; with --weak, of that
+    python scripts/scaling/scaling.py                 # compiles the rows that are not there yet; hours
+    python scripts/scaling/scaling.py --assigned      # up to where XLA has assigned the memory; half a minute a row
+    python scripts/scaling/scaling.py --only 1b:ppo:v5e:4x4 # one of them
+    python scripts/scaling/scaling.py --weak          # v5p from 8 to 4,096 chips, the same work a chip
+    python scripts/scaling/scaling.py --print         # the table of what is there; with --weak, of that
 
 No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
 layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and
-shared among the chips; bytes of memory and of the links between chips in the text of the compiled one (scripts/hlo.py).
-Most of a compilation is the writing of machine code, after which nothing of this changes: see scripts/compiling.py.
+shared among the chips; bytes of memory and of the links between chips in the text of the compiled one (hlo.py).
+Most of a compilation is the writing of machine code, after which nothing of this changes: see compiling.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "bench"))
 
-import compiling
-import count_work
-import hlo
+import compiling  # noqa: E402
+import count_work  # noqa: E402
+import hlo  # noqa: E402
 
 from rlhf_jax import UserError, data, models
 from rlhf_jax.config import PPOConfig, RLOOConfig
@@ -76,7 +77,7 @@ WEAK = {
 # What is compiled of an update; judging holds what generating holds and less.
 PROGRAMS = ("generate", "update")
 GIB = 2**30
-ROWS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "scaling"
+ROWS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "scaling"
 
 
 def checkpoint(size: str, folder: str) -> str:

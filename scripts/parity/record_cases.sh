@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Records tests/parity/cases anew: which option is in which case is decided here.
 #
-#   scripts/record_cases.sh PYTHON LEGACY_PYTHON [CASE...]
+#   scripts/parity/record_cases.sh PYTHON LEGACY_PYTHON [CASE...]
 #
-# PYTHON: interpreter with trl==1.12.0; LEGACY_PYTHON: with trl==0.17.0 (see scripts/record_trl.py).
+# PYTHON: interpreter with trl==1.12.0; LEGACY_PYTHON: with trl==0.17.0 (see scripts/parity/record_trl.py).
 set -euo pipefail
 python=$1 legacy=$2
 shift 2
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OMP_NUM_THREADS=1
 
 adam='"adam_beta1": 0.8, "adam_beta2": 0.98, "weight_decay": 0.1'
@@ -19,7 +19,8 @@ record() { # NAME TRAINER FLAGS...: the case, if it is among those asked for
   local interpreter=$python
   [ "$trainer" = rloo_legacy ] && interpreter=$legacy
   echo "$name"
-  "$interpreter" scripts/record_trl.py "$trainer" "tests/parity/cases/$name" "$@" >/dev/null 2>"$log" || { cat "$log" >&2; exit 1; }
+  "$interpreter" scripts/parity/record_trl.py "$trainer" "tests/parity/cases/$name" "$@" >/dev/null 2>"$log" ||
+    { cat "$log" >&2; exit 1; }
 }
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

@@ -2,8 +2,8 @@
 TPUs that are not there.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling_adapters.py            # compiles what is not there yet, to where memory is assigned
-    python scripts/scaling_adapters.py --print
+    python scripts/scaling/scaling_adapters.py            # compiles what is not there yet, to where memory is assigned
+    python scripts/scaling/scaling_adapters.py --print
 
 The update is that of scaling.py. Slices are tried from the smallest: one whose models alone are over its memory is not
 compiled, and the first on which all programs fit is the row.

@@ -1,6 +1,6 @@
 """Our side of benchmark.py, a process of its own: whole updates of the real training loop, then each phase by itself.
 
-    python scripts/benchmark_ours.py WORK --pair N [--micro M]
+    python scripts/bench/benchmark_ours.py WORK --pair N [--micro M]
 
 WORK is what benchmark.py prepared. The result goes to WORK/ours-N.json.
 """

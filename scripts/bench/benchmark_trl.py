@@ -1,6 +1,6 @@
 """TRL's side of benchmark.py, a process of its own: its PPOTrainer or RLOOTrainer as it is, with a clock.
 
-    python scripts/benchmark_trl.py WORK --pair N [--micro M]
+    python scripts/bench/benchmark_trl.py WORK --pair N [--micro M]
 
 WORK is what benchmark.py prepared. The result goes to WORK/trl-N.json. Imports no JAX.
 """

@@ -1,11 +1,11 @@
 """Runs the real TRL beside ours with random options, and counts how often they agree.
 
-    python scripts/parity_sweep.py --cases 120 --out sweep.jsonl
-    python scripts/parity_sweep.py --report sweep.jsonl
+    python scripts/parity/parity_sweep.py --cases 120 --out sweep.jsonl
+    python scripts/parity/parity_sweep.py --report sweep.jsonl
 
 Each case draws options, sizes, responses (sampled or crafted) and weights from a seed of its own, lets TRL train, and
 replays the run with tests/parity/replay.py, its tolerances unchanged. PPO and RLOO take turns; the RLOO of TRL before
-0.22 joins them with --legacy_python, the interpreter of an environment as scripts/record_trl.py describes.
+0.22 joins them with --legacy_python, the interpreter of an environment as scripts/parity/record_trl.py describes.
 
 A line of the output is a case: trainer, seed, options, whether it replayed, its worst quantities. Cases that are there
 already are not run again. Exit status 1 if a case does not replay.
@@ -27,7 +27,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.parity.recording.draw import DRAW  # noqa: E402
@@ -49,7 +49,7 @@ def record(trainer: str, setting: Setting, legacy_python: str | None) -> None:
         f"--{name}={getattr(setting, name)}" for name in ("updates", "micro", "accum", "prompts", "seed", "layers")
     ]
     flags += [f"--{name}" for name in ("sequential", "crafted") if getattr(setting, name)]
-    command = [legacy_python, str(ROOT / "scripts/record_trl.py"), trainer, str(setting.folder), *flags]
+    command = [legacy_python, str(ROOT / "scripts/parity/record_trl.py"), trainer, str(setting.folder), *flags]
     done = subprocess.run([*command, "--options", json.dumps(setting.options)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])

@@ -1,6 +1,6 @@
 """Times RLOO updates with prompts computed once a group against once a response, paired in one run.
 
-    python scripts/bench_shared_prompts.py --tokenizer PYTHIA --dataset PROMPTS.jsonl
+    python scripts/bench/bench_shared_prompts.py --tokenizer PYTHIA --dataset PROMPTS.jsonl
 
 Same weights, same prompts, same keys: the two stages take turns, so that what else runs on the machine hits both. An
 update is generation, reward model, reference, and `--iterations` passes of learning. Peak memory is that of a process

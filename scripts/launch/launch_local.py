@@ -1,7 +1,7 @@
 """Runs rlhf_jax.train in several processes on this machine, joined into one run.
 
-    python scripts/launch_local.py --processes 2 -- --config quickstart.py
-    python scripts/launch_local.py --processes 2 --devices_per_process 4 -- --config my_ppo.py --mesh_fsdp 8
+    python scripts/launch/launch_local.py --processes 2 -- --config quickstart.py
+    python scripts/launch/launch_local.py --processes 2 --devices_per_process 4 -- --config my_ppo.py --mesh_fsdp 8
 
 What follows `--` goes to every process. GPUs are those of CUDA_VISIBLE_DEVICES, or all of the machine, and are shared
 out in order; without GPUs, or with JAX_PLATFORMS=cpu, a process has so many CPU devices. Process 0 writes to the

@@ -1,6 +1,7 @@
 """What our programs of an update compute, counted from the programs themselves, against what has to be computed.
 
-    python scripts/count_work.py --algo ppo --shape 1b --batch 512 --micro 64 --prompts TLDR.jsonl --tokenizer PYTHIA
+    python scripts/bench/count_work.py --algo ppo --shape 1b --batch 512 --micro 64 --prompts TLDR.jsonl \
+        --tokenizer PYTHIA
 
 No model is made and nothing is run: the stage's functions are traced at these shapes, and the products in them are
 added up, a scan's as often as it turns, a switch's by the branch that each micro-batch of these prompts takes, the loop

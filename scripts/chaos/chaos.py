@@ -1,11 +1,11 @@
 """Kills runs at any moment, starts them again with the same command, and compares how they end with one left in peace.
 
-    python scripts/chaos.py --kills 100
-    python scripts/chaos.py --kills 20 --signal TERM --folder runs/chaos-term
-    python scripts/chaos.py --kills 20 --processes 2 --folder runs/chaos-processes
-    python scripts/chaos.py --kills 8 --resume_devices 2 --folder runs/chaos-mesh
-    python scripts/chaos.py --kills 12 --adapters --folder runs/chaos-adapters
-    python scripts/chaos.py --short
+    python scripts/chaos/chaos.py --kills 100
+    python scripts/chaos/chaos.py --kills 20 --signal TERM --folder runs/chaos-term
+    python scripts/chaos/chaos.py --kills 20 --processes 2 --folder runs/chaos-processes
+    python scripts/chaos/chaos.py --kills 8 --resume_devices 2 --folder runs/chaos-mesh
+    python scripts/chaos/chaos.py --kills 12 --adapters --folder runs/chaos-adapters
+    python scripts/chaos/chaos.py --short
 
 The runs are SFT, reward model, PPO and RLOO with the quickstart's models, a few updates each. A kill falls at a random
 moment of a phase (compile, rollout, update, save, export), right before a change of a file in it, or at a random moment

@@ -1,6 +1,6 @@
 """How seconds and memory of a PPO update grow with batch, prompt, response, model and vocabulary: exponents and a plot.
 
-    python scripts/growth.py --json OUT.json --picture docs/growth.png
+    python scripts/bench/growth.py --json OUT.json --picture docs/growth.png
 
 From one base (Pythia-14m, 16 rows, 256 + 64 tokens, float32, one pass, micro-batches of 2 rows) one size is changed at
 a time. Each point is a process of its own, our side of benchmark.py on synthetic posts with responses of full length;
