@@ -1,7 +1,6 @@
 """The command line: flags, help, and what it says to a typing error."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig, command_line
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
+from tests.helpers.paths import ROOT
 
 
 def ppo(*flags: str):
@@ -289,7 +289,7 @@ def test_help_shows_a_dict_as_the_json_that_the_flag_takes(tmp_path, capsys):
 
 
 def test_an_error_ends_the_command_with_code_2_and_no_traceback():
-    root = pathlib.Path(__file__).parents[2]
+    root = ROOT
     line = [sys.executable, "-m", "rlhf_jax.train", "--config", "tldr_ppo.py", "--kl_cof", "0.1"]
     env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=120)

@@ -1,7 +1,6 @@
 """docs/migrating.md and the parser tell the same of every option that TRL has or had."""
 
 import dataclasses
-import pathlib
 import typing
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from rlhf_jax.config import STAGES, command_line, trl_options
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
+from tests.helpers.paths import ROOT
 
 ROWS = sorted(
     {(name, stage) for stages, names in trl_options.TABLES.values() for name in names.split() for stage in stages}
@@ -29,7 +29,7 @@ def sample_word(field: str, hint) -> str:
 
 
 def test_the_page_is_what_the_tables_say():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
+    page = ROOT / "docs" / "migrating.md"
     assert page.read_text(encoding="utf-8") == trl_options.page(), (
         "run python -m rlhf_jax.config.trl_options > docs/migrating.md"
     )

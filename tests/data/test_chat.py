@@ -9,14 +9,13 @@ import types
 import datasets
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import data
 from rlhf_jax.data import batches
 from rlhf_jax.errors import UserError
+from tests.helpers.chat_tokenizer import CHATML, bytes_tokenizer
 from tests.helpers.hub import Hub
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].
@@ -28,10 +27,6 @@ POSTS = (
     "{% elif m['role'] == 'system' and loop.first %}SUBREDDIT: {{ m['content'] }}\n\n"
     "{% else %}{{ raise_exception('no role ' ~ m['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}TL;DR:{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -59,27 +54,6 @@ def synthetic_tokenizer(template=POSTS):
     tokenizer = data.load_tokenizer("synthetic")
     tokenizer.hf.chat_template = template
     return tokenizer
-
-
-def bytes_tokenizer(template=CHATML, eos="<|im_end|>"):
-    """Any text in bytes, with ChatML's two tokens and a bos that it adds to every text unless told not to."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<bos>", "<end>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=specials,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        vocab_size=260,
-        show_progress=False,
-    )
-    model.train_from_iterator([""], trainer)
-    model.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token=eos, bos_token="<bos>", pad_token="<bos>", chat_template=template
-    )
-    eos_id = hf.convert_tokens_to_ids(eos)
-    return data.Tokenizer(hf=hf, name="bytes", pad_id=2, eos_id=eos_id, vocab_size=len(hf))
 
 
 def make(rows, tokenizer=None, **options):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_jax import data
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
+from tests.helpers.chat_tokenizer import bytes_tokenizer
 
 WORDS = ("<|endoftext|>", "[UNK]", "a", "b", " a", " b", "\n", " ", ".")
 
@@ -92,8 +93,6 @@ def test_encode_adds_no_special_tokens_and_decode_gives_spaces_back(tmp_path):
 
 
 def test_pieces_are_the_text_that_each_token_adds(tmp_path):
-    from tests.data.test_chat import bytes_tokenizer
-
     several = bytes_tokenizer()
     ids = several.encode("a é 日🙂")
     assert several.pieces(ids) == ["a", " ", "", "é", " ", "", "", "日", "", "", "", "🙂"]

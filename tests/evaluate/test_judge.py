@@ -9,19 +9,11 @@ import pytest
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import judge as judges
 from rlhf_jax.evaluate.judge import FunctionJudge, JudgeFailure, RemoteJudge, parse_verdict
-from tests.helpers.reward_server import Server, answers, closes, hangs, send
-from tests.rewards.test_server import Sleeps
+from tests.helpers.judge_server import chat, question
+from tests.helpers.reward_server import Sleeps, answers, closes, hangs, send
 
 SECRET = "sk-9f8e7d"
 PROMPTS, MINE, OTHERS = ["p0", "p1", "p2"], ["good 0", "bad 1", "good 2"], ["bad 0", "good 1", "good too"]
-
-
-def chat(text):
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
-
-
-def question(handler):
-    return handler.body["messages"][0]["content"]
 
 
 def fair(handler):
@@ -32,11 +24,9 @@ def fair(handler):
 
 
 @pytest.fixture
-def server():
-    server = Server()
+def server(server):
     server.forever = fair
-    yield server
-    server.close()
+    return server
 
 
 def remote(server, **options):

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_jax.config import command_line
 from rlhf_jax.evaluate import options as evaluate_options
-from tests.helpers.children import ROOT
+from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import options_page  # noqa: E402

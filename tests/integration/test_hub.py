@@ -23,6 +23,7 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.models.io import hf
 from tests.helpers.children import QUICK
 from tests.helpers.hub import Hub
+from tests.helpers.paths import ROOT
 
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
 REWARD = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
@@ -30,7 +31,6 @@ POSTS = "trl-lib/tldr"
 PLANNED = "somebody/large-model"
 COMMAND = (sys.executable, "-m", "rlhf_jax.train", "--config", "tldr_ppo.py", "--total_episodes", "64")
 EOS = "<|endoftext|>"
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # Python reads sitecustomize first of all, so nobody ever finds a torch: neither `import` nor find_spec.
 WITHOUT_TORCH = """

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")

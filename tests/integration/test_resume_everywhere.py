@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import shutil
 import sys
 
@@ -11,8 +10,8 @@ import pytest
 import rlhf_jax
 from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime.callbacks import Callback
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402

@@ -1,7 +1,6 @@
 """Every metric that a run can log is explained, in docs/metrics.md and in a report alike."""
 
 import ast
-import pathlib
 import re
 
 import pytest
@@ -10,8 +9,8 @@ from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.metrics.alarms import ALARMS
 from rlhf_jax.metrics.catalog import explain, explanations, page
 from rlhf_jax.report import charts
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PREFIXES = "objective val policy loss clip_ratio completions rewards eval time memory nonfinite"
 METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[a-z_]+")
 RAW = {"nonfinite/causes"}  # bits, which are written as names

@@ -4,9 +4,8 @@ import glob
 import io
 import json
 import math
-import os
+import pathlib
 import resource
-import struct
 import time
 
 import jax
@@ -17,6 +16,7 @@ import pytest
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime.run_folder import RunFolder
+from tests.helpers.tensorboard import events
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_was_cut(folder):
         logger.log(1, {"loss": 1.0})
     with metrics_logger.MetricLogger(folder.path, ("tensorboard",), 0, start_step=1) as logger:
         logger.log(2, {"loss": jnp.float32(0.5), "eval/accuracy": 0.75})
-    found, starts = events(folder.path + "/tensorboard")
+    found, starts = scalars(folder.path + "/tensorboard")
     assert found["loss"] == [(1, 1.0), (2, 0.5)] and found["eval/accuracy"] == [(2, 0.75)]
     assert "memory/peak_rss_mib" in found
     # TensorBoard drops what earlier files hold from this step on.
@@ -158,26 +158,20 @@ def test_a_flushed_update_is_in_tensorboards_file_even_if_the_process_dies_then(
         for step in (1, 2):
             logger.log(step, {"a": 1.0, "b": 2.0})
             logger.flush()
-            found, _ = events(folder.path + "/tensorboard")
+            found, _ = scalars(folder.path + "/tensorboard")
             assert [found[name][-1][0] for name in ("a", "b", "memory/peak_rss_mib")] == [step] * 3
 
 
-def events(path):
-    """Scalars by name, and the steps at which sessions start, of TensorBoard's files: length, crc, event, crc."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
+def scalars(path):
+    """Scalars by name, and the steps at which sessions start."""
+    from tensorboardX.proto.event_pb2 import SessionLog
 
     found, starts = {}, []
-    for name in sorted(glob.glob(path + "/events*"), key=os.path.getmtime):
-        with open(name, "rb") as file:
-            data = file.read()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            event = Event.FromString(data[12 : 12 + length])
-            data = data[16 + length :]
-            if event.session_log.status == SessionLog.START:
-                starts.append(event.step)
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    for event in events(pathlib.Path(path)):
+        if event.session_log.status == SessionLog.START:
+            starts.append(event.step)
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
     return found, starts
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import sys
 
 import jax
@@ -12,9 +11,10 @@ import pytest
 
 from rlhf_jax.models import custom_shape, layers, lora
 from tests.helpers.models_common import distance, padded_rows, random_params
+from tests.helpers.paths import SCRIPTS
 from tests.models.test_layers import normal, plain_causal, with_gradients
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "bench"))
+sys.path.insert(0, str(SCRIPTS / "bench"))
 
 from count_work import count  # noqa: E402
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rlhf_jax import models
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
+from tests.helpers.paths import ROOT
 
 RULES = ((r"dense/kernel$", P(None, "fsdp", "tensor")), (r"^embed/", P("tensor", "fsdp")), (r"bias$", P()))
 
@@ -276,7 +276,7 @@ def test_placement_on_two_by_two_by_two_devices(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(ON_EIGHT), str(tmp_path / "checkpoints")],
         env=env,
-        cwd=str(pathlib.Path(__file__).resolve().parents[2]),
+        cwd=str(ROOT),
         capture_output=True,
         text=True,
         timeout=300,

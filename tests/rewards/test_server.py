@@ -27,37 +27,28 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
 from rlhf_jax.rewards.server import RemoteReward
-from tests.helpers.reward_server import ROOT, Server, answers, closes, cuts_the_body, hangs, serving, takes, trickles
+from tests.helpers.paths import ROOT
+from tests.helpers.reward_server import (
+    COMPLETIONS,
+    PROMPTS,
+    Server,
+    Sleeps,
+    answers,
+    closes,
+    cuts_the_body,
+    hangs,
+    scores,
+    serving,
+    takes,
+    trickles,
+)
 
-PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
-COMPLETIONS = [" one", " three", " fourteen"]
 LENGTHS = [4.0, 6.0, 9.0]
 SECRET = "s3cret-token"
 
 
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
-class Sleeps:
-    """Takes no time, and notes how long it should have taken."""
-
-    def __init__(self):
-        self.asked = []
-
-    async def __call__(self, seconds):
-        self.asked.append(seconds)
-
-
 def remote(server, **options):
     return RemoteReward(server.url, **{"timeout": 5.0, "total_timeout": 20.0, "sleep": Sleeps(), **options})
-
-
-def scores(function, prompts=PROMPTS, completions=COMPLETIONS):
-    return asyncio.run(function(prompts, completions))
 
 
 # --- what goes out and comes back

@@ -18,13 +18,6 @@ from tests.helpers.reward_server import Server, answers, closes, hangs, takes
 QUICK = {"reward_server_batch_size": 4, "reward_server_retries": 1, "reward_server_timeout": 5.0}
 
 
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
 @pytest.fixture(scope="module")
 def unfailing(tmp_path_factory):
     """(RLOO's run, PPO's run) with a server that never failed."""

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402

@@ -13,7 +13,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.runtime import trackers
 from rlhf_jax.runtime.callbacks import Control
-from tests.helpers.children import ROOT
+from tests.helpers.paths import ROOT
 from tests.test_train import KillAt, Killed, ppo_config, sft_config, wordiness
 
 STEP = "train/step"  # of a line of metrics.jsonl

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 
 import jax
@@ -13,9 +12,9 @@ from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from tests.helpers.paths import ROOT, SCRIPTS
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))  # as for a script run from there
+sys.path.insert(0, str(SCRIPTS / "bench"))  # as for a script run from there
 
 import benchmark  # noqa: E402
 import benchmark_case  # noqa: E402

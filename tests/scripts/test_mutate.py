@@ -12,7 +12,9 @@ import textwrap
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "mutate.py"
+from tests.helpers.paths import ROOT, SCRIPTS
+
+SCRIPT = SCRIPTS / "mutate.py"
 spec = importlib.util.spec_from_file_location("mutate", SCRIPT)
 mutate = sys.modules["mutate"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mutate)
@@ -151,7 +153,7 @@ def test_a_sample_is_a_function_of_the_seed_takes_of_every_file_and_grows_by_add
 
 
 def test_every_mutant_of_the_repository_has_an_id_of_its_own_and_the_tables_name_what_exists():
-    project = mutate.Project(SCRIPT.parents[1], mutate.SUITE, [], mutate.EQUIVALENT)
+    project = mutate.Project(ROOT, mutate.SUITE, [], mutate.EQUIVALENT)
     mutants = project.mutants()
     assert len({mutant.id for mutant in mutants}) == len({mutant.key for mutant in mutants}) == len(mutants)
     sources = {f"rlhf_jax/{name}.py" for name in ("advantages", "losses", "generate")}
