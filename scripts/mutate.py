@@ -118,7 +118,7 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "an index beyond the one micro-batch is clamped to it",
     ),
     (
-        *("rlhf_jax/generate.py", "respond.body", "(0, t - 1), (b, 1)", "(1, t - 1), (b, 1)"),
+        *("rlhf_jax/generate.py", "generate_unstacked.body", "(0, t - 1), (b, 1)", "(1, t - 1), (b, 1)"),
         "a slice of all rows is clamped to begin at the first",
     ),
     (

@@ -36,9 +36,9 @@ from rlhf_jax.algorithms import actor_critic, microbatch, rloo
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
-from rlhf_jax.generate import in_chunks
+from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.runtime import compile_cache, loop, monitor, stopping
+from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.stages import STAGES
@@ -81,11 +81,10 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
     config = stage.config
     run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
     peak, control = Peak(), Control()
-    logger = metrics_logger.MetricLogger(
+    logger = metrics_logger.MetricLogger.open(
         run_folder.path,
-        config.report_to,
-        config.logging_steps,
-        stage.total_steps,
+        report_to=config.report_to,
+        terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:
@@ -135,11 +134,11 @@ def alone(stage, name: str) -> Callable:
     def run(params, rollout, experience):
         if stage.name == "ppo":
             rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
-            return in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
+            return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
         rows = experience if stage.shared_prompts else rloo.apart(experience)
         groups, size = rows.lengths.shape
         at_once = microbatch.groups_at_once(c.rollout_batch_size, size, groups)
-        return in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
 
     return jax.jit(run)
 

@@ -34,6 +34,7 @@ from rlhf_jax.config import PolicyConfig, StageConfig, stages_of
 from rlhf_jax.config import files as config_files
 from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
 
 SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo")
 NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO"}
@@ -125,12 +126,12 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Writes all objects or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(str(path), "".join(logger.json_text(line) + "\n" for line in lines))
+    write_atomically(str(path), "".join(json_text(line) + "\n" for line in lines))
 
 
 def finished(work: Path, run: Run) -> dict[str, Any] | None:
     """The line of a run that was finished with today's settings; None: it is to be done."""
-    now = json.loads(logger.json_text(settings(run.trainer, run.updates)))
+    now = json.loads(json_text(settings(run.trainer, run.updates)))
     lines = lines_of(work / "runs.jsonl")
     return next((line for line in lines if line["name"] == run.name and line["settings"] == now), None)
 

@@ -110,9 +110,9 @@ def test_template_arguments_reach_the_template():
     tokenizer = synthetic_tokenizer()
     made = make(ROWS, tokenizer, chat_template_kwargs={"title": "help"})
     assert made.tokens[0].tolist() == expected_ids(tokenizer, CHATS[0], title="help")
-    assert made.shown([0]) == ["TITLE: help\n\nPOST: i met anna.\n\nTL;DR:"]
+    assert made.display_texts([0]) == ["TITLE: help\n\nPOST: i met anna.\n\nTL;DR:"]
     other = make(ROWS, tokenizer, chat_template_kwargs={"chat_template": CHATML})
-    assert other.shown([0]) == ["<|im_start|>user\ni met anna.<|im_end|>\n<|im_start|>assistant\n"]
+    assert other.display_texts([0]) == ["<|im_start|>user\ni met anna.<|im_end|>\n<|im_start|>assistant\n"]
     with pytest.raises(UserError, match="chat_template_kwargs: padding, tokenize cannot be set"):
         make(ROWS, tokenizer, chat_template_kwargs={"tokenize": True, "padding": True})
 
@@ -121,12 +121,12 @@ def test_reward_functions_get_messages_and_people_get_text():
     made = make(ROWS)
     assert made.conversational and made.conversations == CHATS
     assert made.texts([2, 0]) == [CHATS[2], CHATS[0]]
-    assert made.shown([1]) == ["SUBREDDIT: r/advice\n\nPOST: i lost keys.\n\nTL;DR:"]
+    assert made.display_texts([1]) == ["SUBREDDIT: r/advice\n\nPOST: i lost keys.\n\nTL;DR:"]
     assert made.as_completions([" a", "b"]) == [[assistant(" a")], [assistant("b")]]
     assert made.columns([2, 0]) == {"id": [2, 0]}
     texts = make([{"prompt": "POST: i met anna."}])
     assert not texts.conversational and texts.conversations is None
-    assert texts.texts([0]) == texts.shown([0]) == ["POST: i met anna."]
+    assert texts.texts([0]) == texts.display_texts([0]) == ["POST: i met anna."]
     assert texts.as_completions([" a"]) == [" a"]
 
 
@@ -264,7 +264,7 @@ def test_the_config_says_whether_to_shuffle_and_what_the_template_gets():
     tokenizer = synthetic_tokenizer()
     made = data.load_prompts(types.SimpleNamespace(**options), tokenizer, ROWS)
     assert [made.batch(7, step, 1).rows.tolist() for step in range(4)] == [[0], [1], [2], [0]]
-    assert made.shown([0])[0].startswith("TITLE: help")
+    assert made.display_texts([0])[0].startswith("TITLE: help")
     shuffled = data.load_prompts(types.SimpleNamespace(**{**options, "shuffle_dataset": True}), tokenizer, ROWS)
     order = [shuffled.batch(7, step, 1).rows.tolist() for step in range(3)]
     assert order == [[i] for i in np.random.default_rng([7, 0]).permutation(3)]

@@ -83,7 +83,7 @@ def test_several_sources_by_name(tmp_path, tokenizer):
     found = data.load_eval_prompts(config(eval_dataset_name=names), tokenizer)
     assert list(found) == ["near", "far-2.x", "made_up"]
     assert sizes(found) == {"near": 3, "far-2.x": 4, "made_up": 4}
-    assert found["near"].shown([2]) == [ROWS[2]["prompt"]]
+    assert found["near"].display_texts([2]) == [ROWS[2]["prompt"]]
     assert sizes(data.load_eval_prompts(config(eval_dataset_name=f"only={near}"), tokenizer)) == {"only": 3}
     assert sizes(data.load_eval_prompts(config(eval_dataset_name=names, dataset_test_split=None), tokenizer)) == sizes(
         found

@@ -118,8 +118,8 @@ def test_synthetic_by_config(tokenizer):
     assert prompts.columns([0])["completion"] == [synthetic.demonstrations(1)[0]["completion"]]
     assert data.load_prompts(config(dataset_test_split=None), tokenizer, evaluation=True) is None
     assert len(data.load_demonstrations(config(max_eval_samples=7), tokenizer, evaluation=True)) == 7
-    assert data.load_normalizing(config(), tokenizer) is None
-    assert len(data.load_normalizing(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
+    assert data.load_normalization_data(config(), tokenizer) is None
+    assert len(data.load_normalization_data(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
 
 
 def test_hub_answers_are_passed_on(monkeypatch):

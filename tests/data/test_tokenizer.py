@@ -95,14 +95,14 @@ def test_encode_adds_no_special_tokens_and_decode_gives_spaces_back(tmp_path):
 def test_pieces_are_the_text_that_each_token_adds(tmp_path):
     several = bytes_tokenizer()
     ids = several.encode("a é 日🙂")
-    assert several.pieces(ids) == ["a", " ", "", "é", " ", "", "", "日", "", "", "", "🙂"]
-    assert several.pieces([ids[2], several.eos_id]) == ["", "\ufffd<|im_end|>"]  # half a character
-    assert several.pieces([]) == []
+    assert several.token_texts(ids) == ["a", " ", "", "é", " ", "", "", "日", "", "", "", "🙂"]
+    assert several.token_texts([ids[2], several.eos_id]) == ["", "\ufffd<|im_end|>"]  # half a character
+    assert several.token_texts([]) == []
     words = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     words.decoder = decoders.Metaspace()  # takes the space off a text's first word
     hf = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]")
     metaspace = data.Tokenizer(hf=hf, name="words", pad_id=2, eos_id=2, vocab_size=3)
-    assert metaspace.pieces([0, 1, 0]) == ["a", " b", " a"]
+    assert metaspace.token_texts([0, 1, 0]) == ["a", " b", " a"]
 
 
 def test_saved_tokenizer_keeps_its_pad(tmp_path):

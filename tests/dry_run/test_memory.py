@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -82,6 +82,13 @@ def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
     assert memory.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
 
 
+def test_a_reward_stage_from_scratch_has_a_plan():
+    lengths = {"query_length": 16, "max_length": 32, "batch_size": 8}
+    config = RewardConfig(**TINY, **lengths, model_name_or_path=None, margin_column="margin")
+    planned = memory.planned_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert [program.name for program in memory.programs(planned)] == ["update"]
+
+
 def test_adams_first_moment_may_be_kept_in_half():
     half = SFTConfig(**TINY, model_name_or_path=None, adam_mu_dtype="bfloat16", max_length=32, batch_size=8)
     stage = memory.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
@@ -124,7 +131,7 @@ def test_without_libtpu_a_topology_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     flags = ["--topology", "v5e:4x4", "--dry_run"]
     assert train.main(["--config", "quickstart.py", *flags]) == 2
-    assert "pip install 'rlhf_jax[tpu-aot]'" in capsys.readouterr().err
+    assert "pip install '.[tpu-aot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_a_run_with_adapters_is_evaluated_against_what_it_trained_from(room, tmp
     folder = finished_run(room, tmp_path, **given)
     (folder / "policy").unlink()
     model, base = hf.load(room / "sft", kind="causal")
-    model = dataclasses.replace(model, lora=lora.Lora(r=2, alpha=4, dropout=0.0, targets=("dense",)))
+    model = dataclasses.replace(model, lora=lora.Lora(r=2, alpha=4, dropout=0.0, target_modules=("dense",)))
     noise = jax.random.key(1)  # not the same number everywhere, which the layer norms would take out again
     fresh = lora.init(model, jax.random.key(0), base)
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), fresh)

@@ -10,9 +10,9 @@ import random
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.metrics import calibration
-from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.runtime.run_folder import RunFolder
 from rlhf_jax.train import kept
+from rlhf_jax.utils.strict_json import json_text
 
 HOSTILE = (
     '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">&amp;\u202eabc\x1b[31m\ud800 "\'`'

@@ -21,7 +21,7 @@ from rlhf_jax.models.layers import frozen_product, product
 from tests.helpers.models_common import distance, padded_rows, reference, reference_inputs
 
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-FORM = lora.Lora(r=3, alpha=5, dropout=0.0, targets=LINEARS, rslora=True)
+FORM = lora.Lora(r=3, alpha=5, dropout=0.0, target_modules=LINEARS, use_rslora=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_any_adapter_of_peft_gives_its_logits_and_its_gradients(bases, tmp_path_
     assert model.lora == lora.Lora(r, alpha, 0.0, tuple(n for n in LINEARS if n in targets), rslora)
 
     def loss(adapters):
-        found = outputs("causal", model, model.joined(base, adapters))
+        found = outputs("causal", model, model.with_lora(base, adapters))
         return jnp.sum(jnp.sin(found)), found
 
     grads, found = jax.jit(jax.grad(loss, has_aux=True))(adapters)
@@ -111,7 +111,7 @@ def test_any_adapter_of_peft_gives_its_logits_and_its_gradients(bases, tmp_path_
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
 def test_adapters_of_ours_load_in_peft_and_give_the_same_outputs(bases, tmp_path, kind):
     model, base = hf.load(bases[kind], kind=kind)
-    model = dataclasses.replace(model, lora=dataclasses.replace(FORM, saved=("final_layer_norm",)))
+    model = dataclasses.replace(model, lora=dataclasses.replace(FORM, modules_to_save=("final_layer_norm",)))
     adapters = lora.init(model, jax.random.key(0), base)
     if kind == "scalar":
         adapters["score"] = base["score"]
@@ -119,7 +119,7 @@ def test_adapters_of_ours_load_in_peft_and_give_the_same_outputs(bases, tmp_path
     adapters = jax.tree.map(lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32), adapters)
     peft_files.save(tmp_path, model, adapters, kind=kind, base=str(bases[kind]))
     theirs = peft.PeftModel.from_pretrained(reference(kind, seed=0), tmp_path).eval()
-    found = outputs(kind, model, model.joined(base, adapters))
+    found = outputs(kind, model, model.with_lora(base, adapters))
     assert distance(found, torch_outputs(kind, theirs).detach()) < 1e-5
     loader = {"causal": peft.AutoPeftModelForCausalLM, "scalar": peft.AutoPeftModelForSequenceClassification}[kind]
     theirs = loader.from_pretrained(tmp_path, **({"num_labels": 1} if kind == "scalar" else {})).eval()
@@ -130,18 +130,18 @@ def test_a_head_of_pefts_classifier_comes_with_its_adapter(bases, tmp_path):
     theirs = peft_model("scalar", ["dense"], 2, 4, False)
     theirs.save_pretrained(tmp_path)
     model, base, adapters = loaded(bases["scalar"], tmp_path, "scalar")
-    assert model.lora.saved == ("score",)
+    assert model.lora.modules_to_save == ("score",)
     wanted = torch_outputs("scalar", theirs).detach()
-    assert distance(outputs("scalar", model, model.joined(base, adapters)), wanted) < 1e-5
+    assert distance(outputs("scalar", model, model.with_lora(base, adapters)), wanted) < 1e-5
 
 
 def test_a_causal_head_that_peft_trains_in_full_is_read(bases, tmp_path):
     theirs = peft_model("causal", ["dense"], 2, 4, False, saved=["lm_head"])
     theirs.save_pretrained(tmp_path)
     model, base, adapters = loaded(bases["causal"], tmp_path, "causal")
-    assert model.lora.saved == ("embed_out",)
+    assert model.lora.modules_to_save == ("embed_out",)
     wanted = torch_outputs("causal", theirs).detach()
-    assert distance(outputs("causal", model, model.joined(base, adapters)), wanted) < 1e-5
+    assert distance(outputs("causal", model, model.with_lora(base, adapters)), wanted) < 1e-5
     peft_files.save(tmp_path / "ours", model, adapters, kind="causal", base=None)
     again = peft.PeftModel.from_pretrained(reference("causal"), tmp_path / "ours").eval()
     assert distance(torch_outputs("causal", again).detach(), wanted) < 1e-6
@@ -156,14 +156,14 @@ def test_merged_equals_unmerged_in_a_forward_pass_in_decoding_and_read_as_a_chec
     config = json.loads((tmp_path / peft_files.CONFIG).read_text())
     (tmp_path / peft_files.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(bases["causal"])}))
     model, base, adapters = loaded(bases["causal"], tmp_path, "causal")
-    joined = model.joined(base, adapters)
+    joined = model.with_lora(base, adapters)
     wanted = outputs("causal", model, joined)
     plain = dataclasses.replace(model, lora=None)
-    assert distance(outputs("causal", plain, lora.merged(joined)), wanted) < 1e-5
+    assert distance(outputs("causal", plain, lora.merge_lora(joined)), wanted) < 1e-5
 
     read_model, read = hf.load(tmp_path, kind="causal")
     assert read_model == plain
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), read, lora.merged(joined))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), read, lora.merge_lora(joined))
 
     tokens, mask = rows()
     unstacked = model.unstack(joined)
@@ -182,7 +182,7 @@ def test_an_adapter_on_an_adapter_is_merged_from_the_ground_up(bases, tmp_path):
     parts = [hf.load(tmp_path / name)[1] for name in ("first", "second")]
     model, _ = hf.load(bases["causal"])
     form, second = hf.load_adapter(tmp_path / "second", model)
-    wanted = lora.merged(lora.joined(form, parts[0], second))
+    wanted = lora.merge_lora(lora.with_lora(form, parts[0], second))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parts[1], wanted)
     moved = parts[0]["backbone"]["layers"]["attention"]["dense"]["kernel"]
     assert distance(moved, base["backbone"]["layers"]["attention"]["dense"]["kernel"]) > 0.01
@@ -197,10 +197,10 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_as_peft_draws_it(bases):
     model = dataclasses.replace(model, lora=dataclasses.replace(FORM, r=64))
     adapters = lora.init(model, jax.random.key(0), base)
     plain = dataclasses.replace(model, lora=None)
-    found = outputs("causal", model, model.joined(base, adapters))
+    found = outputs("causal", model, model.with_lora(base, adapters))
     np.testing.assert_array_equal(found, outputs("causal", plain, base))
     for name in LINEARS:
-        part = lora.at(adapters, ("backbone", *model.family.linears[name]))
+        part = lora.get_path(adapters, ("backbone", *model.family.linears[name]))
         bound = part["lora_a"].shape[1] ** -0.5
         assert not part["lora_b"].any()
         assert 0.95 * bound < np.abs(part["lora_a"]).max() <= bound
@@ -224,7 +224,7 @@ def test_dropout_of_an_adapters_input_belongs_to_the_row_and_to_the_layer(bases)
     form = dataclasses.replace(FORM, dropout=0.5, r=8)
     model = dataclasses.replace(model, lora=form, config=dataclasses.replace(model.config, hidden_dropout=0.0))
     adapters = jax.tree.map(lambda x: x + 0.1, lora.init(model, jax.random.key(0), base))
-    params, (tokens, mask) = model.joined(base, adapters), padded_rows([8, 8, 8], [0, 0, 0], 8)
+    params, (tokens, mask) = model.with_lora(base, adapters), padded_rows([8, 8, 8], [0, 0, 0], 8)
     tokens[2] = tokens[0]
     keys = jax.random.split(jax.random.key(3), 3)
     together = model.hidden(params, tokens, mask, dropout_key=keys)
@@ -291,6 +291,6 @@ def test_a_missing_or_foreign_tensor_is_named(bases, tmp_path):
 def test_layers_that_the_family_does_not_have_are_named(bases, names, words):
     family = hf.load_model(bases["causal"]).family
     with pytest.raises(UserError, match=words):
-        lora.targets_of(family, names, "lora_target_modules")
-    assert lora.targets_of(family, ["all-linear"], "") == LINEARS
-    assert lora.targets_of(family, None, "") == ("query_key_value",)
+        lora.resolve_targets(family, names, "lora_target_modules")
+    assert lora.resolve_targets(family, ["all-linear"], "") == LINEARS
+    assert lora.resolve_targets(family, None, "") == ("query_key_value",)

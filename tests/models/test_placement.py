@@ -14,7 +14,7 @@ import torch
 from rlhf_jax import data, models
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models.io import hf, safetensors, shards
-from rlhf_jax.models.placement import PlannedWeights, Weights
+from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.stages import STAGES
 from tests.helpers.children import child
@@ -114,7 +114,7 @@ def on_eight(folder: pathlib.Path) -> dict:
     """What the tests below look at."""
     patch = pytest.MonkeyPatch()
     mesh = sharding.make_mesh(2, 2, 2)
-    weights, planned = Weights(mesh), PlannedWeights(mesh)
+    weights, planned = Weights(mesh), AbstractWeights(mesh)
     found = {"loads": {}, "stages": {}}
     for form, kind in KINDS.items():
         model, whole = hf.load(folder / form, kind=kind)
@@ -156,10 +156,10 @@ def on_eight(folder: pathlib.Path) -> dict:
     model, params = hf.load(folder / "single")
     placed = weights.load(model, str(folder / "single"), "causal", None)
     held, peaks = [0], []
-    write, gathered = safetensors.safetensors.numpy.save_file, shards.gathered
+    write, gather = safetensors.safetensors.numpy.save_file, shards.gather_to_host
 
     def noted_gather(leaf, layer=None):
-        array = gathered(leaf, layer)
+        array = gather(leaf, layer)
         held[0] += array.nbytes
         return array
 
@@ -168,7 +168,7 @@ def on_eight(folder: pathlib.Path) -> dict:
         held[0] = 0
         write(tensors, *args, **options)
 
-    patch.setattr(hf, "gathered", noted_gather)
+    patch.setattr(hf, "gather_to_host", noted_gather)
     patch.setattr(safetensors.safetensors.numpy, "save_file", noted_write)
     for form, size in FORMS.items():
         hf.save(folder / f"out-{form}", model, placed, kind="causal", max_shard_bytes=size)

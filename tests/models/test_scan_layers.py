@@ -18,7 +18,7 @@ sys.path.insert(0, str(SCRIPTS / "bench"))
 
 from count_work import count  # noqa: E402
 
-FORM = lora.Lora(r=3, dropout=0.0, targets=("query_key_value", "dense_4h_to_h"))
+FORM = lora.Lora(r=3, dropout=0.0, target_modules=("query_key_value", "dense_4h_to_h"))
 
 
 def model_and_params(depth, adapters=False, **fields):
@@ -29,7 +29,7 @@ def model_and_params(depth, adapters=False, **fields):
         return model, base, lambda params: params
     model = dataclasses.replace(model, lora=FORM)
     trained = jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape), lora.init(model, jax.random.key(0), base))
-    return model, trained, lambda trained: model.joined(base, trained)
+    return model, trained, lambda trained: model.with_lora(base, trained)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
@@ -106,14 +106,14 @@ def test_the_last_layer_makes_no_products_of_columns_that_are_not_asked_for(dept
 
 def test_with_adapters_the_first_layer_passes_no_gradient_on_to_what_is_frozen():
     model, trained, whole = model_and_params(3, adapters=True)
-    form = dataclasses.replace(FORM, targets=("query_key_value",))
+    form = dataclasses.replace(FORM, target_modules=("query_key_value",))
     model = dataclasses.replace(model, lora=form)
     trained = {"backbone": {"layers": {"attention": trained["backbone"]["layers"]["attention"]}}}
     tokens, mask = padded_rows([40, 40], [0, 0], 40)
 
     def backward(model, params, trained):
         def loss(trained):
-            return model.hidden(model.joined(params, trained), tokens, mask).sum()
+            return model.hidden(model.with_lora(params, trained), tokens, mask).sum()
 
         return products(jax.grad(loss), trained) - products(loss, trained)
 
@@ -140,7 +140,7 @@ def test_no_pass_copies_the_stacked_params(adapters, remat):
     tokens, mask = padded_rows([6], [0], 6)
 
     def loss(trained, base):
-        return model.hidden(model.joined(base, trained), tokens, mask, remat=remat, last=2).sum()
+        return model.hidden(model.with_lora(base, trained), tokens, mask, remat=remat, last=2).sum()
 
     layer = 4 * 12 * width**2
     for function in (loss, jax.grad(loss)):

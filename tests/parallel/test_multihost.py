@@ -196,6 +196,7 @@ ON_TWO = """
     from jax.sharding import PartitionSpec as P
     from rlhf_jax.parallel import multihost, sharding
     from rlhf_jax.runtime.checkpoint import Checkpoints
+    from rlhf_jax.runtime.progress import TerminalLines
     from rlhf_jax.runtime.run_folder import RunFolder
     from rlhf_jax.metrics.logger import MetricLogger
 
@@ -214,7 +215,7 @@ ON_TWO = """
     np.testing.assert_array_equal(sharding.fetch(again)["kernel"], host["kernel"])
 
     run = RunFolder.open(sys.argv[2], {"seed": 1})
-    with MetricLogger(run.path, "none", 1, 1, ("sum",), stage="ppo") as logger:
+    with MetricLogger.open(run.path, terminal=TerminalLines(stage="ppo", total_steps=1, names=("sum",))) as logger:
         logger.log(1, found)
     with Checkpoints(run.checkpoints, 1) as checkpoints:
         checkpoints.save(1, params, {"a": 1})

@@ -20,7 +20,7 @@ from rlhf_jax import report
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.report import __main__ as command
-from rlhf_jax.report import charts, collect, facts, page, parts, samples, series
+from rlhf_jax.report import charts, html_parts, page, read_run, samples, series, table_data
 from tests.helpers import report_runs
 from tests.helpers.paths import ROOT
 
@@ -85,7 +85,7 @@ def written(folder, tmp_path_factory):
 
 
 def test_metrics_are_read_as_they_were_written(folder):
-    run = collect.read(str(folder / "seed1" / "ppo"), "one")
+    run = read_run.read(str(folder / "seed1" / "ppo"), "one")
     lines = report_runs.read_lines(folder / "seed1" / "ppo" / "metrics.jsonl")
     assert (run.stage, run.updates, run.notes) == ("ppo", 40, [])
     for name in ("objective/scores", "eval/scores"):
@@ -98,13 +98,13 @@ def test_a_run_that_is_being_written_or_damaged_is_read_as_far_as_it_can_be(tmp_
     run = report_runs.make_sft(tmp_path / "sft")
     with open(run.metrics, "rb") as file:
         torn = file.read()
-    found = collect.read(run.path, "sft")
+    found = read_run.read(run.path, "sft")
     assert found.updates == 20 and found.notes == [] and found.finished is None
     assert open(run.metrics, "rb").read() == torn  # nothing is touched
     with open(run.metrics, "a") as file:
         file.write('ss": 3}\n[1]\n\x00\n{"step": "x"}\n{"step": 22, "loss": "NaN", "odd": [1], "nan": "nan"}\n')
         file.write('{"step": 22, "eval/loss": "Infinity"}\n{"step": 3, "loss": 9}\n{"step": 23, "loss": ' + "9" * 5000)
-    found = collect.read(run.path, "sft")
+    found = read_run.read(run.path, "sft")
     assert found.updates == 22 and math.isnan(found.series["loss"][1][-1])
     assert found.series["eval/loss"] == (array.array("d", [22]), array.array("d", [math.inf]))
     assert len(found.series["loss"][0]) == 22  # 20, the torn line that was ended, and the last
@@ -120,23 +120,23 @@ def test_a_run_that_is_being_written_or_damaged_is_read_as_far_as_it_can_be(tmp_
 def test_folders_are_found_in_those_that_are_given_and_models_are_none(folder, tmp_path):
     (folder / "rloo" / "policy").mkdir(exist_ok=True)
     (folder / "rloo" / "policy" / "config.json").write_text('{"model_type": "gpt_neox"}')
-    found = collect.folders([str(folder), str(folder / "rloo")])
+    found = read_run.folders([str(folder), str(folder / "rloo")])
     assert [os.path.relpath(path, folder) for path in found] == [
         "sft", "reward", "rloo", "more_kl/ppo", "seed1/ppo", "seed2/ppo"
     ]  # fmt: skip
-    assert collect.names(found)[3:] == ["more_kl/ppo", "seed1/ppo", "seed2/ppo"]
+    assert read_run.names(found)[3:] == ["more_kl/ppo", "seed1/ppo", "seed2/ppo"]
     for path, words in ((tmp_path / "none", "no such folder"), (tmp_path, "holds no run")):
         with pytest.raises(UserError, match=words):
             report.read([str(path)])
 
 
 def test_a_run_is_finished_running_or_stopped(folder):
-    ended, going = (collect.read(str(folder / name / "ppo"), name) for name in ("seed1", "more_kl"))
-    assert facts.status(ended)["state"] == "finished"
-    seen = facts.status(going)["seen"]
-    assert facts.status(going, seen + 60)["state"] == "running"
-    assert facts.status(going, seen + 1e6)["state"] == "stopped or waiting"
-    assert (facts.status(going)["updates"], facts.status(going)["total"]) == (25, 40)
+    ended, going = (read_run.read(str(folder / name / "ppo"), name) for name in ("seed1", "more_kl"))
+    assert table_data.status(ended)["state"] == "finished"
+    seen = table_data.status(going)["seen"]
+    assert table_data.status(going, seen + 60)["state"] == "running"
+    assert table_data.status(going, seen + 1e6)["state"] == "stopped or waiting"
+    assert (table_data.status(going)["updates"], table_data.status(going)["total"]) == (25, 40)
 
 
 # --- curves
@@ -153,7 +153,7 @@ def test_seeds_of_one_config_are_a_band_and_nothing_else_is(folder):
     np.testing.assert_allclose(curve.mean, both.mean(axis=0))
     np.testing.assert_array_equal([curve.low, curve.high], [both.min(axis=0), both.max(axis=0)])
     assert curve.count == 2 and groups[3].curve("objective/kl").count == 1
-    again = [collect.read(str(folder / "seed1" / "ppo"), name) for name in ("a", "b")]
+    again = [read_run.read(str(folder / "seed1" / "ppo"), name) for name in ("a", "b")]
     assert len(series.groups(again)) == 2  # the same seed twice is no band
 
 
@@ -230,15 +230,15 @@ def test_alarms_and_numbers_that_are_not_finite_are_told(folder, tmp_path):
     rows[24]["alarm/eos_share"] = 1.0
     rows[9] |= {"nonfinite/loss": 1.0, "nonfinite/steps_applied": 3, "grad_norm": math.inf, "loss/policy_avg": math.nan}
     report_runs.lines(path, rows)
-    run = collect.read(str(tmp_path / "ppo"), "ppo")
-    assert collect.alarms(run) == [
+    run = read_run.read(str(tmp_path / "ppo"), "ppo")
+    assert read_run.alarms(run) == [
         {"name": "alarm/kl_above", "first": 3, "last": 6},
         {"name": "alarm/eos_share", "first": 25, "last": None},
     ]
-    events, bad = collect.not_finite(run)
+    events, bad = read_run.not_finite(run)
     assert events == [{"step": 10, "causes": ["loss"], "applied": 3, "rows": []}]
     assert bad == {"grad_norm": (1, 10), "loss/policy_avg": (1, 10)}
-    words = "".join(text for _, text in Elements(parts.alarms([run])).texts)
+    words = "".join(text for _, text in Elements(html_parts.alarms([run])).texts)
     for told in (
         "kl_above",
         "from update 3, until update 6",
@@ -247,12 +247,12 @@ def test_alarms_and_numbers_that_are_not_finite_are_told(folder, tmp_path):
         "grad_norm (1",
     ):
         assert told in words
-    assert "No alarm was raised" in parts.alarms([collect.read(str(folder / "seed1" / "ppo"), "one")])
+    assert "No alarm was raised" in html_parts.alarms([read_run.read(str(folder / "seed1" / "ppo"), "one")])
 
 
 def test_a_config_is_held_against_its_recipe_and_the_defaults(folder):
     _, groups = report.read([str(folder / "seed1"), str(folder / "more_kl")])
-    rows = {row["name"]: row for row in facts.options(groups)}
+    rows = {row["name"]: row for row in table_data.options(groups)}
     kl, batch, model = rows["kl_coef"], rows["batch_size"], rows["sft_model_path"]
     assert kl["values"] == ["0.05", "0.2"] and kl["defaults"] == ["0.05"] * 2 and kl["differs"]
     assert kl["recipes"] == ["0.05", None] and kl["changed"] == [False, True]
@@ -263,7 +263,7 @@ def test_a_config_is_held_against_its_recipe_and_the_defaults(folder):
 
 
 def test_the_own_folder_of_a_pipeline_does_not_tell_seeds_apart(folder):
-    run = collect.read(str(folder / "seed1" / "ppo"), "one")
+    run = read_run.read(str(folder / "seed1" / "ppo"), "one")
     assert series.options_of(run)["sft_model_path"] == "{run_dir}/sft/policy"
 
 
@@ -301,7 +301,7 @@ def test_samples_carry_their_tokens_kl_and_advantages(written):
 
 
 def test_more_samples_than_a_page_carries_are_left_out_evenly_and_counted(folder):
-    run = collect.read(str(folder / "seed1" / "ppo"), "one")
+    run = read_run.read(str(folder / "seed1" / "ppo"), "one")
     whole = samples.collect([run])
     assert whole["left_out"] == 0 and [file["step"] for file in whole["files"]] == [8, 16, 24, 32, 40]
     some = samples.collect([run], most=6000)
@@ -319,7 +319,7 @@ def test_tokens_that_do_not_fit_their_row_are_passed_over(folder, tmp_path):
     report_runs.lines(path, rows[:4])
     with open(path, "a") as file:
         file.write('{"tokens"')
-    found = samples.collect([collect.read(str(tmp_path / "ppo"), "ppo")])["files"][-1]["rows"]
+    found = samples.collect([read_run.read(str(tmp_path / "ppo"), "ppo")])["files"][-1]["rows"]
     assert "kl" not in found[0] and "advantages" in found[0]
     assert "tokens" not in found[1] and "tokens" not in found[2] and "tokens" not in found[4]
     assert found[3]["advantages"][0] is None
@@ -384,11 +384,11 @@ def test_what_pipelines_end_with_is_one_table_and_shared_rows_stand_once(tmp_pat
             ]
             (pathlib.Path(run.path) / "comparison.json").write_text(json.dumps({"rows": rows}))
     runs, _ = report.read([str(tmp_path)])
-    assert [(one["name"], [row["name"] for row in one["rows"]]) for one in facts.comparisons(runs)] == [
+    assert [(one["name"], [row["name"] for row in one["rows"]]) for one in table_data.comparisons(runs)] == [
         ("q0", ["SFT", "PPO", "RLOO"]),
         ("q1", ["SFT", "PPO", "RLOO"]),
     ]
-    assert parts.comparisons(runs).count("<table") == 1
+    assert html_parts.comparisons(runs).count("<table") == 1
 
 
 def test_a_page_of_a_thousand_updates_is_small(tmp_path):
@@ -423,7 +423,7 @@ def test_the_command_writes_the_page_and_pictures_and_starts_no_device(folder, t
 def test_without_matplotlib_the_page_is_written_and_what_to_install_is_said(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main([str(folder / "sft"), "--out", str(tmp_path / "a.html")]) == 0
-    assert os.listdir(tmp_path) == ["a.html"] and "rlhf_jax[report]" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.html"] and "'.[report]'" in capsys.readouterr().err
     with pytest.raises(UserError, match="matplotlib is not installed"):
         report.write([str(folder / "sft")], str(tmp_path / "b.html"))
 

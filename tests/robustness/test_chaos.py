@@ -28,7 +28,7 @@ def two(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         folder = RunFolder.open("run", {"stage": "sft"})
-        with MetricLogger(folder.path, ("tensorboard",), 0) as logger:
+        with MetricLogger.open(folder.path, report_to="tensorboard") as logger:
             for step in (1, 2, 3):
                 logger.log(step, {"loss": step / 2})
                 logger.text(step, "completions/samples", f"table {step}")
@@ -42,7 +42,7 @@ def two(tmp_path, monkeypatch):
 
 
 def log_again(run, start, *steps):
-    with MetricLogger(str(run), ("tensorboard",), 0, start_step=start) as logger:
+    with MetricLogger.open(str(run), report_to="tensorboard", start_step=start) as logger:
         for step in steps:
             logger.log(step, {"loss": step / 2})
             logger.text(step, "completions/samples", f"table {step}")

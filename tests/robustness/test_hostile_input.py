@@ -17,9 +17,9 @@ from rlhf_jax.config import STAGES, PPOConfig, batch_sizes, validation
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics import logger
 from rlhf_jax.runtime import completion_tables, run_folder
 from rlhf_jax.utils import text
+from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.tensorboard import events
 from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
 
@@ -55,7 +55,7 @@ def test_tables_and_errors_show_escape_sequences_as_text(monkeypatch):
 def test_json_lines_hold_any_text_and_are_harmless_to_look_at(tmp_path):
     path = tmp_path / "3.jsonl"
     rows = [{f"k{EVIL}": EVIL + "\x7f \ud800 \udfff\ud83d"}, {"b": "caf\xe9 \U0001f600"}]
-    path.write_text("".join(logger.json_text(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
     assert not obeyed(path.read_text(encoding="utf-8")) and "caf\xe9 \U0001f600" in path.read_text(encoding="utf-8")
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
 
@@ -337,7 +337,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
     with pytest.warns(
         UserWarning, match=f"1 of .* ids mean something else to {user_files.sft}; id .* and 'renamed' here"
     ):
-        data.check_made_for(tokenizer, str(user_files.sft))
+        data.check_tokenizer_fits_model(tokenizer, str(user_files.sft))
     spoil(path, whole, {word: f"other{i}" for i, word in enumerate(ordinary)})
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
     mentions(message, tokenizer_folder, user_files.sft, "ids mean something else", "'other", "read other words")
@@ -346,7 +346,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
 def test_a_model_without_a_tokenizer_is_trusted(user_files, tmp_path):
     folder = model_of(tmp_path / "alone", user_files.rows)
     tokenizer = data.load_tokenizer("synthetic")
-    data.check_made_for(tokenizer, str(folder))
+    data.check_tokenizer_fits_model(tokenizer, str(folder))
     data.check_same_tokenizer(tokenizer, str(folder))
     assert data.same_tokenizer(tokenizer, str(folder))
 

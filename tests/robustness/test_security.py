@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import data, train
-from rlhf_jax.data.chat import ChatTemplate, Unwritable
+from rlhf_jax.data.chat import ChatTemplate, ChatTemplateError
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import torch_bin
 from rlhf_jax.rewards.server import RemoteReward
@@ -197,8 +197,8 @@ def test_a_chat_template_reaches_no_python():
         "raise_exception.__globals__",
     ):
         template = ChatTemplate(tokenizer, {"chat_template": "{{ " + reach + " }}"})
-        with pytest.raises(Unwritable):
-            template.write([{"role": "user", "content": "a"}], generation_prompt=False)
+        with pytest.raises(ChatTemplateError):
+            template.render([{"role": "user", "content": "a"}], generation_prompt=False)
 
 
 # --- tokens

@@ -70,11 +70,11 @@ def test_unique_prompts_keeps_the_first_row_of_each():
 
 def test_tensorboards_text_page_gets_the_table(tmp_path):
     folder = RunFolder.open(str(tmp_path / "ppo"), {"seed": 1})
-    with MetricLogger(folder.path, ("tensorboard",), 0) as logger:
+    with MetricLogger.open(folder.path, report_to="tensorboard") as logger:
         logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
     found = [value for event in events(tmp_path / "ppo" / "tensorboard") for value in texts_of(event)]
     assert found == [(3, "completions/samples/text_summary", completion_tables.markdown(ROWS))]
-    with MetricLogger(folder.path, "none", 0) as logger:
+    with MetricLogger.open(folder.path) as logger:
         logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
 
 

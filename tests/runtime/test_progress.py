@@ -38,7 +38,9 @@ def logger(tmp_path, monkeypatch, clock):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder.open("run", {"stage": "ppo"})
     names = ("objective/scores", "objective/kl")
-    with metrics_logger.MetricLogger(folder.path, "none", 0, 48, names, stage="ppo") as made:
+    lines = progress.TerminalLines(stage="ppo", total_steps=48, logging_steps=0, names=names)
+    with metrics_logger.MetricLogger.open(folder.path, terminal=lines) as made:
+        made.lines = lines
         yield made
     folder.close()
 
@@ -47,7 +49,8 @@ def panel(logger, now, width=200):
     config = SimpleNamespace(batch_size=128)
     stage = SimpleNamespace(name="ppo", total_steps=48, config=config)
     stream = io.StringIO()
-    return progress.Panel(stage, logger, lambda: now[0], Console(file=stream, force_terminal=True, width=width)), stream
+    console = Console(file=stream, force_terminal=True, width=width)
+    return progress.Panel(stage, logger.lines, lambda: now[0], console), stream
 
 
 def test_the_panel_tells_update_phase_metrics_time_left_tokens_episodes_and_memory(logger, clock):
@@ -79,7 +82,7 @@ def test_the_panel_is_one_line_at_any_width_and_goes_away(logger):
 
 
 def test_there_is_no_panel_where_output_is_no_terminal(logger, capsys):
-    with progress.Panel(SimpleNamespace(), logger, lambda: (0, "")):
+    with progress.Panel(SimpleNamespace(), logger.lines, lambda: (0, "")):
         print("plain")
     assert capsys.readouterr().out == "plain\n"
 

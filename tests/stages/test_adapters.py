@@ -15,7 +15,7 @@ from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
-from rlhf_jax.models.placement import PlannedWeights
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import PPOStage, RLOOStage
 from tests.helpers.models_common import distance
 from tests.stages.test_rloo import SHARED
@@ -45,7 +45,7 @@ def models(tmp_path_factory):
         hf.save(folder / name, model, params, kind=kind)
         data.save_tokenizer(tokenizer, str(folder / name))
     for number, name in enumerate(("one", "two")):
-        form = lora.Lora(r=3, alpha=6, dropout=0.0, targets=("query_key_value", "dense_4h_to_h"))
+        form = lora.Lora(r=3, alpha=6, dropout=0.0, target_modules=("query_key_value", "dense_4h_to_h"))
         adapted = dataclasses.replace(model, lora=form)
         adapters = lora.init(adapted, jax.random.key(number), params)
         adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters)
@@ -77,7 +77,7 @@ def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):
     base = leaves(stage.base)
     assert all(x is y for x, y in zip(*map(jax.tree.leaves, (stage.base["value"], stage.scorer.models[0].params))))
     before = jax.tree.map(np.array, jax.device_get(stage.state.params))
-    assert lora.at(before, ("policy", "backbone", "layers", "attention", "query_key_value")).keys() == {
+    assert lora.get_path(before, ("policy", "backbone", "layers", "attention", "query_key_value")).keys() == {
         "lora_a",
         "lora_b",
     }
@@ -101,7 +101,7 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
         given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
         config = checked(PPOConfig(**{**given, **options}))
         stage = memory.planned_stage(config, report.mesh_of(config))
-        assert isinstance(stage.weights, PlannedWeights)
+        assert isinstance(stage.weights, AbstractWeights)
         found = memory.parts(stage)
         return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))
 
@@ -142,7 +142,7 @@ def test_named_adapters_are_trained_and_are_the_reference(models):
     assert abs(first_kl(other)) > 1e-2
     base, model = other.base["policy"], other.nets.ref
     _, whole = hf.load(models / "two")
-    found = lora.merged(jax.device_get(model.joined(base, other.ref_params)))
+    found = lora.merge_lora(jax.device_get(model.with_lora(base, other.ref_params)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -180,8 +180,8 @@ def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_pa
     _, base = hf.load(models / "base")
     for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(read), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    moved = lora.at(merged, ("backbone", "layers", "attention", "query_key_value", "kernel"))
-    assert distance(moved, lora.at(base, ("backbone", "layers", "attention", "query_key_value", "kernel"))) > 1e-5
+    moved = lora.get_path(merged, ("backbone", "layers", "attention", "query_key_value", "kernel"))
+    assert distance(moved, lora.get_path(base, ("backbone", "layers", "attention", "query_key_value", "kernel"))) > 1e-5
     card = (pathlib.Path(paths["policy_adapter"]) / "README.md").read_text()
     assert "library_name: peft" in card and "AutoPeftModelForCausalLM" in card
 
@@ -213,9 +213,9 @@ def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(mod
     started = jax.device_get(stage.state.params)
     embedding = ("backbone", "embed_in", "embedding")
     for found, wanted in (("policy", policy), ("value", policy if value == "shared" else reward)):
-        exact = lora.at(wanted, embedding)
+        exact = lora.get_path(wanted, embedding)
         assert not np.array_equal(exact, exact.astype(jax.numpy.bfloat16).astype(np.float32))
-        np.testing.assert_array_equal(lora.at(started[found], embedding), exact)
+        np.testing.assert_array_equal(lora.get_path(started[found], embedding), exact)
     if value == "full":
         jax.tree.map(np.testing.assert_array_equal, started["value"], reward)
     if value == "own":
@@ -235,9 +235,9 @@ def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), merged, read)
     path = ("backbone", "layers", "mlp", "dense_h_to_4h", "kernel")
     model, params = hf.load(models / "one")
-    exact, base = lora.at(params, path), lora.at(hf.load(paths["policy_base"])[1], path)
-    stood = lora.merged(model.narrowed(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32))
-    np.testing.assert_allclose(base, lora.at(stood, path), rtol=1e-6, atol=1e-8)
+    exact, base = lora.get_path(params, path), lora.get_path(hf.load(paths["policy_base"])[1], path)
+    stood = lora.merge_lora(model.quantize_int8(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32))
+    np.testing.assert_allclose(base, lora.get_path(stood, path), rtol=1e-6, atol=1e-8)
     assert 1e-4 < distance(base, exact) < 0.02
 
 
@@ -258,5 +258,5 @@ def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_
     model, params = hf.load(paths[name], kind=kind)
     _, base = hf.load(paths[f"{name}_base"], kind=kind)
     path = ("backbone", "layers", "attention", "query_key_value", "kernel")
-    assert distance(lora.at(params, path), lora.at(base, path)) > 1e-4
-    np.testing.assert_array_equal(lora.at(base, path), lora.at(hf.load(models / "one")[1], path))
+    assert distance(lora.get_path(params, path), lora.get_path(base, path)) > 1e-4
+    np.testing.assert_array_equal(lora.get_path(base, path), lora.get_path(hf.load(models / "one")[1], path))

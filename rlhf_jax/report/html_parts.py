@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.metrics.logger import duration
-from rlhf_jax.report import charts, collect, facts
-from rlhf_jax.report.collect import Run
+from rlhf_jax.report import charts, read_run, table_data
+from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group
-from rlhf_jax.utils.text import printable
+from rlhf_jax.utils.text import duration, printable
 
 
 def e(value: Any) -> str:
@@ -42,8 +41,8 @@ def runs(groups: Sequence[Group], name: str) -> str:
     columns: dict[str, str] = {}
     rows = []
     for i, group in enumerate(groups):
-        states = [facts.status(run) for run in group.runs]
-        found = {item["metric"]: item for item in facts.headlines(group, name)}
+        states = [table_data.status(run) for run in group.runs]
+        found = {item["metric"]: item for item in table_data.headlines(group, name)}
         columns |= {metric: item["label"] for metric, item in found.items()}
         rows.append((i, group, states, found))
     heads = ["run", "state", *map(e, columns.values()), "time", "memory"]
@@ -90,14 +89,14 @@ def alarms(runs: Sequence[Run]) -> str:
     """Alarms, updates in which something was not finite, and metrics that were not."""
     items = []
     for run in runs:
-        for alarm in collect.alarms(run):
-            about = (facts.explain(alarm["name"]) or facts.explain("alarm/kl_above")).meaning
+        for alarm in read_run.alarms(run):
+            about = (table_data.explain(alarm["name"]) or table_data.explain("alarm/kl_above")).meaning
             until = "still raised" if alarm["last"] is None else f"until update {alarm['last']:,}"
             items.append(
                 f'<li class="alarm"><b>{e(alarm["name"].removeprefix("alarm/"))}</b> {e(run.name)}: from update '
                 f"{alarm['first']:,}, {until}. <small>{e(about)}</small></li>"
             )
-        events, bad = collect.not_finite(run)
+        events, bad = read_run.not_finite(run)
         for event in events:
             causes = ", ".join(event["causes"]) or "see its rows"
             applied = f"; {event['applied']} steps before that stay" if event["applied"] else ""
@@ -121,7 +120,7 @@ def alarms(runs: Sequence[Run]) -> str:
 
 def comparisons(runs: Sequence[Run]) -> str:
     """The table of what pipelines end with."""
-    found = facts.comparisons(runs) if any(run.stage in charts.PAGES["policy"] for run in runs) else []
+    found = table_data.comparisons(runs) if any(run.stage in charts.PAGES["policy"] for run in runs) else []
     columns = {
         "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length",
         "eos_rate": "eos rate", "win_rate": "win rate over SFT",
@@ -223,7 +222,7 @@ def fits(gold: dict[str, Any] | None, groups: Sequence[Group]) -> str:
 
 def config(groups: Sequence[Group]) -> str:
     """Options, with what the recipe and the dataclass had."""
-    rows = facts.options(groups)
+    rows = table_data.options(groups)
     several = len(groups) > 1
     recipes = [group.runs[0].recipe for group in groups]
     heads = ["option", *(e(g.label) if several else "value" for g in groups), "recipe", "default"]

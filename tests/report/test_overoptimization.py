@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_jax import report
 from rlhf_jax.config import PPOConfig
-from rlhf_jax.report import charts, measured, page
+from rlhf_jax.report import charts, overoptimization, page
 from tests.helpers import report_runs
 
 
@@ -33,22 +33,22 @@ def curves_of(*folders):
 
 def test_the_fit_finds_the_numbers_that_made_the_points():
     d = np.linspace(0, 5, 30)
-    r = measured.value((0.3, 1.5, 0.8), d)
-    assert measured.fit(d, r) == pytest.approx((0.3, 1.5, 0.8), abs=1e-9)
-    assert measured.value((0.3, 1.5, 0.8), np.array([0.0, 1.0, math.e])) == pytest.approx(
+    r = overoptimization.value((0.3, 1.5, 0.8), d)
+    assert overoptimization.fit(d, r) == pytest.approx((0.3, 1.5, 0.8), abs=1e-9)
+    assert overoptimization.value((0.3, 1.5, 0.8), np.array([0.0, 1.0, math.e])) == pytest.approx(
         [0.3, 1.8, 0.3 + math.e * 0.7]
     )
     holes = np.where(np.arange(30) % 3 == 0, np.nan, r)
-    assert measured.fit(d, holes) == pytest.approx((0.3, 1.5, 0.8), abs=1e-9)
+    assert overoptimization.fit(d, holes) == pytest.approx((0.3, 1.5, 0.8), abs=1e-9)
 
 
 @pytest.mark.parametrize("d", [[0, 1, 2, 3, 4], [1.0] * 30, [math.nan] * 30], ids=["few", "still", "none"])
 def test_there_is_no_fit_of_too_little(d):
-    assert measured.fit(np.array(d, float), np.ones(len(d))) is None
+    assert overoptimization.fit(np.array(d, float), np.ones(len(d))) is None
 
 
 def test_a_reward_of_weight_0_is_drawn_with_its_fit_and_its_turn(tmp_path):
-    found = measured.frontier(curves_of(study(tmp_path / "a")))
+    found = overoptimization.frontier(curves_of(study(tmp_path / "a")))
     (fit,) = found["fits"]
     assert found["name"] == "gold"
     assert (fit["alpha"], fit["beta"]) == pytest.approx((1.5, 0.8), rel=0.01)
@@ -62,9 +62,9 @@ def test_a_reward_of_weight_0_is_drawn_with_its_fit_and_its_turn(tmp_path):
 
 
 def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
-    assert measured.frontier(curves_of(study(tmp_path / "a", weights=(1.0, 0.5)))) is None
+    assert overoptimization.frontier(curves_of(study(tmp_path / "a", weights=(1.0, 0.5)))) is None
     report_runs.make(tmp_path / "b", PPOConfig())
-    assert measured.frontier(curves_of(str(tmp_path / "b"))) is None
+    assert overoptimization.frontier(curves_of(str(tmp_path / "b"))) is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
     ],
 )
 def test_it_is_known_whatever_the_other_rewards_are(tmp_path, options):
-    assert measured.frontier(curves_of(study(tmp_path / "a", **options)))["name"] == "gold"
+    assert overoptimization.frontier(curves_of(study(tmp_path / "a", **options)))["name"] == "gold"
 
 
 def test_the_page_has_the_chart_and_the_numbers(tmp_path):

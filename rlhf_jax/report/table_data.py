@@ -17,8 +17,8 @@ import numpy as np
 from rlhf_jax.config import STAGES, StageConfig
 from rlhf_jax.evaluate import calibration_error
 from rlhf_jax.metrics.catalog import explain
-from rlhf_jax.report import collect
-from rlhf_jax.report.collect import Run
+from rlhf_jax.report import read_run
+from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group, number, options_of
 
 HEADLINES = {
@@ -115,7 +115,7 @@ def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for step, path in run.files("calibration", r"(\d+)\.jsonl"):
             sets: dict[str, list[list[float]]] = {}
             for row in run.rows(path, 1000):
-                point = [collect.number(row.get(name)) for name in ("confidence", "accuracy", "pairs")]
+                point = [read_run.number(row.get(name)) for name in ("confidence", "accuracy", "pairs")]
                 if None not in point and all(map(math.isfinite, point)) and point[2] > 0:
                     sets.setdefault(str(row.get("set", ""))[:100], []).append(point)
             for name, points in sets.items():
@@ -138,10 +138,10 @@ def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """[{"name", "rows"}], one a pipeline, of the comparison.json that its policies end with; equal rows stand once."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        data = collect.object_in(os.path.join(run.path, "comparison.json"))
+        data = read_run.object_in(os.path.join(run.path, "comparison.json"))
         if data is not None and isinstance(data.get("rows"), list):
             rows = [row for row in data["rows"] if isinstance(row, dict) and isinstance(row.get("name"), str)]
-            rows = [{k: v for k, v in row.items() if k == "name" or collect.number(v) is not None} for row in rows]
+            rows = [{k: v for k, v in row.items() if k == "name" or read_run.number(v) is not None} for row in rows]
             there = found.setdefault(os.path.dirname(run.path.rstrip("/")), [])
             there += [row for row in rows if row not in there]
     return [{"name": os.path.basename(folder), "rows": rows} for folder, rows in found.items()]
