@@ -19,7 +19,9 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.monitor import NonFinite
 from rlhf_jax.utils.strict_json import with_floats
-from tests.helpers.reward_runs import SHARED, B, bytes_of, copied, lines, ppo, rloo
+from tests.helpers.arrays import same_bits
+from tests.helpers.reward_runs import SHARED, B, bytes_of, copied, ppo, rloo
+from tests.helpers.runs import Killed, lines
 
 pytestmark = pytest.mark.runs
 
@@ -28,12 +30,6 @@ TEXTS = {
     **{"model_name_or_path": None, "scratch_model": "2x32x4", "query_length": 24, "max_length": 32},
     **{"length_buckets": (32,), "batch_size": 4, "max_steps": 4, "save_steps": 0},
 }
-
-
-def same(a, b):
-    return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
-    )
 
 
 def rows_of(folder, step):
@@ -83,7 +79,7 @@ class Meddler(Callback):
         """Whether an update left params, optimizer state and reference as they were, bit for bit."""
         names = ("params", "opt_state", "ref_params", "kl_coef")
         before, after = self.states[update - 1 : update + 1]
-        return same([getattr(before, n) for n in names], [getattr(after, n) for n in names])
+        return same_bits([getattr(before, n) for n in names], [getattr(after, n) for n in names])
 
 
 @rlhf_jax.jax_reward
@@ -124,7 +120,7 @@ def test_a_bad_update_stops_a_run_which_then_goes_on_without_it(good, tmp_path, 
     assert len(meddler.states) == 4 and meddler.kept(2) and meddler.kept(3) and not meddler.kept(1)
     assert meddler.seen == [1, 2]
     for after in meddler.states[2:]:
-        assert same(after.replace(nonfinite=np.int32(0)), meddler.states[1]) and int(after.nonfinite) == 1
+        assert same_bits(after.replace(nonfinite=np.int32(0)), meddler.states[1]) and int(after.nonfinite) == 1
     # What was written: the line and the rows of the bad update; the checkpoint of the one before it.
     found = lines(where)
     assert [line["step"] for line in found] == [1, 2] and bytes_of(where).splitlines()[0] == bytes_of(
@@ -295,10 +291,6 @@ def test_a_reward_model_does_not_learn_from_a_margin_that_is_no_number(tmp_path)
 
 def constant(completions, **_):
     return [1.0] * len(completions)
-
-
-class Killed(Exception):
-    pass
 
 
 class KillIn(Callback):

@@ -10,8 +10,9 @@ import pytest
 import rlhf_jax
 from rlhf_jax.rewards.interface import RewardFailure
 from tests.helpers import reward_runs
-from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
+from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, ppo, rloo, table
 from tests.helpers.reward_server import Server, answers, closes, hangs, takes
+from tests.helpers.runs import lines
 
 # --- servers that fail
 

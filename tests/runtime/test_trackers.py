@@ -14,7 +14,7 @@ from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.runtime import trackers
 from rlhf_jax.runtime.callbacks import Control
 from tests.helpers.paths import ROOT
-from tests.test_train import KillAt, Killed, ppo_config, sft_config, wordiness
+from tests.helpers.runs import KillAt, Killed, ppo_config, sft_config, wordiness
 
 STEP = "train/step"  # of a line of metrics.jsonl
 
