@@ -177,3 +177,10 @@ def test_a_report_is_one_line(tokenizer, demonstrations):
     report = data.make_prompts(demonstrations, tokenizer).report
     assert "\n" not in str(report) and "10 of 10 rows" in str(report)
     assert report.tokens == sum(len(tokenizer.encode(row["prompt"])) for row in demonstrations)
+
+
+def test_all_batches_of_prompts_have_one_shape():
+    tokenizer = data.load_tokenizer("synthetic")
+    made = data.make_prompts(data.load_rows(synthetic.prompts(40)), tokenizer)
+    shapes = {made.batch(0, step, 2).tokens.shape for step in range(20)}
+    assert shapes == {(2, data.bucket(made.report.longest, made.buckets))}

@@ -4,9 +4,7 @@ import glob
 import io
 import json
 import math
-import pathlib
 import resource
-import time
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +15,6 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.metrics.logger import MetricLogger, read_metrics
 from rlhf_jax.runtime.progress import TerminalLines
-from rlhf_jax.runtime.run_folder import RunFolder
-from rlhf_jax.utils.strict_json import json_text
-from rlhf_jax.utils.text import duration
-from tests.helpers.tensorboard import events
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return RunFolder.open(str(tmp_path / "ppo"), {"seed": 1})
 
 
 def lines(path):
@@ -141,45 +130,6 @@ def test_the_first_update_does_not_count_for_the_time_left(folder, monkeypatch):
     assert third == "ppo   3/102 | 3.0s/update | 4m57s left"
 
 
-def test_tensorboard_gets_the_same_numbers_and_forgets_what_was_cut(folder):
-    with MetricLogger.open(folder.path, report_to="tensorboard") as logger:
-        logger.log(1, {"loss": 1.0})
-    with MetricLogger.open(folder.path, report_to="tensorboard", start_step=1) as logger:
-        logger.log(2, {"loss": jnp.float32(0.5), "eval/accuracy": 0.75})
-    found, starts = scalars(folder.path + "/tensorboard")
-    assert found["loss"] == [(1, 1.0), (2, 0.5)] and found["eval/accuracy"] == [(2, 0.75)]
-    assert "memory/peak_rss_mib" in found
-    # TensorBoard drops what earlier files hold from this step on.
-    assert starts == [2]
-
-
-def test_a_flushed_update_is_in_tensorboards_file_even_if_the_process_dies_then(folder, monkeypatch):
-    from tensorboardX import event_file_writer
-
-    write = event_file_writer.EventsWriter.write_event
-    # A slow disk: what another thread would write is not there yet.
-    monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", lambda *args: (time.sleep(0.01), write(*args)))
-    with MetricLogger.open(folder.path, report_to="tensorboard") as logger:
-        for step in (1, 2):
-            logger.log(step, {"a": 1.0, "b": 2.0})
-            logger.flush()
-            found, _ = scalars(folder.path + "/tensorboard")
-            assert [found[name][-1][0] for name in ("a", "b", "memory/peak_rss_mib")] == [step] * 3
-
-
-def scalars(path):
-    """Scalars by name, and the steps at which sessions start."""
-    from tensorboardX.proto.event_pb2 import SessionLog
-
-    found, starts = {}, []
-    for event in events(pathlib.Path(path)):
-        if event.session_log.status == SessionLog.START:
-            starts.append(event.step)
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found, starts
-
-
 def test_other_processes_write_and_print_nothing(folder, monkeypatch, capsys):
     monkeypatch.setattr(metrics_logger, "is_main", lambda: False)
     told = []
@@ -199,18 +149,6 @@ def test_what_others_report_needs_no_board(folder):
     with MetricLogger.open(folder.path, report_to=("wandb", "trackio")) as logger:
         logger.log(1, {"loss": 1.0})
     assert not glob.glob(folder.path + "/tensorboard*")
-
-
-@pytest.mark.parametrize(
-    "seconds, said", [(3.21, "3.2s"), (250, "4m10s"), (7500, "2h05m"), (3 * 86400 + 4 * 3600, "3d04h")]
-)
-def test_durations_read_as_people_say_them(seconds, said):
-    assert duration(seconds) == said
-
-
-def test_json_text_is_strict_for_nested_values():
-    text = json_text({"a": [np.float32(1.5), math.nan], "b": {"c": (True, None, "é")}, "d": np.arange(2)})
-    assert json.loads(text) == {"a": [1.5, "NaN"], "b": {"c": [True, None, "é"]}, "d": [0, 1]}
 
 
 def test_a_full_disk_loses_no_line(tmp_path, capsys):

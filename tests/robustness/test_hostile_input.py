@@ -20,26 +20,14 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import completion_tables, run_folder
 from rlhf_jax.utils import text
 from rlhf_jax.utils.strict_json import json_text
+from tests.helpers.control_characters import EVIL, obeyed
 from tests.helpers.tensorboard import events
 from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
 
 MEGABYTE = 1_000_000
-EVIL = "\x1b]0;owned\x07\x1b[2J\x00\x9b31m\u202egnihton\u2066\u2028"
 
 
 # --- control characters
-
-
-def obeyed(shown: str) -> list[str]:
-    """Characters that a terminal would act on, or that turn the direction of reading."""
-    return [c for c in shown if text.printable(c) != c or (c != "\n" and ord(c) < 32)]
-
-
-def test_what_a_terminal_would_obey_becomes_visible_and_all_else_stays():
-    assert text.printable(EVIL) == ("\\x1b]0;owned\\x07\\x1b[2J\\x00\\x9b31m\\u202egnihton\\u2066\\u2028")
-    assert text.printable("\ud83d \U000e0041") == "\\ud83d \\U000e0041"
-    same = "caf\xe9 \u6f22 \u0627\u0644 \U0001f469\u200d\U0001f52c\n\ta"
-    assert text.printable(same) == same
 
 
 def test_tables_and_errors_show_escape_sequences_as_text(monkeypatch):
