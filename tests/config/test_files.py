@@ -185,9 +185,9 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
 
 
 def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
-    with pytest.raises(UserError, match="one of ppo and rloo, not both"):
+    with pytest.raises(UserError, match="ppo.*rloo.*both"):
         batch_sizes.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
-    with pytest.raises(UserError, match="one of ppo and rloo, not none"):
+    with pytest.raises(UserError, match="ppo.*rloo.*none"):
         batch_sizes.check(Pipeline(ppo=None))
 
 
@@ -204,16 +204,16 @@ def test_a_pipelines_config_json_works_in_another_folder():
 
 
 def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
-    with pytest.raises(UserError, match="ppo.run_dir is 'X'.*its folder 'R/ppo'"):
+    with pytest.raises(UserError, match="ppo.run_dir.*'X'.*'R/ppo'"):
         stages_of(Pipeline(run_dir="R", ppo=PPOConfig(run_dir="X")))
 
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
-    with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
+    with pytest.raises(UserError, match="sft_model_path.*'cleanrl/.*'{run_dir}/sft/policy'"):
         batch_sizes.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
-    with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
+    with pytest.raises(UserError, match="reward_model_path.*'cleanrl/"):
         batch_sizes.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
-    with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/.*run rloo by a config of its own"):
+    with pytest.raises(UserError, match="rloo: sft_model_path.*'cleanrl/"):
         batch_sizes.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
@@ -221,10 +221,10 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
 
 
 BAD_SPECS = {
-    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, quickstart.py, quickstart_lora.py",
+    "qickstart": "quickstart.*goldrush.py, quickstart.py, quickstart_lora.py",
     "nothing/like_it.py": "no such file",
-    "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
-    "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",
+    "tldr_ppo.py:7b": r"tldr_ppo.py.*'7b'.*1b, 2\.8b, 6\.9b, 12b",
+    "quickstart.py:big": "quickstart.py.*'big'",
     "no_such_run/config.json": "cannot read",
 }
 
@@ -236,36 +236,36 @@ def test_a_bad_config_name_is_told_with_the_nearest(spec):
 
 
 BAD_FILES = {
-    "x = 1": "defines no get_config",
+    "x = 1": "get_config",
     "def get_config(variant=None: pass": "line 2: ",
-    "def get_config(variant=None): return {'kl_coef': 1}": "returned dict; it must return one of SFTConfig",
-    "def get_config(variant=None):\n    return PPOConfig(kl_cof=1)": "line 3: TypeError.*'kl_cof'.*you mean kl_coef",
-    "import no_such_module": "line 2: ModuleNotFoundError: No module named 'no_such_module'",
-    "def get_config(variant=None): return PPOConfig(kl_coef='a')": "kl_coef = 'a': it must be a number",
-    "def get_config(variant=None): return PPOConfig(batch_size=1.5)": "batch_size = 1.5: it must be a whole number",
-    "def get_config(variant=None): return PPOConfig(batch_size=True)": "batch_size = True: it must be a whole number",
-    "def get_config(variant=None): return PPOConfig(learning_rate=float('nan'))": "learning_rate = nan.*finite",
-    "def get_config(variant=None): return PPOConfig(whiten_rewards=1)": "whiten_rewards = 1: it must be true or false",
-    "def get_config(variant=None): return PPOConfig(gamma=None)": "gamma = None: it must be a number",
-    "def get_config(variant=None): return SFTConfig(dtype='bf16')": "dtype = 'bf16': it must .*Did you mean bfloat16",
-    "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets = 64: it must be a list",
-    "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets = '64': it must be a",
-    "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo must be a PPOConfig or None, not SFTConfig",
-    "def get_config(variant=None): return Pipeline(sft=None)": "sft must be a SFTConfig, not NoneType",
-    "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo must be a RLOOConfig or None, not PPO",
-    "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.* It is num_generations here",
-    "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.* It is beta here",
-    "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.* It is kl_coef here",
-    "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "Generation is in-process",
-    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "num_mini_batches follows",
-    "def get_config(variant=None): return RLOOConfig(num_generation=4)": "Did you mean num_generations",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs = 5: it must be a dict",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\] = .1.: it must be plain",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs={1: 2})": "generation_kwargs = {1: 2}: it must",
-    "def get_config(variant=None): return PPOConfig(reward_weights=('a',))": "reward_weights = 'a': it must be a num",
-    "def get_config(variant=None): return PPOConfig(reward_weights='a')": "reward_weights = 'a': it must be a list of",
-    "def get_config(variant=None): return RLOOConfig(reward_clip_range=True)": "reward_clip_range = True: it must be",
-    "def get_config(variant=None): return Pipeline(ppo=PPOConfig(lam='x'))": "ppo.lam = 'x': it must be a number",
+    "def get_config(variant=None): return {'kl_coef': 1}": "dict.*SFTConfig",
+    "def get_config(variant=None):\n    return PPOConfig(kl_cof=1)": "line 3: TypeError.*'kl_cof'.*kl_coef",
+    "import no_such_module": "line 2: ModuleNotFoundError.*'no_such_module'",
+    "def get_config(variant=None): return PPOConfig(kl_coef='a')": "kl_coef.*'a'",
+    "def get_config(variant=None): return PPOConfig(batch_size=1.5)": r"batch_size.*1\.5",
+    "def get_config(variant=None): return PPOConfig(batch_size=True)": "batch_size.*True",
+    "def get_config(variant=None): return PPOConfig(learning_rate=float('nan'))": "learning_rate.*nan.*finite",
+    "def get_config(variant=None): return PPOConfig(whiten_rewards=1)": "whiten_rewards.*1",
+    "def get_config(variant=None): return PPOConfig(gamma=None)": "gamma.*None",
+    "def get_config(variant=None): return SFTConfig(dtype='bf16')": "dtype.*'bf16'.*bfloat16",
+    "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets.*64",
+    "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets.*'64'",
+    "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo.*PPOConfig.*SFTConfig",
+    "def get_config(variant=None): return Pipeline(sft=None)": "sft.*SFTConfig.*NoneType",
+    "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo.*RLOOConfig.*PPO",
+    "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.*num_generations",
+    "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.*beta",
+    "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.*kl_coef",
+    "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "use_vllm",
+    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "steps_per_generation.*num_mini_batches",
+    "def get_config(variant=None): return RLOOConfig(num_generation=4)": r"num_generation\b.*num_generations",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs.*5.*dict",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\].*.1.",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={1: 2})": "generation_kwargs.*{1: 2}",
+    "def get_config(variant=None): return PPOConfig(reward_weights=('a',))": "reward_weights.*'a'",
+    "def get_config(variant=None): return PPOConfig(reward_weights='a')": "reward_weights.*'a'.*list",
+    "def get_config(variant=None): return RLOOConfig(reward_clip_range=True)": "reward_clip_range.*True",
+    "def get_config(variant=None): return Pipeline(ppo=PPOConfig(lam='x'))": "ppo.lam.*'x'",
 }
 
 
@@ -279,16 +279,16 @@ def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
 
 BAD_JSON = {
     "{": "is not JSON",
-    "[1]": "'stage' must be one of sft, reward, ppo, rloo, pipeline, not 'list'",
-    '{"stage": "dpo"}': "'stage' must be one of .*, not 'dpo'",
-    '{"stage": "ppo", "kl_cof": 1}': "unknown field kl_cof. Did you mean kl_coef",
-    '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",
-    '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
-    '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
-    '{"stage": "pipeline", "rloo": 3}': "rloo must be an object",
-    '{"stage": "pipeline", "reward": null}': "reward must be an object",
-    '{"stage": "pipeline", "sft": 3}': "sft must be an object",
-    '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",
+    "[1]": "'stage'.*sft, reward, ppo, rloo, pipeline.*'list'",
+    '{"stage": "dpo"}': "'stage'.*'dpo'",
+    '{"stage": "ppo", "kl_cof": 1}': "kl_cof.*kl_coef",
+    '{"stage": "ppo", "kl_coef": "1"}': "kl_coef.*'1'",
+    '{"stage": "rloo", "rloo_k": 4}': "rloo_k.*num_generations",
+    '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range.*'a'",
+    '{"stage": "pipeline", "rloo": 3}': "rloo.*object",
+    '{"stage": "pipeline", "reward": null}': "reward.*object",
+    '{"stage": "pipeline", "sft": 3}': "sft.*object",
+    '{"stage": "pipeline", "sft": {"seeed": 3}}': "sft.seeed.*seed",
 }
 
 
@@ -302,5 +302,5 @@ def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
 
 
 def test_a_folder_without_a_config_json_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"the folder has no config\.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         config_files.load_config(str(tmp_path))

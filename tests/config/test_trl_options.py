@@ -138,13 +138,13 @@ def test_a_name_that_is_an_option_is_never_renamed(capsys):
 
 
 def test_an_option_of_another_stage_says_whose_it_is():
-    with pytest.raises(UserError, match="It is an option of rloo, not of sft"):
+    with pytest.raises(UserError, match="rloo.*sft"):
         command_line.with_flag(STAGES["sft"](), "beta", ["0.1"])
-    with pytest.raises(UserError, match="It is num_generations here, an option of rloo, not of reward"):
+    with pytest.raises(UserError, match="num_generations.*rloo.*reward"):
         command_line.with_flag(STAGES["reward"](), "rloo_k", ["2"])
-    with pytest.raises(UserError, match="It is an option of ppo and rloo, not of sft"):
+    with pytest.raises(UserError, match="ppo.*rloo.*sft"):
         command_line.with_flag(STAGES["sft"](), "steps_per_generation", ["2"])
-    with pytest.raises(UserError, match="It is an option of ppo, not of rloo"):
+    with pytest.raises(UserError, match="ppo.*rloo"):
         command_line.with_flag(STAGES["rloo"](), "vf_coef", ["2"])
 
 

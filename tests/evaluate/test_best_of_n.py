@@ -46,7 +46,7 @@ def test_best_of_n_by_hand():
     assert evaluate.best_of_n([[1, 2, 4]], 2) == pytest.approx([10 / 3])
     assert evaluate.best_of_n([[4, 1, 2]], 1) == pytest.approx([7 / 3])
     assert evaluate.best_of_n([[4, 1, 2]], 3) == [4.0]
-    with pytest.raises(ValueError, match="best of 4 needs at least 4 samples to a prompt, not 3"):
+    with pytest.raises(ValueError, match="best of 4.*3"):
         evaluate.best_of_n([[4, 1, 2]], 4)
 
 

@@ -96,7 +96,7 @@ def test_an_evaluation_joins_the_line_of_its_update(folder):
 def test_a_metric_that_is_no_scalar_is_refused(folder):
     logger = MetricLogger.open(folder.path)
     logger.log(1, {"vector": jnp.ones(3)})
-    with pytest.raises(TypeError, match=r"metric vector must be a scalar.*shape \(3,\)"):
+    with pytest.raises(TypeError, match=r"metric vector.*\(3,\)"):
         logger.flush()
 
 
@@ -178,7 +178,7 @@ def test_lines_that_never_reach_the_disk_are_an_error(tmp_path, capsys):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
     try:
         logger.log(1, {"loss": 1.0})
-        with pytest.raises(UserError, match="metrics.jsonl lacks the last 1 lines: the disk is full or gone"):
+        with pytest.raises(UserError, match="metrics.jsonl.*1 lines"):
             logger.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

@@ -177,7 +177,7 @@ def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
 
 
 def test_numbers_are_refused_where_they_mean_nothing(started):
-    with pytest.raises(UserError, match="--process_id 3 of --num_processes 3: processes are numbered from 0 to 2"):
+    with pytest.raises(UserError, match="--process_id 3.*--num_processes 3"):
         multihost.initialize("host:1234", 3, 3)
     for mode in ("auto", "off"):
         with pytest.raises(UserError, match=f"--num_processes 2 goes with --distributed HOST:PORT.* is {mode}"):
@@ -187,7 +187,7 @@ def test_numbers_are_refused_where_they_mean_nothing(started):
 
 @pytest.mark.parametrize("mode", ["yes", "host", "host:", ":12", "host:port"])
 def test_another_mode_is_refused(started, mode):
-    with pytest.raises(UserError, match="give auto, off, or the HOST:PORT"):
+    with pytest.raises(UserError, match="auto.*off.*HOST:PORT"):
         multihost.initialize(mode)
 
 

@@ -221,7 +221,7 @@ def test_a_server_that_refuses_before_it_has_read_all_is_heard():
             pass
 
     threading.Thread(target=refuse, daemon=True).start()
-    with pytest.raises(RewardFailure, match="status 413 Content Too Large: 'too much'"):
+    with pytest.raises(RewardFailure, match="status 413.*'too much'"):
         scores(RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}/"), ["p" * 5_000_000], ["c"])
     listener.close()
 
@@ -272,7 +272,7 @@ def test_an_endless_answer_is_cut(server, monkeypatch):
 
 
 def test_rows_that_are_no_json_are_named(server):
-    with pytest.raises(RewardFailure, match="rows cannot be written as JSON: .*ndarray.*Row 0: prompt 'p'"):
+    with pytest.raises(RewardFailure, match="JSON.*ndarray.*Row 0: prompt 'p'"):
         scores(remote(server), ["p"], [np.zeros(2)])
     assert not server.requests
 
@@ -288,7 +288,7 @@ def test_a_request_is_bounded_and_tried_again(server, how):
     assert scores(remote(server, timeout=0.3)) == LENGTHS
     assert 0.29 <= time.monotonic() - start < 10
     server.forever = step
-    with pytest.raises(RewardFailure, match=r"no whole answer within 0.3 s; tried 2 times. Row 0"):
+    with pytest.raises(RewardFailure, match=r"0\.3 s.*2 times.*Row 0"):
         scores(remote(server, timeout=0.3, retries=1))
 
 
@@ -305,9 +305,7 @@ def test_threads_of_requests_that_were_given_up_end(server):
 def test_all_requests_together_are_bounded(server):
     server.forever = takes(0.5)
     start = time.monotonic()
-    with pytest.raises(
-        RewardFailure, match=r"[01] of 20 requests were answered within 0.8 s in all. Row 0: prompt 'p'"
-    ):
+    with pytest.raises(RewardFailure, match=r"[01] of 20 requests.*0\.8 s.*Row 0: prompt 'p'"):
         scores(remote(server, batch_size=1, concurrency=1, total_timeout=0.8), ["p"] * 20, ["c"] * 20)
     assert 0.79 <= time.monotonic() - start < 5
 
@@ -315,12 +313,12 @@ def test_all_requests_together_are_bounded(server):
 def test_retries_are_bounded_by_the_total_and_the_trouble_is_told(server):
     server.forever = answers(503, {"error": "loading"})
     start = time.monotonic()
-    with pytest.raises(RewardFailure, match="status 503 .*loading.*no time is left to try again"):
+    with pytest.raises(RewardFailure, match="status 503 .*loading.*time"):
         scores(remote(server, retries=1000, total_timeout=1.5, sleep=asyncio.sleep))
     assert time.monotonic() - start < 10
     server.script.append(answers(503, {"error": "loading"}))
     server.forever = hangs(server)
-    with pytest.raises(RewardFailure, match=r"0 of 1 requests .* The last trouble: status 503 .*loading"):
+    with pytest.raises(RewardFailure, match="0 of 1 requests.*status 503 .*loading"):
         scores(remote(server, timeout=10, total_timeout=1.5))
 
 
@@ -407,7 +405,7 @@ def test_a_failing_server_raises_its_own_message_or_drops_the_rows(server):
 def test_the_servers_own_total_timeout_stands_over_the_functions(server):
     server.forever = hangs(server)
     host = HostRewards([remote(server, total_timeout=0.5)], timeout=0.1)
-    with pytest.raises(RewardFailure, match="0 of 1 requests were answered within 0.5 s in all"):
+    with pytest.raises(RewardFailure, match=r"0 of 1 requests.*0\.5 s"):
         host.call(PROMPTS, COMPLETIONS, [[1]] * 3, {}, TrainerState())
     host.close()
 

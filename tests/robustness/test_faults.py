@@ -67,7 +67,7 @@ def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
     pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
-    with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
+    with pytest.raises(UserError, match="finished.json.*damaged"):
         run_folder.check(run.path, SOME)
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
     DAMAGE[case](tmp_path / "5")
     DAMAGE[case](tmp_path / "2")
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
-        with pytest.raises(UserError, match="No other checkpoint is left to go on from. Remove .* to start anew"):
+        with pytest.raises(UserError, match="No other checkpoint"):
             checkpoints.restore_newest(state)
 
 
@@ -165,7 +165,7 @@ def test_lines_that_are_all_malformed_are_named(refusal, tmp_path):
     message = refusal(dataset_name=path)
     mentions(message, f"{path}, line 1: is not JSON", "2 of 2 rows are bad", "No row is usable")
     assert "no column" not in message
-    with pytest.raises(UserError, match=r"row 1: is an int, not an object \(1 of 1 rows is bad\)"):
+    with pytest.raises(UserError, match="row 1.*int.*1 of 1 rows"):
         loading.require_columns(data.load_rows([3]), {"prompt_column": "prompt"})
 
 
@@ -220,9 +220,7 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
     began = time.monotonic()
-    with pytest.raises(
-        UserError, match=r"could be loaded from 'owner/name' \(revision v1\): .*\w\. Give tokenizer_name"
-    ):
+    with pytest.raises(UserError, match=r"'owner/name' \(revision v1\).*tokenizer_name"):
         data.load_tokenizer("owner/name", "v1")
     assert time.monotonic() - began < 30
 

@@ -227,7 +227,7 @@ def test_numbers_beyond_what_is_counted_in_are_refused_at_once():
     for field in ("batch_size", "total_episodes", "response_length", "query_length", "save_steps"):
         with pytest.raises(UserError, match=f"{field} is {2**31}; it must be below 2\\^31"):
             batch_sizes.check(PPOConfig(**{field: 2**31}))
-    with pytest.raises(UserError, match="batch_size is a number of .* bits"):
+    with pytest.raises(UserError, match="batch_size.*bits"):
         config_files.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")
     with pytest.raises(UserError, match=r"micro_batch_size 7 .*micro_batch_size 3 or 9"):
         batch_sizes.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))

@@ -186,7 +186,7 @@ def test_a_half_applied_update_is_never_saved(tmp_path, capsys):
     for every, kept in ((0, []), (1, ["1"])):
         where, meddler = tmp_path / str(every), Meddler()
         config = rloo(where, num_mini_batches=2, save_steps=every, **OF_RLOO)
-        with pytest.raises(NonFinite, match="update 2: what the optimizer made .* but for 1 optimizer steps") as raised:
+        with pytest.raises(NonFinite, match="update 2.*optimizer.*1 optimizer steps") as raised:
             rlhf_jax.run(config, reward_funcs=evens, optimizer=plain, callbacks=[meddler])
         assert not raised.value.whole and os.listdir(where / "checkpoints") == kept
         assert "which is saved" not in capsys.readouterr().out
@@ -199,7 +199,7 @@ def test_a_half_applied_update_is_never_saved(tmp_path, capsys):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_reward_on_the_device_is_told_before_anything_is_learned(value, tmp_path):
     meddler = Meddler()
-    with pytest.raises(NonFinite, match="update 1: a score is not a finite number"):
+    with pytest.raises(NonFinite, match="update 1.*score"):
         rlhf_jax.run(rloo(tmp_path / "run", **OF_RLOO), reward_funcs=with_row(value), callbacks=[meddler])
     assert meddler.kept(1) and os.listdir(tmp_path / "run" / "checkpoints") == []
     worst = rows_of(tmp_path / "run", 1)[0]
@@ -208,7 +208,7 @@ def test_a_reward_on_the_device_is_told_before_anything_is_learned(value, tmp_pa
 
 def test_rows_of_the_device_may_still_be_dropped(tmp_path):
     config = rloo(tmp_path / "run", reward_failure="drop", **OF_RLOO)
-    with pytest.warns(UserWarning, match="not a finite number for 1 of 8 responses"):
+    with pytest.warns(UserWarning, match="finite.*1 of 8"):
         result = rlhf_jax.run(config, reward_funcs=with_row(np.nan))
     assert [line["rewards/dropped"] for line in lines(result.run_dir)] == [1, 1, 1]
     assert not any(name.startswith("nonfinite") for line in lines(result.run_dir) for name in line)

@@ -76,5 +76,5 @@ def test_a_card_says_what_its_folder_holds(tmp_path):
     assert (tmp_path / "policy" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
     value = (tmp_path / "value" / "README.md").read_text()
     assert "# Value model by PPO" in value and "AutoModelForSequenceClassification" in value
-    with pytest.raises(ValueError, match="is none of policy, value, reward_model"):
+    with pytest.raises(ValueError, match="policy, value, reward_model"):
         model_card.write_model_card(str(tmp_path / "other"), "ppo", {}, {})

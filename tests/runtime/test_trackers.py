@@ -115,7 +115,7 @@ def test_what_is_not_installed_or_unknown_is_said(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
     with pytest.raises(UserError, match="--report_to wandb needs `pip install wandb`"):
         trackers.wanted(("tensorboard", "wandb"))
-    with pytest.raises(UserError, match="--report_to comet: there are tensorboard, wandb, trackio, all and none"):
+    with pytest.raises(UserError, match="--report_to comet.*tensorboard, wandb, trackio"):
         trackers.wanted(("comet",))
     assert "wandb" not in trackers.wanted(("all",)) and "tensorboard" in trackers.wanted(("all",))
 
@@ -129,7 +129,7 @@ def test_a_missing_package_is_known_before_anything_is_opened(tmp_path, monkeypa
 
 def test_a_tracker_that_cannot_start_ends_the_run_with_its_reason(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_FAILS", "init")
-    with pytest.raises(UserError, match="--report_to wandb: it could not be started: no network"):
+    with pytest.raises(UserError, match="--report_to wandb.*no network"):
         begun(trackers.WandbCallback(), tmp_path / "run")
 
 

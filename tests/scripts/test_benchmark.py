@@ -146,15 +146,15 @@ def test_micro_batches_are_halved_until_they_fit_and_remembered(tmp_path, monkey
     micros = {"ours": None, "trl": None}
     assert benchmark.measure("trl", CASES["ppo"], tmp_path, 0, micros, False) == {"fits": 2}
     assert tried == [None, 4, 2] and micros == {"ours": None, "trl": 2}
-    with pytest.raises(UserError, match="trl runs out of memory with micro-batches of 8"):
+    with pytest.raises(UserError, match="trl.*memory.*8"):
         benchmark.measure("trl", CASES["ppo"], tmp_path, 0, {"trl": 8}, True)
-    with pytest.raises(UserError, match="ours runs out of memory with micro-batches of 4"):
+    with pytest.raises(UserError, match="ours.*memory.*4"):
         benchmark.measure("ours", CASES["rloo"], tmp_path, 0, {"ours": 4}, False)
 
 
 def test_failing_child_is_told_with_the_end_of_its_log(tmp_path):
     dataclasses.replace(CASES["ppo"], algo="no such algorithm").write(tmp_path)
-    with pytest.raises(UserError, match="(?s)process of ours failed with code 1.*no such algorithm"):
+    with pytest.raises(UserError, match="(?s)ours.*code 1.*no such algorithm"):
         benchmark.run_child("ours", CASES["ppo"], tmp_path, 0, None)
 
 
@@ -296,7 +296,7 @@ def test_stored_bounds_lie_below_what_was_measured_and_hold_later_ratios(tmp_pat
     assert benchmark_report.below(bounds, case, found) == []
     slower = {**found, "speed": benchmark_report.spread([2.9])}
     assert benchmark_report.below(bounds, case, slower) == ["speed ratio 2.90 is below its bound 3.00"]
-    with pytest.raises(UserError, match="no bounds for 'ppo 2x128x4, batch 8, 4 epochs.*without --check"):
+    with pytest.raises(UserError, match="'ppo 2x128x4, batch 8, 4 epochs.*--check"):
         benchmark_report.below(bounds, dataclasses.replace(case, epochs=4), found)
 
 

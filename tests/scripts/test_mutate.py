@@ -162,7 +162,7 @@ def test_every_mutant_of_the_repository_has_an_id_of_its_own_and_the_tables_name
     tests = {entry.split()[0] for file in mutate.SUITE for entry in project.tests_of(file)}
     assert [name for name in tests if not (project.root / name).exists()] == []
     assert "no mutant" not in mutate.report(mutants, [], mutate.EQUIVALENT)
-    with pytest.raises(SystemExit, match="nothing.py is none of rlhf_jax/advantages.py"):
+    with pytest.raises(SystemExit, match="nothing.py.*rlhf_jax/advantages.py"):
         project.mutants(["nothing.py"])
 
 

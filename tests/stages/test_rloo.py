@@ -354,9 +354,9 @@ def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
     def fragile(completions, **_):
         return [1.0] * (len(completions) - 1) + [float("inf")]
 
-    with pytest.raises(RewardFailure, match="reward function fragile returned inf for row 7.*prompt 'SUBREDDIT"):
+    with pytest.raises(RewardFailure, match="fragile.*inf.*row 7.*prompt 'SUBREDDIT"):
         rlhf_jax.run(config(tmp_path / "run"), reward_funcs=[brevity, fragile])
-    with pytest.raises(UserError, match="reward_weights has 1 numbers, but there are 2 rewards: brevity, fragile"):
+    with pytest.raises(UserError, match="reward_weights.*1.*2.*brevity, fragile"):
         rlhf_jax.run(config(tmp_path / "other", reward_weights=(1.0,)), reward_funcs=[brevity, fragile])
 
 
@@ -414,7 +414,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
     tokens = np.array([ids + [0] * (lengths.max() - len(ids)) for ids in texts])
     alone = jax.jit(lambda *args: reward_model.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
     np.testing.assert_allclose(found.scores, alone, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="the tokenizer of .*bytes is not the policy's"):
+    with pytest.raises(UserError, match="tokenizer of .*bytes.*policy"):
         scored(sampled, reward_model_path=str(models / "bytes"), reward_input="ids")
 
 
