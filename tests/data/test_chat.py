@@ -153,7 +153,7 @@ def test_keys_that_a_table_fills_with_nothing_are_left_out():
     template = "{% for m in messages %}{{ m.name | default('POST:') }} {{ m.content }}{% endfor %}"
     rows = datasets.Dataset.from_list([{"prompt": [{**user("i met anna."), "name": "TITLE:"}, user("i lost keys.")]}])
     assert rows[0]["prompt"][1]["name"] is None
-    assert make(rows, synthetic_tokenizer(template)).shown([0]) == ["TITLE: i met anna.POST: i lost keys."]
+    assert make(rows, synthetic_tokenizer(template)).display_texts([0]) == ["TITLE: i met anna.POST: i lost keys."]
 
 
 def test_conversations_that_are_too_long_are_dropped_and_counted_either_way():

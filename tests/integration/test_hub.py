@@ -231,7 +231,7 @@ def test_the_same_command_again_does_nothing(environment, finished, tmp_path):
 
 def test_a_revision_is_another_model(hub, environment, tmp_path):
     code = f"""
-        from rlhf_jax.models import hf
+        from rlhf_jax.models.io import hf
         for revision in (None, "main", "sft__44413__1708611267", {hub.commit(SFT)!r}):
             print(hf.load({SFT!r}, revision=revision)[1]["embed_out"]["kernel"].sum())
     """

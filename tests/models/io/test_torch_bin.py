@@ -96,7 +96,7 @@ def test_checkpoints_are_read_without_torch(tmp_path):
     code = f"""
 import sys
 sys.modules["torch"] = None
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
 model, params = hf.load({str(tmp_path / "bin")!r})
 hf.save({str(tmp_path / "out")!r}, model, params, kind="causal")
 hf.load({str(tmp_path / "out")!r})
