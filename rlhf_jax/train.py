@@ -26,6 +26,7 @@ from rlhf_jax.config import (
     resolve,
     stage_name,
     stages_of,
+    validation,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory as dry_run_memory
@@ -40,7 +41,7 @@ from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.loop import Loop, say, warn
 from rlhf_jax.runtime.monitor import Watch
-from rlhf_jax.runtime.stopping import CONTINUES, Stopped, Stops
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import STAGES
 from rlhf_jax.utils import text
 
@@ -65,13 +66,13 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
     something the user gave is wrong, or 1 when other processes were not found."""
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     began = time.monotonic()
     try:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
-        compile_cache.switch_on()
+        compile_cache.enable()
         if config.deterministic:
-            determinism.switch_on()
+            determinism.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
@@ -90,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         multihost.close("interrupted")
         return 130
     except Exception as error:
-        if multihost.lost():
+        if multihost.peer_died():
             return 1  # the watch has said who is gone, which is all there is to say
-        multihost.close(multihost.explained(error))
+        multihost.close(multihost.error_text(error))
         raise
     multihost.close()
     return 0
@@ -129,10 +130,10 @@ def run(
     """
     began = time.monotonic()
     config = config_files.checked_types(config)
-    batch_sizes.check(config)
+    validation.check(config)
     batch_sizes.check_devices_of(config, devices(config))
     for stage in stages_of(config).values():
-        multihost.from_first(lambda to=stage.report_to: trackers.wanted(to))
+        multihost.from_first(lambda to=stage.report_to: trackers.parse_report_to(to))
     if not config.dry_run:
         for stage in stages_of(resolve(config)).values():
             multihost.from_first(lambda of=stage: hub_upload.repository(of))
@@ -212,7 +213,7 @@ def run_stage(
         say(f"{name}: changed since the run began: {line}")
 
     # --- data and models, then the folder: a run that cannot start leaves nothing behind
-    with out_of_memory.explained(config, lambda: "loading"):
+    with out_of_memory.translate_errors(config, lambda: "loading"):
         stage = STAGES[name](config, **objects, optimizer=optimizer)
     warnings = batch_sizes.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
@@ -277,7 +278,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
                 state, end = loop.train(state, due)
             stops.loop(False)
             if (why := stops.asked()) is not None:
-                done = f"{name}: stopped {why} after the last update, which is saved; {CONTINUES}"
+                done = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(done, together=True)
             if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
                 say(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
@@ -288,7 +289,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
             found = stage.final_metrics(state)
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.together):
-            multihost.leave(error)
+            multihost.announce_error(error)
         raise
     finally:
         stops.loop(False)

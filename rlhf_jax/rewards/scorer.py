@@ -75,7 +75,7 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     places = [(config.reward_model_path, config.reward_model_revision)]
     places += [(path, "main") for path in config.more_reward_models]
     # The last part of each path, as TRL names them.
-    names = interface.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
+    names = interface.number_duplicates(path.rstrip("/").split("/")[-1] for path, _ in places)
     found = []
     for (path, revision), name in zip(places, names):
         model = hf.load_model(path, revision=revision)
@@ -276,7 +276,7 @@ class Scorer:
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
-        here, owners = local_rows.here(self._mesh, b), local_rows.owners(self._mesh, b)
+        here, owners = local_rows.held_rows(self._mesh, b), local_rows.owners(self._mesh, b)
         owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
@@ -364,7 +364,9 @@ class Scorer:
             said = {name: getattr(called, name) for name in said}
             told += [f"{problem}; its rows are left out" for problem in called.problems]
             if not self.models and not self._device_functions:
-                told += filter(None, [on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))])
+                told += filter(
+                    None, [on_host.unscored_warning(called, source.texts(rows), texts, source.columns(rows))]
+                )
         return {**said, "failed": failed, "broken": broken, "told": told}
 
     def _together(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):

@@ -19,7 +19,7 @@ from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime import compile_cache, completion_tables, out_of_memory
 from rlhf_jax.runtime.callbacks import Control
 from rlhf_jax.runtime.monitor import NonFinite
-from rlhf_jax.runtime.stopping import CONTINUES, Asked, Stopped, Stops, no_tick
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, no_tick
 from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import printable
 
@@ -59,12 +59,12 @@ class Loop:
           due: what update `start` still wants, when the run was stopped right after it; else empty.
         """
         self.state, stage, total = state, self.stage, self.stage.total_steps
-        compiling = compile_cache.Clock()
+        compiling = compile_cache.CompileTimer()
         if self.step < total:
             say(f"{stage.name}: compiling; the first update takes longer than all others")
         self.stops.loop(True)
         try:
-            with out_of_memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
+            with out_of_memory.translate_errors(self.config, lambda: "evaluation" if self.looking else stage.phase):
                 try:
                     if due:
                         for name, text in due["texts"].items():  # TensorBoard drops all of that step
@@ -78,7 +78,7 @@ class Loop:
                         self.update(compiling)
                         if self.finish(self.wanted()):
                             break
-                except Asked:
+                except StopRequested:
                     self.stop()
         except UserError as error:
             self.rescue(error)
@@ -102,7 +102,7 @@ class Loop:
         together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
         if self.step > self.saved and together and not lost:
             self.save(None if isinstance(error, NonFinite) else self.still_due())
-            then = f"which is saved; {CONTINUES}"
+            then = f"which is saved; {RESUME_HINT}"
             say(f"{self.stage.name}: stopped by an error after update {self.step}, {then}")
 
     def update(self, compiling) -> None:
@@ -255,7 +255,7 @@ class Loop:
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
         why = self.stops.asked()
-        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {CONTINUES}", together=True)
+        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {RESUME_HINT}", together=True)
 
 
 class Patience:

@@ -207,7 +207,7 @@ class Stage:
 
     def here(self, count: int) -> np.ndarray:
         """The rows of a batch of so many that this process prepares."""
-        return local_rows.here(self.mesh, count)
+        return local_rows.held_rows(self.mesh, count)
 
     def place_share(self, batch: Any, count: int) -> Any:
         """This process' rows of a batch of `count` onto the mesh, with those of the others."""

@@ -17,7 +17,8 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
-from rlhf_jax.config.batch_sizes import batch_arithmetic, sampling_options
+from rlhf_jax.config import sampling_options
+from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.models.io import hf

@@ -4,8 +4,17 @@ import dataclasses
 
 import pytest
 
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import (
+    Pipeline,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    batch_sizes,
+    sampling_options,
+    validation,
+    values,
+)
 from rlhf_jax.errors import UserError
 
 IMPOSSIBLE = [
@@ -143,34 +152,34 @@ POSSIBLE = [
 
 @pytest.mark.parametrize("config", POSSIBLE)
 def test_unusual_configs_are_possible(config):
-    batch_sizes.check(config_files.checked_types(config))
+    validation.check(values.checked_types(config))
 
 
 @pytest.mark.parametrize(("config", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
 def test_impossible_configs_are_refused_with_the_arithmetic(config, message):
     with pytest.raises(UserError, match=message):
-        batch_sizes.check(config)
+        validation.check(config)
 
 
 @pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), RLOOConfig(), Pipeline()])
 def test_the_defaults_are_possible(config):
-    batch_sizes.check(config)
+    validation.check(config)
 
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as error:
-        batch_sizes.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
+        validation.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
     assert len(str(error.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize("config", [PPOConfig(run_dir="gs://b/run"), Pipeline(run_dir="s3://b/run")])
 def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
     with pytest.raises(UserError, match="^run_dir.*'(gs|s3)://b/run'.*path.$"):
-        batch_sizes.check(config)
+        validation.check(config)
 
 
 def test_stop_token_id_0_is_a_token_like_any_other():
-    batch_sizes.check(PPOConfig(stop_token=None, stop_token_id=0))
+    validation.check(PPOConfig(stop_token=None, stop_token_id=0))
 
 
 def test_the_mesh_must_use_all_devices_and_divide_the_rows():
@@ -197,7 +206,7 @@ def test_with_shared_prompts_the_mesh_divides_prompts_and_without_it_rows():
 
 
 def test_generation_kwargs_come_over_the_sampling_options():
-    assert batch_sizes.sampling_options(PPOConfig()) == {
+    assert sampling_options(PPOConfig()) == {
         "temperature": 0.7,
         "top_k": 0,
         "top_p": 1.0,
@@ -205,9 +214,9 @@ def test_generation_kwargs_come_over_the_sampling_options():
         "repetition_penalty": 1.0,
     }
     config = RLOOConfig(top_k=5, min_p=0.1, generation_kwargs={"top_k": 50, "min_p": None, "do_sample": True})
-    sampling = batch_sizes.sampling_options(config)
+    sampling = sampling_options(config)
     assert sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
-    assert type(batch_sizes.sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
+    assert type(sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
 
 
 @pytest.mark.parametrize(
@@ -232,10 +241,10 @@ def test_the_arithmetic_of_rloo_is_told_in_words():
     assert batch_sizes.batch_lines(config, 100) == [
         "update: 64 episodes = 32 prompts x 2 responses",
         "rollout: 1 x 64 episodes generated and scored at a time",
-        "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps an update",
-        "gradient: 2 micro-batches of 8 rows a step",
+        "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps per update",
+        "gradient: 2 micro-batches of 8 rows per step",
         "run: 640 episodes / 64 = 10 updates, 80 optimizer steps, 640 episodes",
-        "data: 100 prompts, 3.2 passes",
+        "data: 100 prompts, 3.2 epochs",
     ]
 
 
@@ -254,13 +263,13 @@ def test_the_arithmetic_is_told_in_words():
     assert lines == [
         "update: 512 episodes",
         "rollout: 8 x 64 episodes generated and scored at a time",
-        "optimizer: 4 epochs x 1 minibatches of 512 = 4 steps an update",
-        "gradient: 4 micro-batches of 128 rows a step",
+        "optimizer: 4 epochs x 1 minibatches of 512 = 4 steps per update",
+        "gradient: 4 micro-batches of 128 rows per step",
         "run: 1,000,000 episodes / 512 = 1,954 updates, 7,816 optimizer steps, 1,000,448 episodes (rounded up)",
     ]
     assert batch_sizes.batch_lines(SFTConfig(), 100)[-2:] == [
-        "run: 100 rows / 64 = 1 updates an epoch, num_train_epochs 1 = 1 updates, 1 optimizer steps, 64 rows",
-        "data: 100 rows, 0.64 passes",
+        "run: 100 rows / 64 = 1 updates per epoch, num_train_epochs 1 = 1 updates, 1 optimizer steps, 64 rows",
+        "data: 100 rows, 0.64 epochs",
     ]
     assert "not read yet" in batch_sizes.batch_lines(SFTConfig())[-1]
 

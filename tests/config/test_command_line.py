@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig, command_line
+from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig, command_line, values
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from tests.helpers.paths import ROOT
@@ -68,7 +68,7 @@ def test_every_form_of_a_flag_is_read(flags, field, value):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_is_a_flag_of_its_own_name(stage):
     config = STAGES[stage]()
-    for name, hint in config_files.field_types(STAGES[stage]).items():
+    for name, hint in values.field_types(STAGES[stage]).items():
         value = getattr(config, name)
         words = ([str(v) for v in value] or ["none"]) if isinstance(value, tuple) else [str(value)]
         assert getattr(command_line.with_flag(config, name, words), name) == value, (name, hint)
@@ -109,7 +109,7 @@ def test_steps_per_generation_keeps_the_rows_of_a_minibatch(capsys):
     note = (
         "note: --steps_per_generation 8 is --batch_size 128 --num_mini_batches 2 here (micro_batch_size 16 x 8 = 128 "
     )
-    assert note + "responses an update, 64 rows an optimizer step as before)." in capsys.readouterr().err
+    assert note + "responses per update, 64 rows per optimizer step as before)." in capsys.readouterr().err
 
 
 def test_generation_batch_size_is_batch_size_with_minibatches_as_they_were(capsys):
@@ -272,11 +272,11 @@ def test_help_of_a_config_has_every_field_with_its_default_and_meaning(spec, cap
     stages = {prefix: stage for prefix, stage in stages.items() if stage is not None}
     assert len(stages) == (3 if "quickstart" in spec else 1)
     for prefix, stage in stages.items():
-        for name in config_files.field_types(type(stage)):
+        for name in values.field_types(type(stage)):
             assert f"--{prefix}{name} " in text or f"--{prefix}{name}," in text, name
     if spec == "tldr_ppo.py":
-        assert "--kl_coef FLOAT Weight of the KL penalty in the reward. (default: 0.05)" in text
-        assert "--generation_kwargs {None}|JSON Sampling options by Hugging Face's names" in text
+        assert "--kl_coef FLOAT Coefficient of the KL penalty in the reward. (default: 0.05)" in text
+        assert "--generation_kwargs {None}|JSON Sampling options by their Hugging Face names" in text
         assert "--total_episodes {None}|INT" in text and "(default: 1000000)" in text
 
 

@@ -14,6 +14,8 @@ from rlhf_jax.config import (
     SFTConfig,
     batch_sizes,
     stages_of,
+    validation,
+    values,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
@@ -44,7 +46,7 @@ WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward
 @pytest.mark.parametrize("spec", [*config_files.shipped_configs(), *VARIANTS])
 def test_shipped_configs_load_check_and_survive_config_json(spec):
     config = config_files.load_config(spec)
-    batch_sizes.check(config)
+    validation.check(config)
     assert config_files.from_json(config_files.to_json(config)) == config
 
 
@@ -66,23 +68,23 @@ def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
         eval_steps=0.25,
     )
     (tmp_path / "config.json").write_text(config_files.to_json(config))
-    assert config_files.load_config(str(tmp_path)) == config == config_files.checked_types(config)
+    assert config_files.load_config(str(tmp_path)) == config == values.checked_types(config)
     pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
     assert pipeline == WITH_RLOO and pipeline.ppo is None
 
 
 def test_one_word_or_number_for_a_list_is_a_list_of_one():
     given = RLOOConfig(report_to="tensorboard", more_reward_models="x", reward_funcs="m:f", reward_clip_range=10)
-    config = config_files.checked_types(given)
+    config = values.checked_types(given)
     assert config.report_to == ("tensorboard",) and config.more_reward_models == ("x",)
     assert config.reward_funcs == ("m:f",) and config.reward_clip_range == (10.0,)
     assert type(config.reward_clip_range[0]) is float
-    assert config_files.checked_types(SFTConfig(report_to="none")).report_to == ()
-    assert config_files.checked_types(SFTConfig(report_to=["none"])).report_to == ()
+    assert values.checked_types(SFTConfig(report_to="none")).report_to == ()
+    assert values.checked_types(SFTConfig(report_to=["none"])).report_to == ()
 
 
 def test_a_dict_becomes_what_config_json_would_give_back():
-    config = config_files.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
+    config = values.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
     assert config.chat_template_kwargs == {"a": [1, 2], "b": {"c": None}}
 
 
@@ -156,7 +158,7 @@ def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_the
     made = {f"{scope['RUNS']}/{name}": config_files.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
     known: set[str] = set()
     for run_dir, config in made.items():
-        batch_sizes.check(config)
+        validation.check(config)
         assert config.run_dir == run_dir
         needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
         needed += getattr(config, "more_reward_models", ())
@@ -181,14 +183,14 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     stages = stages_of(dataclasses.replace(WITH_RLOO, run_dir="R"))
     assert list(stages) == ["sft", "reward", "rloo"] and stages["rloo"].run_dir == "R/rloo"
     assert stages["rloo"].reward_model_path == "R/reward/reward_model"
-    batch_sizes.check(WITH_RLOO)
+    validation.check(WITH_RLOO)
 
 
 def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
     with pytest.raises(UserError, match="ppo.*rloo.*both"):
-        batch_sizes.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
+        validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
     with pytest.raises(UserError, match="ppo.*rloo.*none"):
-        batch_sizes.check(Pipeline(ppo=None))
+        validation.check(Pipeline(ppo=None))
 
 
 def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
@@ -210,11 +212,11 @@ def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path.*'cleanrl/.*'{run_dir}/sft/policy'"):
-        batch_sizes.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
+        validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
     with pytest.raises(UserError, match="reward_model_path.*'cleanrl/"):
-        batch_sizes.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
+        validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
     with pytest.raises(UserError, match="rloo: sft_model_path.*'cleanrl/"):
-        batch_sizes.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+        validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
 # --- bad files
@@ -285,9 +287,10 @@ BAD_JSON = {
     '{"stage": "ppo", "kl_coef": "1"}': "kl_coef.*'1'",
     '{"stage": "rloo", "rloo_k": 4}': "rloo_k.*num_generations",
     '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range.*'a'",
-    '{"stage": "pipeline", "rloo": 3}': "rloo.*object",
-    '{"stage": "pipeline", "reward": null}': "reward.*object",
-    '{"stage": "pipeline", "sft": 3}': "sft.*object",
+    '{"stage": "pipeline", "rloo": 3}': "rloo.*RLOOConfig",
+    '{"stage": "pipeline", "reward": null}': "reward.*RewardConfig",
+    '{"stage": "pipeline", "sft": 3}': "sft.*SFTConfig",
+    '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam.*'x'",
     '{"stage": "pipeline", "sft": {"seeed": 3}}': "sft.seeed.*seed",
 }
 

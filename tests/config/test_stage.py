@@ -9,9 +9,9 @@ from rlhf_jax.config import (
     PPOConfig,
     RLOOConfig,
     StageConfig,
-    batch_sizes,
+    sampling_options,
+    values,
 )
-from rlhf_jax.config import files as config_files
 from tests.helpers.paths import PACKAGE
 
 
@@ -30,7 +30,7 @@ def test_every_field_has_a_line_of_meaning():
 
 
 # Functions that read options for whoever calls them.
-READERS = {"sampling_options": {*batch_sizes.sampling_options(PPOConfig()), "generation_kwargs"}}
+READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
 READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
 
 
@@ -59,5 +59,5 @@ def test_every_field_is_read_somewhere():
 def test_what_ppo_and_rloo_share_is_declared_once():
     """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
     for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
-        assert config_files.field_types(PPOConfig)[name] == config_files.field_types(RLOOConfig)[name], name
+        assert values.field_types(PPOConfig)[name] == values.field_types(RLOOConfig)[name], name
     assert issubclass(PolicyConfig, StageConfig)

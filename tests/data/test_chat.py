@@ -171,7 +171,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted_either_way():
 
 
 FAULTS = [
-    ("hello", "'prompt' is text, in a data set whose prompts are conversations"),
+    ("hello", "'prompt' is text, but the prompts of this data set are conversations"),
     (None, "'prompt' is null"),
     (7, "'prompt' is an int, not a list of messages"),
     ([], "'prompt' is an empty list"),
@@ -182,10 +182,10 @@ FAULTS = [
     ([{"role": "user"}], "'prompt', message 1: 'content' is missing"),
     ([user(None)], "'prompt', message 1: 'content' is null"),
     ([user([{"type": "text", "text": "a"}])], "'prompt', message 1: 'content' is a list, not text"),
-    ([user("\ud83d")], r"'content' holds \ud83d at character 1, a surrogate without its other half"),
+    ([user("\ud83d")], r"'content' holds \ud83d at character 1, a lone surrogate"),
     ([user(" \n")], "'prompt' ends with an empty message"),
-    ([user("a"), assistant("b")], "'prompt' ends with the assistant's message, which leaves nothing to answer"),
-    ([{"role": "wizard", "content": "a"}], "the chat template of 'synthetic' refuses it: no role wizard"),
+    ([user("a"), assistant("b")], "'prompt' ends with a message of the assistant"),
+    ([{"role": "wizard", "content": "a"}], "the chat template of 'synthetic' failed: no role wizard"),
 ]
 
 
@@ -221,10 +221,10 @@ def test_missing_templates_are_named_with_what_to_do():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}", "refuses it: "),
-        ("{{ messages[5].content.upper() }}", "refuses it: "),
-        ("{{ messages.__class__.__mro__ }}", "refuses it: "),
-        (" \n", "makes no text of it"),
+        ("{% for m in messages %}", "failed: "),
+        ("{{ messages[5].content.upper() }}", "failed: "),
+        ("{{ messages.__class__.__mro__ }}", "failed: "),
+        (" \n", "rendered an empty text"),
     ],
 )
 def test_templates_that_fail_leave_no_row(template, message):
@@ -329,7 +329,7 @@ def test_few_widths_are_compiled_and_none_is_beyond_the_context():
 
 def test_a_text_beyond_the_context_is_named_with_what_to_lower():
     tokenizer = bytes_tokenizer()
-    message = r"row 1 .*has 9 tokens by .*\(bytes\), and the model's context has 8: 'abcd.*query_length or response_len"
+    message = r"row 1 .*has 9 tokens in .*\(bytes\), but the model's context has 8: 'abcd.*query_length or response_len"
     with pytest.raises(UserError, match=message):
         data.reward_tokens(tokenizer, ["a", "abcd"], ["b", "efgh"], [True, True], text_eos=True, max_length=8)
 

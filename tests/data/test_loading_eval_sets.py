@@ -189,7 +189,7 @@ def test_lists_that_are_no_lists_are_named(tokenizer, text, message):
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", 3])
 def test_objects_need_names_that_metrics_can_have(tokenizer, name):
-    with pytest.raises(UserError, match="eval_dataset_name.*metrics"):
+    with pytest.raises(UserError, match="eval_dataset_name.*metric"):
         data.load_eval_prompts(config(), tokenizer, {"fine": ROWS, name: ROWS})
 
 

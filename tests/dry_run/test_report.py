@@ -9,8 +9,8 @@ from rlhf_jax import data, models
 from rlhf_jax.config import (
     PPOConfig,
     RLOOConfig,
-    batch_sizes,
     stages_of,
+    validation,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory, report
@@ -29,7 +29,7 @@ ROLES = [
 
 @pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
 def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
-    batch_sizes.check(config)
+    validation.check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()

@@ -34,7 +34,7 @@ def test_the_wheel_holds_every_file_of_the_package_config_and_the_licence(wheel)
     configs = {f"rlhf_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
     assert {path.relative_to(ROOT).as_posix() for path in files} | configs <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {path.suffix for path in files} >= {".py", ".css", ".js"}
+    assert {path.suffix for path in files} >= {".py", ".css", ".js", ".toml"}
     assert not [name for name in names if name.startswith(("tests/", "configs/"))]
 
 
@@ -42,7 +42,8 @@ def test_configs_are_found_from_an_installed_wheel_as_a_package_too(wheel, tmp_p
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import rlhf_jax.configs.tldr_ppo as c; from rlhf_jax.config import files; print(files.config_folder()); "
-        "print(files.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *files.shipped_configs())"
+        "print(files.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *files.shipped_configs()); "
+        "from rlhf_jax.metrics import catalog; assert catalog.explain('objective/kl')"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

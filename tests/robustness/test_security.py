@@ -45,9 +45,6 @@ REASONS = {
     ("rlhf_jax/rewards/interface.py", "exec_module"): "a reward function's file, which the user names",
     ("rlhf_jax/rewards/interface.py", "import_module"): "a reward function's module, which the user names",
     ("rlhf_jax/__init__.py", "import_module"): "modules of this package, when they are first used",
-    ("scripts/mutants.py", "compile"): "mutation testing of this repository's own source",
-    ("scripts/mutate.py", "compile"): "mutation testing of this repository's own source",
-    ("scripts/mutate.py", "import_module"): "mutation testing of this repository's own source",
     ("scripts/parity/record_trl.py", "import_module"): "this repository's own recordings",
     ("scripts/parity/parity_sweep.py", "import_module"): "this repository's own recordings",
 }

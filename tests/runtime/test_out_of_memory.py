@@ -46,7 +46,10 @@ def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
 
 
 def test_other_errors_pass():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), out_of_memory.explained(CONFIG, lambda: "update"):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        out_of_memory.translate_errors(CONFIG, lambda: "update"),
+    ):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 
