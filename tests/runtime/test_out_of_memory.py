@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import pytest
+from rlhf_jax.stages.policy import PolicyStage
 
 import rlhf_jax
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime import out_of_memory
-from rlhf_jax.stages.policy import PolicyStage
 
 pytestmark = pytest.mark.runs
 
