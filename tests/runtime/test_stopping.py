@@ -227,8 +227,8 @@ with Stops() as stops:
     )
     assert child.stdout.readline() == "ready\n"
     child.terminate()
-    assert "SIGTERM: saving at the next safe point" in child.stderr.readline() + child.stderr.readline()
+    assert "SIGTERM" in child.stderr.readline() + child.stderr.readline()
     assert child.poll() is None
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
-    assert "SIGINT again: ending at once" in child.stderr.read()
+    assert "SIGINT" in child.stderr.read()

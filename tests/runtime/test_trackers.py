@@ -139,7 +139,8 @@ def test_a_tracker_that_fails_later_costs_its_report_alone(calls, tmp_path, monk
     for step in (1, 2):
         callback.on_step_end(step, {"loss": 1.0}, Control())
     callback.close()
-    assert capsys.readouterr().err == "warning: sft: wandb failed (no network); nothing more is reported to it\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: sft: wandb") and "no network" in line
 
 
 def reported(calls, config, **objects):
