@@ -86,10 +86,6 @@ def take(tree, rows):
     return jax.tree.map(lambda x: x[rows], tree)
 
 
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
-
-
 def near(a, b, tolerance, name=""):
     a, b = flat(a), flat(b)
     gap = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3)

@@ -21,12 +21,6 @@ B = 8
 WRONG = {"nan": jnp.nan, "+inf": jnp.inf, "-inf": -jnp.inf}
 
 
-def same(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
-    )
-
-
 def all_finite(tree):
     return all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(tree)))
 
@@ -320,14 +314,14 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
         assert int(found["nonfinite/steps_applied"]) == 0
         assert (int(after.nonfinite), int(after.step), int(after.episodes)) == (1, 1, B)
     moved, found = step(after, clean)
-    assert not same(moved.params, after.params) and all_finite((learned(moved), found["grad_norm"]))
+    assert not same_bits(moved.params, after.params) and all_finite((learned(moved), found["grad_norm"]))
     assert (int(found["nonfinite/causes"]), int(found["nonfinite/steps_applied"])) == (0, steps)
     assert (int(moved.nonfinite), int(moved.step), int(moved.episodes)) == (0, 2, 2 * B)
     if steps > 1:
         # The second minibatch is bad: the first step stays, and none comes after.
         part, found = step(moved, spoil(clean, B // 2 if name == "ppo" else G, 20))
         assert int(found["nonfinite/steps_applied"]) == 1 and int(part.nonfinite) == 1
-        assert not same(part.params, moved.params) and all_finite(learned(part))
+        assert not same_bits(part.params, moved.params) and all_finite(learned(part))
         counts = {int(x) for x in jax.tree.leaves(part.opt_state) if x.dtype == jnp.int32}
         assert counts == {steps + 1}
     over, _ = step(moved.replace(nonfinite=jnp.int32(nonfinite.max_in_a_row(SFT))), clean)
@@ -370,7 +364,7 @@ def test_target_kl_ends_an_updates_steps(name, monkeypatch):
     heads, update, batch, _ = CASES[name](monkeypatch)
     step, before = jax.jit(update), start(heads)
     after, found = step(before, batch)  # of some other policy: not even the first step is taken
-    assert same(learned(after), learned(before)) and float(found["policy/steps_done"]) == 0.0
+    assert same_bits(learned(after), learned(before)) and float(found["policy/steps_done"]) == 0.0
     assert (int(after.nonfinite), int(after.step)) == (0, 1)
     after, found = step(before, batch.replace(logprobs=own_logprobs(name, batch)))
     assert float(found["policy/steps_done"]) == 0.25 and int(found["nonfinite/steps_applied"]) == 1

@@ -115,10 +115,6 @@ def evaluation(models, c):
     return jax.jit(run)
 
 
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
-
-
 def gradient_of(c, experience, params=None, **options):
     """Of the first optimizer step, as one vector: what a rate of 1 takes off the params."""
     before = world()[2][0] if params is None else params

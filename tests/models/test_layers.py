@@ -1,6 +1,5 @@
-"""What is done for speed and memory alone: the same numbers as the plain way, by less work."""
+"""Products, attention and GELU: the plain formulas' values and gradients, with less kept for the backward pass."""
 
-import dataclasses
 import math
 
 import jax
@@ -8,21 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import data, losses
-from rlhf_jax.algorithms import actor_critic, microbatch
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
-from rlhf_jax.data import synthetic
 from rlhf_jax.models import layers
-
-
-def distance(a, b):
-    a, b = (jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)]).astype(jnp.float32) for tree in (a, b))
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
+from tests.helpers.arrays import distance, normal, value_and_vjp
+from tests.helpers.attention import plain_attention, plain_causal
 
 # --- products
 
@@ -59,22 +46,6 @@ def test_gradients_of_kernel_and_bias_are_summed_in_float32_when_layers_are_bflo
 # --- attention
 
 
-def plain_attention(query, key, value, keep):
-    """[B, H, Q, K], [B, H, S, K], keep [B, 1, Q, S]: the formula, differentiated by JAX."""
-    scores = jnp.einsum("bhqk,bhsk->bhqs", query, key) / math.sqrt(query.shape[-1])
-    return jnp.einsum("bhqs,bhsk->bhqk", jax.nn.softmax(jnp.where(keep, scores, -1e9), axis=-1), value)
-
-
-def plain_causal(query, key, value, mask):
-    length = mask.shape[1]
-    keep = mask[:, None, None, :] & (jnp.arange(length)[:, None] >= jnp.arange(length)[None, :])[None, None]
-    return plain_attention(*(x.swapaxes(1, 2) for x in (query, key, value)), keep).swapaxes(1, 2)
-
-
-def with_gradients(function, arguments, upstream):
-    return jax.jit(lambda *args: (function(*args), jax.vjp(function, *args)[1](upstream)))(*arguments)
-
-
 @pytest.mark.parametrize("length", [1, 5, 128, 300])
 def test_causal_attention_is_the_formula_in_value_and_gradient(length):
     shape = (3, length, 2, 8)
@@ -85,8 +56,8 @@ def test_causal_attention_is_the_formula_in_value_and_gradient(length):
         columns < jnp.array([length, length, -(-length * 2 // 3)])[:, None]
     )
     upstream = jnp.where(mask[:, :, None, None], normal(9, *shape), 0)
-    ours = with_gradients(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
-    wanted = with_gradients(lambda *args: plain_causal(*args, mask), arguments, upstream)
+    ours = value_and_vjp(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
+    wanted = value_and_vjp(lambda *args: plain_causal(*args, mask), arguments, upstream)
     keep = mask[:, :, None, None]
     assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-6
     for found, gradient in zip(ours[1], wanted[1]):
@@ -110,8 +81,8 @@ def test_attention_in_bfloat16_stays_close_to_float32():
     arguments, mask = [normal(i, 2, 140, 2, 16) for i in range(3)], jnp.ones((2, 140), bool)
     upstream = normal(4, 2, 140, 2, 16)
     half = [x.astype(jnp.bfloat16) for x in arguments]
-    ours = with_gradients(lambda *args: layers.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
-    wanted = with_gradients(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
+    ours = value_and_vjp(lambda *args: layers.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
+    wanted = value_and_vjp(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
     assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
     for found, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted)):
         assert distance(found, exact) < 1e-2  # 8 bits of mantissa: 4e-3 a rounding
@@ -141,7 +112,7 @@ def test_attention_after_a_shared_prefix_is_the_formula_in_value_and_gradient(gr
         )
 
     arguments, upstream = (query, key, value, prefix_key, prefix_value), normal(8, rows, heads, own, size)
-    found, wanted = with_gradients(ours, arguments, upstream), with_gradients(plain, arguments, upstream)
+    found, wanted = value_and_vjp(ours, arguments, upstream), value_and_vjp(plain, arguments, upstream)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         assert distance(one, other) < 2e-6
 

@@ -3,6 +3,7 @@
 import asyncio
 import fractions
 import functools
+import re
 import signal
 import sys
 import threading
@@ -459,7 +460,7 @@ def test_a_plain_function_that_hands_out_a_coroutine_is_told_to_be_async():
     def forgot(**columns):
         return async_level(**columns)
 
-    with pytest.raises(RewardFailure, match="forgot returned a coroutine: declare it with async def"):
+    with pytest.raises(RewardFailure, match="forgot.*coroutine.*async def"):
         call(forgot)
 
 
@@ -588,7 +589,7 @@ def test_log_extra_wants_a_value_a_row(values):
         log_extra("notes", values)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward function reward: log_extra\('notes'\) got .* for 3 rows"):
+    with pytest.raises(RewardFailure, match=r"reward: log_extra\('notes'\).*3 rows"):
         call(reward)
     assert call(reward, failure="drop").failed.all()
 

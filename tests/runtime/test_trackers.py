@@ -13,8 +13,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.runtime import trackers
 from rlhf_jax.runtime.callbacks import Control
-from tests.helpers.children import ROOT
-from tests.test_train import KillAt, Killed, ppo_config, sft_config, wordiness
+from tests.helpers.paths import ROOT
+from tests.helpers.runs import KillAt, Killed, ppo_config, sft_config, wordiness
 
 STEP = "train/step"  # of a line of metrics.jsonl
 
@@ -141,7 +141,8 @@ def test_a_tracker_that_fails_later_costs_its_report_alone(calls, tmp_path, monk
     for step in (1, 2):
         callback.on_step_end(step, {"loss": 1.0}, Control())
     callback.close()
-    assert capsys.readouterr().err == "warning: sft: wandb failed (no network); nothing more is reported to it\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: sft: wandb") and "no network" in line
 
 
 def reported(calls, config, **objects):
