@@ -12,6 +12,7 @@ from rlhf_jax.config.dataclasses import (
     RLOOConfig,
     SFTConfig,
     StageConfig,
+    register_stage,
     stage_name,
 )
 from rlhf_jax.config.resolution import resolve, sampling_options, stages_of
@@ -28,6 +29,7 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "StageConfig",
+    "register_stage",
     "resolve",
     "sampling_options",
     "stage_name",

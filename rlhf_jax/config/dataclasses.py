@@ -18,6 +18,7 @@ from rlhf_jax.config.values import (
     Range,
     StepsOrFraction,
 )
+from rlhf_jax.errors import UserError
 
 Seed = Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32)]
 MaxSteps = Annotated[int, Range("-1 (use num_train_epochs) or at least 1", lambda v: v == -1 or v >= 1)]
@@ -572,6 +573,18 @@ class Pipeline:
 
 Config = StageConfig | Pipeline
 STAGES: dict[str, type[StageConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "rloo": RLOOConfig}
+
+
+def register_stage(name: str, config_type: type[StageConfig]) -> None:
+    """Makes a stage's config known to config files, flags and run folders; see `stages.register_algorithm`.
+
+    Raises:
+      UserError: the name has another config.
+    """
+    known = STAGES.setdefault(name, config_type)
+    if known.__qualname__ != config_type.__qualname__:  # a config file may be read twice
+        raise UserError(f"algorithm {name!r}: the stage of that name has the config {known.__name__}")
+    STAGES[name] = config_type
 
 
 def config_types() -> dict[str, type]:

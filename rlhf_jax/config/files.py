@@ -18,7 +18,7 @@ from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, config_types, stage_name
 from rlhf_jax.config.values import checked_types, field_types, nearest, stage_type
 from rlhf_jax.errors import UserError
-from rlhf_jax.utils.text import parse_json, shown
+from rlhf_jax.utils.text import parse_json, short_repr
 
 # --- config.json
 
@@ -38,7 +38,7 @@ def from_json(text: str, source: str = "config.json") -> Config:
     if not isinstance(data, dict) or data.get("stage") not in list(kinds):
         got = data.get("stage") if isinstance(data, dict) else type(data).__name__
         raise UserError(
-            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {shown(got)}."
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(got)}."
         )
     try:
         return checked_types(_from_dict(kinds[data.pop("stage")], data, ""))
@@ -91,7 +91,7 @@ def load_config(spec: str) -> Config:
         path.stat()
     except (OSError, ValueError) as error:  # ValueError: NUL, or half of a surrogate pair
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"--config {shown(spec, 200)}: no file can have that name.") from None
+            raise UserError(f"--config {short_repr(spec, 200)}: no file can have that name.") from None
     if not path.exists() and ":" in path.name:
         name, _, variant = spec.rpartition(":")
         path = pathlib.Path(name)

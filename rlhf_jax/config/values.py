@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.utils.text import parse_json, shown
+from rlhf_jax.utils.text import parse_json, short_repr
 
 # Computation is in float32: a larger number would become inf, a smaller one 0.
 _LARGEST, _SMALLEST = float.fromhex("0x1.fffffep+127"), 2.0**-126
@@ -145,7 +145,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     Ints become floats and lists tuples. For a list of words or floats, a single one becomes a list of one, and the word
     'none' an empty list.
     """
-    wrong = UserError(f"{name} = {shown(value)}: it must be {describe_type(hint)}.")
+    wrong = UserError(f"{name} = {short_repr(value)}: it must be {describe_type(hint)}.")
     inner, optional = without_none(hint)
     if value is None:
         if optional:
@@ -154,7 +154,7 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
     if typing.get_origin(inner) is typing.Literal:
         allowed = typing.get_args(inner)
         if isinstance(value, bool) or not isinstance(value, str | int) or value not in allowed:
-            raise UserError(str(wrong) + nearest(shown(value, 50).strip("'"), map(str, allowed), 1))
+            raise UserError(str(wrong) + nearest(short_repr(value, 50).strip("'"), map(str, allowed), 1))
         return value
     if typing.get_origin(inner) is tuple:
         of = typing.get_args(inner)[0]
@@ -201,8 +201,8 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise UserError(
-        f"{name} = {shown(value)}: it must be plain, so that config.json can hold it: text, a finite number, true, "
-        "false, None, or a list or dict (with text keys) of these."
+        f"{name} = {short_repr(value)}: it must be plain, so that config.json can hold it: text, a finite number, "
+        "true, false, None, or a list or dict (with text keys) of these."
     )
 
 

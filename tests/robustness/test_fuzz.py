@@ -58,7 +58,7 @@ def nothing_but_a_user_error():
         yield
     except UserError as error:
         said = str(error)
-        assert said and text.printable(said) == said and len(said) < 2 * text.LONGEST
+        assert said and text.printable(said) == said and len(said) < 2 * text.MAX_MESSAGE_LENGTH
 
 
 # --- what to feed

@@ -87,7 +87,7 @@ def test_a_run_on_control_characters_ends_well_and_shows_none(room, tmp_path, ca
 def test_a_terminal_of_another_encoding_does_not_end_a_run(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     print("caf\xe9 \U0001f600", flush=True)
     assert raw.getvalue() == b"caf\\xe9 \\U0001f600\n"
 
@@ -336,7 +336,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
         data.check_tokenizer_fits_model(tokenizer, str(room.sft))
     spoil(path, whole, {word: f"other{i}" for i, word in enumerate(ordinary)})
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
-    says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "read other words")
+    says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "use a model trained with")
 
 
 def test_a_model_without_a_tokenizer_is_trusted(room, tmp_path):
@@ -359,7 +359,7 @@ def test_a_tokenizer_with_gaps_whose_last_id_has_no_row_is_refused(room, refusal
     whole["model"]["vocab"][word] = 99_999
     path.write_text(json.dumps(whole))
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
-    says(message, tokenizer_folder, "has an id 99999", f"{room.rows} rows")
+    says(message, tokenizer_folder, "has id 99999", f"{room.rows} rows")
 
 
 def test_a_model_config_of_a_billion_layers_is_refused_at_once(room, refusal, tmp_path):
