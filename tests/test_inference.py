@@ -12,7 +12,7 @@ from rlhf_jax import data, models
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
-from tests.helpers.children import ROOT
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from rlhf_jax.algorithms import actor_critic, ppo, reward_model, rloo
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import PromptBatch, Rollout, TrainState
+from tests.helpers.arrays import flat
 from tests.helpers.models_common import random_params
 
 V, C, T, B, G = 41, 4, 5, 8, 2
@@ -82,10 +83,6 @@ def of_one_prompt(rollout):
 
 def take(tree, rows):
     return jax.tree.map(lambda x: x[rows], tree)
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
 
 
 def near(a, b, tolerance, name=""):

@@ -13,16 +13,11 @@ from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, ppo, reward
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.data import DemoBatch, PairBatch
 from rlhf_jax.types import Experience, GroupExperience, TrainState
+from tests.helpers.arrays import same_bits
 from tests.helpers.models_common import random_params
 
 B = 8
 WRONG = {"nan": jnp.nan, "+inf": jnp.inf, "-inf": -jnp.inf}
-
-
-def same(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
-    )
 
 
 def all_finite(tree):
@@ -48,9 +43,9 @@ def attempt(grads=GRADS, loss=1.0, alive=True, allowed=True, optimizer=ADAM, rat
     args = (grads, jnp.float32(rate), {"loss": jnp.float32(loss)}, jnp.bool_(alive), jnp.bool_(allowed))
     step = jax.jit(lambda *args: nonfinite.attempt(optimizer, PARAMS, opt_state, *args))
     params, after, alive, report = step(*args)
-    moved = not same(params, PARAMS)
+    moved = not same_bits(params, PARAMS)
     assert all_finite((params, after)) and bool(alive) == moved == bool(report["nonfinite/steps_applied"])
-    assert same(after, opt_state) or moved
+    assert same_bits(after, opt_state) or moved
     return moved, nonfinite.names(int(report["nonfinite/causes"]))
 
 
@@ -59,7 +54,7 @@ def test_a_good_step_is_that_of_the_optimizer():
     wanted = jax.jit(lambda *args: microbatch.apply_gradients(ADAM, *args))(PARAMS, opt_state, GRADS, jnp.float32(0.1))
     step = jax.jit(lambda *args: nonfinite.attempt(ADAM, *args, jnp.float32(0), jnp.bool_(True)))
     params, after, alive, report = step(PARAMS, opt_state, GRADS, jnp.float32(0.1))
-    assert same((params, after, report["grad_norm"]), wanted) and bool(alive)
+    assert same_bits((params, after, report["grad_norm"]), wanted) and bool(alive)
     assert attempt() == (True, [])
 
 
@@ -300,23 +295,23 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
         if (name, number) == ("rloo", 12):
             continue  # a log-probability of -inf is a ratio of 0, whose loss and gradient are finite
         after, found = step(before, spoil(clean, 0, number))  # row 0 is in the first minibatch
-        assert same(learned(after), learned(before)), number
+        assert same_bits(learned(after), learned(before)), number
         assert nonfinite.names(int(found["nonfinite/causes"]))[0] == cause, number
         assert int(found["nonfinite/steps_applied"]) == 0
         assert (int(after.nonfinite), int(after.step), int(after.episodes)) == (1, 1, B)
     moved, found = step(after, clean)
-    assert not same(moved.params, after.params) and all_finite((learned(moved), found["grad_norm"]))
+    assert not same_bits(moved.params, after.params) and all_finite((learned(moved), found["grad_norm"]))
     assert (int(found["nonfinite/causes"]), int(found["nonfinite/steps_applied"])) == (0, steps)
     assert (int(moved.nonfinite), int(moved.step), int(moved.episodes)) == (0, 2, 2 * B)
     if steps > 1:
         # The second minibatch is bad: the first step stays, and none comes after.
         part, found = step(moved, spoil(clean, B // 2 if name == "ppo" else G, 20))
         assert int(found["nonfinite/steps_applied"]) == 1 and int(part.nonfinite) == 1
-        assert not same(part.params, moved.params) and all_finite(learned(part))
+        assert not same_bits(part.params, moved.params) and all_finite(learned(part))
         counts = {int(x) for x in jax.tree.leaves(part.opt_state) if x.dtype == jnp.int32}
         assert counts == {steps + 1}
     over, _ = step(moved.replace(nonfinite=jnp.int32(nonfinite.limit(SFT))), clean)
-    assert same(over, moved.replace(nonfinite=jnp.int32(nonfinite.limit(SFT))))
+    assert same_bits(over, moved.replace(nonfinite=jnp.int32(nonfinite.limit(SFT))))
     assert step._cache_size() == 1
 
 
@@ -330,7 +325,7 @@ def test_an_experience_that_is_not_finite_is_not_learned_from(name, quantities, 
             array = getattr(clean, field)
             at = (-1,) * (array.ndim - 1) + (0,)  # the last row, which is in the last minibatch, at its first token
             after, found = step(before, clean.replace(**{field: array.at[at].set(wrong)}))
-            assert same(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
+            assert same_bits(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
             assert nonfinite.names(int(found["nonfinite/causes"])) == [cause]
     if name == "ppo":  # nobody reads what stands outside the response
         beyond = {field: getattr(clean, field).at[0, -1].set(jnp.nan) for field in cases}
@@ -344,7 +339,7 @@ def test_the_kl_coefficient_and_the_reference_are_not_poisoned():
     assert float(ppo.control_kl(state, jnp.float32(5.0), config, 512).kl_coef) > 0.05
     for kl, count in ((jnp.nan, 0), (5.0, 1)):
         same_one = ppo.control_kl(state.replace(nonfinite=jnp.int32(count)), jnp.float32(kl), config, 512)
-        assert same(same_one.kl_coef, state.kl_coef)
+        assert same_bits(same_one.kl_coef, state.kl_coef)
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
@@ -354,7 +349,7 @@ def test_target_kl_ends_an_updates_steps(name, monkeypatch):
     heads, update, batch, _ = CASES[name](monkeypatch)
     step, before = jax.jit(update), start(heads)
     after, found = step(before, batch)  # of some other policy: not even the first step is taken
-    assert same(learned(after), learned(before)) and float(found["policy/steps_done"]) == 0.0
+    assert same_bits(learned(after), learned(before)) and float(found["policy/steps_done"]) == 0.0
     assert (int(after.nonfinite), int(after.step)) == (0, 1)
     after, found = step(before, batch.replace(logprobs=own_logprobs(name, batch)))
     assert float(found["policy/steps_done"]) == 0.25 and int(found["nonfinite/steps_applied"]) == 1

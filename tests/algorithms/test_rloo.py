@@ -15,7 +15,8 @@ from rlhf_jax.algorithms import actor_critic, rloo
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
-from tests.helpers.models_common import PAD, distance, reference, reference_inputs
+from tests.helpers.arrays import distance, flat
+from tests.helpers.models_common import PAD, reference, reference_inputs
 
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3
@@ -98,10 +99,6 @@ def run_update(c, experience, params=None, *, rates=None, shuffles=None, ref=Non
         shuffles = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
     rates = jnp.ones(rloo.steps_of(c)) if rates is None else jnp.asarray(rates, jnp.float32)
     return update_program(c, nets or plain_nets)(state, experience, shuffles, rates, key)
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
 
 
 def gradient_of(c, experience, params=None, **options):

@@ -23,6 +23,7 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.models.io import hf
 from tests.helpers.children import QUICK
 from tests.helpers.hub import Hub
+from tests.helpers.paths import ROOT
 
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
 REWARD = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
@@ -30,7 +31,6 @@ POSTS = "trl-lib/tldr"
 PLANNED = "somebody/large-model"
 COMMAND = (sys.executable, "-m", "rlhf_jax.train", "--config", "tldr_ppo.py", "--total_episodes", "64")
 EOS = "<|endoftext|>"
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # Python reads sitecustomize first of all, so nobody ever finds a torch: neither `import` nor find_spec.
 WITHOUT_TORCH = """
@@ -231,7 +231,7 @@ def test_the_same_command_again_does_nothing(environment, finished, tmp_path):
 
 def test_a_revision_is_another_model(hub, environment, tmp_path):
     code = f"""
-        from rlhf_jax.models import hf
+        from rlhf_jax.models.io import hf
         for revision in (None, "main", "sft__44413__1708611267", {hub.commit(SFT)!r}):
             print(hf.load({SFT!r}, revision=revision)[1]["embed_out"]["kernel"].sum())
     """

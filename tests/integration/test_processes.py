@@ -5,7 +5,6 @@ Real processes over loopback, started by the command as a user does (see one_cac
 
 import json
 import os
-import pathlib
 import re
 import signal
 import socket
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.helpers.children import QUICK, reward_checkpoint
+from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.processes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = ("all/sft", "all/reward", "all/ppo", "rloo")
 MESHES = {"one": (1, 1, "1 1"), "two": (2, 2, "2 1"), "four": (4, 1, "1 2")}
 """Processes, devices each, devices on fsdp and on tensor; `data` takes the others, 2."""

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+
 PROCESS = """
     import json, os, pathlib, sys, time
     from rlhf_jax.parallel import liveness

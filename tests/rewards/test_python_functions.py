@@ -122,7 +122,7 @@ def test_a_keyword_that_is_no_column_is_named_with_the_nearest():
         return [0] * len(completions)
 
     for failure in ("raise", "drop"):  # dropping every row of every batch helps nobody
-        with pytest.raises(UserError, match=r"reward asks for 'anwser', which is no column.*Did you mean answer"):
+        with pytest.raises(UserError, match="reward.*'anwser'.*answer"):
             call(reward, failure=failure)
     host = HostRewards([reward])
     with pytest.raises(UserError, match="There are completion_ids, completions, difficulty"):
@@ -459,7 +459,7 @@ def test_a_plain_function_that_hands_out_a_coroutine_is_told_to_be_async():
     def forgot(**columns):
         return async_level(**columns)
 
-    with pytest.raises(RewardFailure, match="forgot returned a coroutine: declare it with async def"):
+    with pytest.raises(RewardFailure, match="forgot.*coroutine.*async def"):
         call(forgot)
 
 
@@ -528,7 +528,7 @@ def test_async_functions_that_hang_are_cancelled_and_named(failure):
 
     start = time.perf_counter()
     if failure == "raise":
-        with pytest.raises(RewardFailure, match=r"hangs gave no answer within 0.3 s. Row 0: prompt 'first"):
+        with pytest.raises(RewardFailure, match=r"hangs.*0\.3 s.*Row 0: prompt 'first"):
             call(hangs, async_level, timeout=0.3)
     else:
         found = call(hangs, async_level, stubborn, failure="drop", timeout=0.3)
@@ -588,7 +588,7 @@ def test_log_extra_wants_a_value_a_row(values):
         log_extra("notes", values)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward function reward: log_extra\('notes'\) got .* for 3 rows"):
+    with pytest.raises(RewardFailure, match=r"reward: log_extra\('notes'\).*3 rows"):
         call(reward)
     assert call(reward, failure="drop").failed.all()
 
@@ -599,7 +599,7 @@ def test_log_metric_wants_a_finite_number(value):
         log_metric("accuracy", value)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\) got .*it takes a finite number"):
+    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\).*finite"):
         call(reward)
 
 

@@ -10,19 +10,13 @@ import pytest
 import rlhf_jax
 from rlhf_jax.rewards.interface import RewardFailure
 from tests.helpers import reward_runs
-from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
+from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, ppo, rloo, table
 from tests.helpers.reward_server import Server, answers, closes, hangs, takes
+from tests.helpers.runs import lines
 
 # --- servers that fail
 
 QUICK = {"reward_server_batch_size": 4, "reward_server_retries": 1, "reward_server_timeout": 5.0}
-
-
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

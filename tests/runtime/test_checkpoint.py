@@ -117,11 +117,11 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path):
         assert "opt_state/1/mu/policy/kernel" in message
 
         other = state.replace(params={"policy": {**state.params["policy"], "extra": state.kl_coef}})
-        with pytest.raises(UserError, match="params/policy/extra is missing in the checkpoint"):
+        with pytest.raises(UserError, match="params/policy/extra.*missing"):
             checkpoints.restore(1, abstract(other))
 
         fewer = {name: value for name, value in state.params["policy"].items() if name != "half"}
-        with pytest.raises(UserError, match="params/policy/half is in the checkpoint, but not in this run"):
+        with pytest.raises(UserError, match="params/policy/half"):
             checkpoints.restore(1, abstract(state.replace(params={"policy": fewer})))
 
         with pytest.raises(UserError, match="episodes is int32.* but float32"):

@@ -226,6 +226,6 @@ def test_a_run_never_begins_anew_without_a_word(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         with pytest.raises(Damaged):
             checkpoints.restore(1, state_of(0))
-        with pytest.raises(UserError, match=r"No other checkpoint is left to go on from. Remove .* to start anew"):
+        with pytest.raises(UserError, match="No other checkpoint"):
             checkpoints.restore_newest(state_of(0))
         assert checkpoints.steps() == [1]  # left where it is

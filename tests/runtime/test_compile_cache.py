@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.runtime import compile_cache
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAMES = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",

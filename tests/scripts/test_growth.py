@@ -1,12 +1,13 @@
 """scripts/bench/growth.py: its exponents, its sizes, and one tiny axis measured, kept and drawn."""
 
 import json
-import pathlib
 import sys
 
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench"
+from tests.helpers.paths import ROOT
+
+SCRIPTS = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 
 import growth  # noqa: E402

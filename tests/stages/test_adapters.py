@@ -17,12 +17,12 @@ from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import PPOStage, RLOOStage
-from tests.helpers.models_common import distance
-from tests.stages.test_rloo import SHARED
+from tests.helpers.arrays import distance
+from tests.helpers.runs import RLOO_OPTIONS
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
-OPTIONS = {**SHARED, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
+OPTIONS = {**RLOO_OPTIONS, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
 
 
 def checked(config):
@@ -243,7 +243,9 @@ def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_path, stage):
-    shared = {name: SHARED[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")}
+    shared = {
+        name: RLOO_OPTIONS[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")
+    }
     shared |= {"dataset_test_split": None, "max_train_samples": 16, "batch_size": 8, "max_steps": 2, "max_length": 64}
     shared |= {"model_name_or_path": str(models / "one"), "run_dir": str(tmp_path), "learning_rate": 1e-2}
     config_type, name, kind = {
