@@ -1,24 +1,38 @@
-"""Configs in and out of files, and pipelines."""
+"""Configs in and out of files, pipelines, and fields that mean something."""
 
+import ast
 import dataclasses
+import pathlib
 import runpy
 
+import jax
 import pytest
 
+import rlhf_jax
+from rlhf_jax import data, models
 from rlhf_jax.config import (
     REWARD_EXPORT,
     SFT_EXPORT,
+    STAGES,
     Pipeline,
+    PolicyConfig,
     PPOConfig,
     RLOOConfig,
     SFTConfig,
+    StageConfig,
     batch_sizes,
+    sampling_options,
     stages_of,
     validation,
     values,
 )
 from rlhf_jax.config import files as config_files
+from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
+
+PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 
 
 def config_file(folder, body: str) -> str:
@@ -187,9 +201,9 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
 
 
 def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
-    with pytest.raises(UserError, match="ppo.*rloo.*both"):
+    with pytest.raises(UserError, match="one of ppo and rloo, not both"):
         validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
-    with pytest.raises(UserError, match="ppo.*rloo.*none"):
+    with pytest.raises(UserError, match="one of ppo and rloo, not none"):
         validation.check(Pipeline(ppo=None))
 
 
@@ -206,16 +220,16 @@ def test_a_pipelines_config_json_works_in_another_folder():
 
 
 def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
-    with pytest.raises(UserError, match="ppo.run_dir.*'X'.*'R/ppo'"):
+    with pytest.raises(UserError, match="ppo.run_dir is 'X'.*'R/ppo'"):
         stages_of(Pipeline(run_dir="R", ppo=PPOConfig(run_dir="X")))
 
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
-    with pytest.raises(UserError, match="sft_model_path.*'cleanrl/.*'{run_dir}/sft/policy'"):
+    with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
         validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
-    with pytest.raises(UserError, match="reward_model_path.*'cleanrl/"):
+    with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
         validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
-    with pytest.raises(UserError, match="rloo: sft_model_path.*'cleanrl/"):
+    with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
         validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
@@ -223,10 +237,10 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
 
 
 BAD_SPECS = {
-    "qickstart": "quickstart.*goldrush.py, quickstart.py, quickstart_lora.py",
+    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, quickstart.py, quickstart_lora.py",
     "nothing/like_it.py": "no such file",
-    "tldr_ppo.py:7b": r"tldr_ppo.py.*'7b'.*1b, 2\.8b, 6\.9b, 12b",
-    "quickstart.py:big": "quickstart.py.*'big'",
+    "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
+    "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",
     "no_such_run/config.json": "cannot read",
 }
 
@@ -238,36 +252,36 @@ def test_a_bad_config_name_is_told_with_the_nearest(spec):
 
 
 BAD_FILES = {
-    "x = 1": "get_config",
+    "x = 1": "defines no get_config",
     "def get_config(variant=None: pass": "line 2: ",
-    "def get_config(variant=None): return {'kl_coef': 1}": "dict.*SFTConfig",
-    "def get_config(variant=None):\n    return PPOConfig(kl_cof=1)": "line 3: TypeError.*'kl_cof'.*kl_coef",
-    "import no_such_module": "line 2: ModuleNotFoundError.*'no_such_module'",
-    "def get_config(variant=None): return PPOConfig(kl_coef='a')": "kl_coef.*'a'",
-    "def get_config(variant=None): return PPOConfig(batch_size=1.5)": r"batch_size.*1\.5",
-    "def get_config(variant=None): return PPOConfig(batch_size=True)": "batch_size.*True",
-    "def get_config(variant=None): return PPOConfig(learning_rate=float('nan'))": "learning_rate.*nan.*finite",
-    "def get_config(variant=None): return PPOConfig(whiten_rewards=1)": "whiten_rewards.*1",
-    "def get_config(variant=None): return PPOConfig(gamma=None)": "gamma.*None",
-    "def get_config(variant=None): return SFTConfig(dtype='bf16')": "dtype.*'bf16'.*bfloat16",
-    "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets.*64",
-    "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets.*'64'",
-    "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo.*PPOConfig.*SFTConfig",
-    "def get_config(variant=None): return Pipeline(sft=None)": "sft.*SFTConfig.*NoneType",
-    "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo.*RLOOConfig.*PPO",
-    "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.*num_generations",
-    "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.*beta",
-    "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.*kl_coef",
-    "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "use_vllm",
-    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "steps_per_generation.*num_mini_batches",
-    "def get_config(variant=None): return RLOOConfig(num_generation=4)": r"num_generation\b.*num_generations",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs.*5.*dict",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\].*.1.",
-    "def get_config(variant=None): return PPOConfig(generation_kwargs={1: 2})": "generation_kwargs.*{1: 2}",
-    "def get_config(variant=None): return PPOConfig(reward_weights=('a',))": "reward_weights.*'a'",
-    "def get_config(variant=None): return PPOConfig(reward_weights='a')": "reward_weights.*'a'.*list",
-    "def get_config(variant=None): return RLOOConfig(reward_clip_range=True)": "reward_clip_range.*True",
-    "def get_config(variant=None): return Pipeline(ppo=PPOConfig(lam='x'))": "ppo.lam.*'x'",
+    "def get_config(variant=None): return {'kl_coef': 1}": "returned dict; it must return one of SFTConfig",
+    "def get_config(variant=None):\n    return PPOConfig(kl_cof=1)": "line 3: TypeError.*'kl_cof'.*you mean kl_coef",
+    "import no_such_module": "line 2: ModuleNotFoundError: No module named 'no_such_module'",
+    "def get_config(variant=None): return PPOConfig(kl_coef='a')": "kl_coef = 'a': it must be a number",
+    "def get_config(variant=None): return PPOConfig(batch_size=1.5)": "batch_size = 1.5: it must be a whole number",
+    "def get_config(variant=None): return PPOConfig(batch_size=True)": "batch_size = True: it must be a whole number",
+    "def get_config(variant=None): return PPOConfig(learning_rate=float('nan'))": "learning_rate = nan.*finite",
+    "def get_config(variant=None): return PPOConfig(whiten_rewards=1)": "whiten_rewards = 1: it must be true or false",
+    "def get_config(variant=None): return PPOConfig(gamma=None)": "gamma = None: it must be a number",
+    "def get_config(variant=None): return SFTConfig(dtype='bf16')": "dtype = 'bf16': it must .*Did you mean bfloat16",
+    "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets = 64: it must be a list",
+    "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets = '64': it must be a",
+    "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo must be a PPOConfig or None, not SFTConfig",
+    "def get_config(variant=None): return Pipeline(sft=None)": "sft must be a SFTConfig, not NoneType",
+    "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo must be a RLOOConfig or None, not PPO",
+    "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.* It is num_generations here",
+    "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.* It is beta here",
+    "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.* It is kl_coef here",
+    "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "Generation is in-process",
+    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "it sets batch_size = micro_batch_size",
+    "def get_config(variant=None): return RLOOConfig(num_generation=4)": "Did you mean num_generations",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs = 5: it must be a dict",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\] = .1.: it must be plain",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={1: 2})": "generation_kwargs = {1: 2}: it must",
+    "def get_config(variant=None): return PPOConfig(reward_weights=('a',))": "reward_weights = 'a': it must be a num",
+    "def get_config(variant=None): return PPOConfig(reward_weights='a')": "reward_weights = 'a': it must be a list of",
+    "def get_config(variant=None): return RLOOConfig(reward_clip_range=True)": "reward_clip_range = True: it must be",
+    "def get_config(variant=None): return Pipeline(ppo=PPOConfig(lam='x'))": "ppo.lam = 'x': it must be a number",
 }
 
 
@@ -281,17 +295,17 @@ def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
 
 BAD_JSON = {
     "{": "is not JSON",
-    "[1]": "'stage'.*sft, reward, ppo, rloo, pipeline.*'list'",
-    '{"stage": "dpo"}': "'stage'.*'dpo'",
-    '{"stage": "ppo", "kl_cof": 1}': "kl_cof.*kl_coef",
-    '{"stage": "ppo", "kl_coef": "1"}': "kl_coef.*'1'",
-    '{"stage": "rloo", "rloo_k": 4}': "rloo_k.*num_generations",
-    '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range.*'a'",
-    '{"stage": "pipeline", "rloo": 3}': "rloo.*RLOOConfig",
-    '{"stage": "pipeline", "reward": null}': "reward.*RewardConfig",
-    '{"stage": "pipeline", "sft": 3}': "sft.*SFTConfig",
-    '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam.*'x'",
-    '{"stage": "pipeline", "sft": {"seeed": 3}}': "sft.seeed.*seed",
+    "[1]": "'stage' must be one of sft, reward, ppo, rloo, pipeline, not 'list'",
+    '{"stage": "dpo"}': "'stage' must be one of .*, not 'dpo'",
+    '{"stage": "ppo", "kl_cof": 1}': "unknown field kl_cof. Did you mean kl_coef",
+    '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",
+    '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
+    '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
+    '{"stage": "pipeline", "rloo": 3}': "rloo must be a RLOOConfig or None, not int",
+    '{"stage": "pipeline", "reward": null}': "reward must be a RewardConfig, not NoneType",
+    '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig, not int",
+    '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam = 'x': it must be a number",
+    '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",
 }
 
 
@@ -305,5 +319,103 @@ def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
 
 
 def test_a_folder_without_a_config_json_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"the folder has no config\.json"):
         config_files.load_config(str(tmp_path))
+
+
+# --- dry runs
+
+SCRATCH = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
+SCRATCH |= {"sft_model_path": None, "reward_model_path": None, "run_dir": "nowhere/run", "dry_run": True}
+ROLES = [
+    (RLOOConfig(**SCRATCH), "policy reference"),
+    (RLOOConfig(**SCRATCH, beta=0.0), "policy"),
+    (PPOConfig(**SCRATCH), "policy value reference"),
+    (PPOConfig(**SCRATCH, value_model="shared_backbone"), "policy reference"),
+]
+
+
+@pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
+def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
+    validation.check(config)
+    report.show(config)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()
+    assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
+
+
+def test_a_dry_run_counts_every_reward_model(tmp_path):
+    model, params = tiny_reward_model()
+    hf.save(tmp_path / "rm", model, params, kind="scalar")
+    data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
+    rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
+    rloo, ppo = (
+        report.roles(memory.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        for config in (RLOOConfig, PPOConfig)
+    )
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert rloo[2:] == [("reward", count, False), ("reward 2", count, False)]
+    assert ppo[1] == ("value", count, True)
+
+
+def tiny_reward_model():
+    model = models.custom_shape("1x16x2", 128)
+    return model, model.init(jax.random.key(0), heads=("scalar",))
+
+
+def test_a_dry_run_of_the_rloo_quickstart_waits_for_the_stages_before_it(capsys, tmp_path):
+    for stage in stages_of(
+        dataclasses.replace(config_files.load_config("quickstart_rloo"), run_dir=str(tmp_path))
+    ).values():
+        report.show(stage)
+    out = capsys.readouterr().out
+    assert "update: 128 episodes = 32 prompts x 4 responses" in out
+    assert f"memory: not known before {tmp_path}/sft/policy exists" in out
+
+
+# --- fields
+
+
+def test_every_field_has_a_line_of_meaning():
+    documented = set()
+    for path in (PACKAGE / "config").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                for field, doc in zip(node.body, node.body[1:], strict=False):
+                    if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                        documented.add((node.name, field.target.id))
+    for config_type in (*STAGES.values(), Pipeline):
+        for name in config_type.__dataclass_fields__:
+            owners = [base.__name__ for base in config_type.__mro__ if name in vars(base).get("__annotations__", {})]
+            assert (owners[0], name) in documented
+
+
+# Functions that read options for whoever calls them.
+READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
+READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
+
+
+def test_every_field_is_read_somewhere():
+    """An option that nothing reads is TRL's max_grad_norm all over again."""
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config" and path.relative_to(PACKAGE).as_posix() != "dry_run/report.py":
+            tree = ast.parse(path.read_text())
+            names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+            read |= names
+            # getattr(config, "name"), for options that not every stage has
+            calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+            gets = [n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "getattr"]
+            read |= {arg.value for arg in gets if isinstance(arg, ast.Constant)}
+            called = names | {n.func.id for n in calls if isinstance(n.func, ast.Name)}
+            read |= {option for reader, options in READERS.items() if reader in called for option in options}
+    fields = {name for config_type in STAGES.values() for name in config_type.__dataclass_fields__}
+    in_arithmetic_alone = {"total_episodes", "max_steps", "num_train_epochs", "dataset_streaming"}
+    assert fields - read <= in_arithmetic_alone, f"nothing reads {sorted(fields - read - in_arithmetic_alone)}"
+
+
+def test_what_ppo_and_rloo_share_is_declared_once():
+    """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
+    for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
+        assert values.field_types(PPOConfig)[name] == values.field_types(RLOOConfig)[name], name
+    assert issubclass(PolicyConfig, StageConfig)

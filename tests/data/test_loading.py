@@ -175,7 +175,7 @@ def test_files_that_are_no_data_are_named(tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             data.load_rows(str(tmp_path / name))
-    with pytest.raises(UserError, match="train data of type int"):
+    with pytest.raises(UserError, match="train data.*int"):
         data.load_rows(3)
     with pytest.raises(UserError, match="train data.*no rows"):
         data.load_rows([])

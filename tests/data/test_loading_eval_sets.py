@@ -99,7 +99,7 @@ def test_several_objects_by_name(tokenizer):
     }
     with pytest.raises(UserError, match="'b', row 2: 'prompt'.*null"):
         data.load_eval_prompts(config(), tokenizer, {"a": ROWS, "b": [ROWS[0], {"prompt": None}]})
-    with pytest.raises(UserError, match="evaluation set 'b' of type int"):
+    with pytest.raises(UserError, match="'b'.*int"):
         data.load_eval_prompts(config(), tokenizer, {"a": ROWS, "b": 3})
 
 

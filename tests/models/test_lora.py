@@ -286,9 +286,7 @@ def test_a_missing_or_foreign_tensor_is_named(bases, tmp_path):
             hf.load(folder)
 
 
-@pytest.mark.parametrize(
-    ("names", "words"), [(["q_proj"], "'q_proj' is no linear layer of gpt_neox"), ([], "names no layer")]
-)
+@pytest.mark.parametrize(("names", "words"), [(["q_proj"], "'q_proj'.*gpt_neox"), ([], "names no layer")])
 def test_layers_that_the_family_does_not_have_are_named(bases, names, words):
     family = hf.load_model(bases["causal"]).family
     with pytest.raises(UserError, match=words):

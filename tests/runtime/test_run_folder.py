@@ -61,7 +61,7 @@ def test_another_config_is_refused_with_old_and_new_values(run_dir):
     with pytest.raises(UserError) as error:
         entered(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
     message = str(error.value)
-    assert message.startswith(f"--run_dir {run_dir} holds a run of another config")
+    assert message.startswith(f"--run_dir {run_dir} contains a run with another config")
     assert message.splitlines()[1:] == [
         "  seed: 1 -> 2",
         "  kl_coef: 0.05 -> null",
@@ -74,14 +74,14 @@ def test_an_unreadable_config_is_refused(run_dir):
     run = used(run_dir)
     with open(run.config, "w") as file:
         file.write("{")
-    with pytest.raises(UserError, match="config.json is no JSON"):
+    with pytest.raises(UserError, match="config.json is not JSON"):
         run_folder.check(run_dir, CONFIG)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     for name in ("thesis.tex", "photos.zip", "a", "b"):
         (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match="a, b, photos.zip"):
+    with pytest.raises(UserError, match=r"not empty and not a run's folder \(it contains a, b, photos.zip, ...\)"):
         run_folder.check(str(tmp_path), CONFIG)
     with pytest.raises(UserError, match="is a file"):
         run_folder.check(str(tmp_path / "a"), CONFIG)
@@ -97,7 +97,7 @@ def test_never_refuses_a_used_folder(run_dir):
     entered(run_dir, CONFIG, resume="never")
     entered(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
     used(run_dir)
-    with pytest.raises(UserError, match="--resume.*never"):
+    with pytest.raises(UserError, match="already contains a run, and --resume is never"):
         entered(run_dir, CONFIG, resume="never")
 
 
