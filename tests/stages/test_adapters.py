@@ -18,6 +18,7 @@ from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import open_stage
 from tests.helpers.models_common import distance
+from tests.stages.test_rloo import SHARED
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
@@ -165,8 +166,8 @@ def test_named_adapters_are_trained_and_are_the_reference(models):
         ({"lora_target_modules": ("c_attn",)}, "lora_target_modules: 'c_attn'"),
         ({"modules_to_save": ("score",)}, "modules_to_save: 'score'"),
         ({"sync_ref_model": True}, "sync_ref_model with use_peft"),
-        ({"use_peft": False, "ref_adapter_name": "a"}, "ref_adapter_name 'a' needs use_peft"),
-        ({"ref_model_path": "x", "ref_adapter_name": "base"}, "ref_adapter_name and ref_model_path"),
+        ({"use_peft": False, "ref_adapter_name": "a"}, "without use_peft there are no adapters"),
+        ({"ref_model_path": "x", "ref_adapter_name": "base"}, "both name the reference"),
         ({"lora_r": 0}, "lora_r is 0"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
     ],
