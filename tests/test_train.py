@@ -19,6 +19,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.stages import open_stage
+from tests.helpers.runs import OPTIONS, KillAt, Killed, lines, tensors
 
 SHARED = {
     "dataset_name": "synthetic",

@@ -22,6 +22,7 @@ from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import PromptBatch, Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.arrays import flat
 from tests.helpers.models_common import random_params
 
 V, C, T, B, G = 41, 4, 5, 8, 2

@@ -15,6 +15,7 @@ from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.data import DemoBatch, PairBatch
 from rlhf_jax.types import Experience, GroupExperience, TrainState
 from tests.helpers.algorithms import at_rates, models_of, with_params
+from tests.helpers.arrays import same_bits
 from tests.helpers.models_common import random_params
 
 B = 8
@@ -49,9 +50,9 @@ def attempt(grads=GRADS, loss=1.0, enabled=True, allowed=True, optimizer=None):
         return nonfinite.apply_if_finite(optimizer, PARAMS, opt_state, grads, **options)
 
     params, after, enabled, report = jax.jit(step)(grads, jnp.float32(loss), jnp.bool_(enabled), jnp.bool_(allowed))
-    moved = not same(params, PARAMS)
+    moved = not same_bits(params, PARAMS)
     assert all_finite((params, after)) and bool(enabled) == moved == bool(report["nonfinite/steps_applied"])
-    assert same(after, opt_state) or moved
+    assert same_bits(after, opt_state) or moved
     return moved, nonfinite.cause_names(int(report["nonfinite/causes"]))
 
 
@@ -65,7 +66,7 @@ def test_a_good_step_is_that_of_the_optimizer():
         return nonfinite.apply_if_finite(optimizer, params, opt_state, grads, **options)
 
     params, after, enabled, report = jax.jit(step)(PARAMS, opt_state, GRADS)
-    assert same((params, after), wanted) and bool(enabled)
+    assert same_bits((params, after), wanted) and bool(enabled)
     assert float(report["grad_norm"]) == pytest.approx(float(optax.tree.norm(GRADS)))
     assert attempt() == (True, [])
 
@@ -309,7 +310,7 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
         if (name, number) == ("rloo", 12):
             continue  # a log-probability of -inf is a ratio of 0, whose loss and gradient are finite
         after, found = step(before, spoil(clean, 0, number))  # row 0 is in the first minibatch
-        assert same(learned(after), learned(before)), number
+        assert same_bits(learned(after), learned(before)), number
         assert nonfinite.cause_names(int(found["nonfinite/causes"]))[0] == cause, number
         assert int(found["nonfinite/steps_applied"]) == 0
         assert (int(after.nonfinite), int(after.step), int(after.episodes)) == (1, 1, B)
@@ -325,7 +326,7 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
         counts = {int(x) for x in jax.tree.leaves(part.opt_state) if x.dtype == jnp.int32}
         assert counts == {steps + 1}
     over, _ = step(moved.replace(nonfinite=jnp.int32(nonfinite.max_in_a_row(SFT))), clean)
-    assert same(over, moved.replace(nonfinite=jnp.int32(nonfinite.max_in_a_row(SFT))))
+    assert same_bits(over, moved.replace(nonfinite=jnp.int32(nonfinite.max_in_a_row(SFT))))
     assert step._cache_size() == 1
 
 
@@ -339,7 +340,7 @@ def test_an_experience_that_is_not_finite_is_not_learned_from(name, quantities, 
             array = getattr(clean, field)
             at = (-1,) * (array.ndim - 1) + (0,)  # the last row, which is in the last minibatch, at its first token
             after, found = step(before, clean.replace(**{field: array.at[at].set(wrong)}))
-            assert same(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
+            assert same_bits(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
             assert nonfinite.cause_names(int(found["nonfinite/causes"])) == [cause]
     if name == "ppo":  # nobody reads what stands outside the response
         beyond = {field: getattr(clean, field).at[0, -1].set(jnp.nan) for field in cases}
@@ -354,7 +355,7 @@ def test_the_kl_coefficient_and_the_reference_are_not_poisoned():
     for kl, count in ((jnp.nan, 0), (5.0, 1)):
         counted = state.replace(nonfinite=jnp.int32(count))
         same_one = ppo.adapt_kl_coef(counted, {"objective/kl": jnp.float32(kl)}, config)
-        assert same(same_one.kl_coef, state.kl_coef)
+        assert same_bits(same_one.kl_coef, state.kl_coef)
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])

@@ -13,7 +13,8 @@ from rlhf_jax.algorithms import ppo
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
-from tests.helpers.models_common import assert_trees_equal, distance, random_params
+from tests.helpers.arrays import distance
+from tests.helpers.models_common import assert_trees_equal, random_params
 
 V, C, N, T = 61, 5, 6, 7
 EOS = 3

@@ -17,7 +17,8 @@ from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
-from tests.helpers.models_common import PAD, distance, reference, reference_inputs
+from tests.helpers.arrays import distance, flat
+from tests.helpers.models_common import PAD, reference, reference_inputs
 
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3

@@ -19,7 +19,8 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.context import StageContext
-from tests.helpers.models_common import distance, padded_rows
+from tests.helpers.arrays import distance
+from tests.helpers.models_common import padded_rows
 
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FORM = lora.Lora(r=3, alpha=6, dropout=0.0, target_modules=LINEARS[::2])

@@ -17,7 +17,7 @@ from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
 from rlhf_jax.types import PromptBatch, TrainState
 from tests.helpers.algorithms import models_of, scored, with_params
-from tests.helpers.models_common import distance
+from tests.helpers.arrays import distance
 
 V, C, T, B = 61, 8, 16, 64
 EOS = 3

@@ -3,7 +3,6 @@
 import asyncio
 import fractions
 import functools
-import re
 import signal
 import sys
 import threading

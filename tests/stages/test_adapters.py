@@ -17,8 +17,8 @@ from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import open_stage
-from tests.helpers.models_common import distance
-from tests.stages.test_rloo import SHARED
+from tests.helpers.arrays import distance
+from tests.helpers.runs import RLOO_OPTIONS
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
