@@ -405,7 +405,7 @@ def test_rouge_by_hand():
 
 def test_rouge_that_is_missing_is_said_before_anything_is_done(room, monkeypatch):
     monkeypatch.setattr(rouge.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install 'rlhf_jax\\[rouge\\]'"):
+    with pytest.raises(UserError, match="pip install '\\.\\[rouge\\]'"):
         run(EvaluateConfig(**options(room, rouge=True)), lambda _: None)
 
 
