@@ -6,41 +6,41 @@ import os
 from typing import Any
 
 from rlhf_jax import evaluate
-from rlhf_jax.config import Pipeline, stages_of
+from rlhf_jax.config import StageConfig
 from rlhf_jax.data import synthetic
 from rlhf_jax.parallel import multihost
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
 
 
-def after_pipeline(config: Pipeline) -> dict[str, Any]:
+def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
     """Samples both policies on the held-out prompts at the training temperature; prints and writes the comparison.
 
     The win rate is by the gold reward on the built-in task, otherwise by the reward model. Every process must call
     this; the main process prints and writes.
 
     Args:
-      config: the resolved pipeline, with finished stages.
+      stages: resolved configs of the pipeline's finished stages by name; the last one trained the policy.
 
     Returns:
       {"rows", "samples", "gain", "gain_se"}: the table, three samples, and the mean gain with its standard error.
     """
-    stage_name, stage_config = list(stages_of(config).items())[-1]
-    folder = os.path.join(config.run_dir, stage_name)
-    stage, label = STAGES[stage_name](stage_config), stage_name.upper()
-    held_out, prompts = bool(stage.eval_sets), stage.held_out
-    limit = min(len(prompts), stage_config.max_eval_samples or len(prompts))
-    trained = stage.weights.load(stage.policy, os.path.join(folder, "policy"), "causal", None)
+    stage_name, config = list(stages.items())[-1]
+    stage, label = open_stage(config), stage_name.upper()
+    prompts = stage.evaluator.held_out
+    limit = min(len(prompts), config.max_eval_samples or len(prompts))
+    trained = stage.weights.load(stage.opened.policy, os.path.join(config.run_dir, "policy"), "causal", None)
     policies = {"SFT": stage.state.params["policy"], label: trained}
     try:
         outputs = {
-            name: stage.complete(params, prompts, limit, stage_config.temperature) for name, params in policies.items()
+            name: stage.evaluator.complete(params, prompts, limit, config.temperature)
+            for name, params in policies.items()
         }
     finally:
         stage.close()
 
     texts = outputs["SFT"]["prompts"]
     gold = {}
-    if stage_config.dataset_name == "synthetic":
+    if config.dataset_name == "synthetic":
         gold = {name: synthetic.gold_reward(texts, output["completions"]) for name, output in outputs.items()}
     scores = gold or {name: output["scores"] for name, output in outputs.items()}
     rows = _rows(outputs, gold, opponent_scores={label: scores["SFT"]})
@@ -56,15 +56,14 @@ def after_pipeline(config: Pipeline) -> dict[str, Any]:
     ]
     gain, error = evaluate.paired_difference(scores[label], scores["SFT"])
     if multihost.is_main():
-        source = "held-out prompts" if held_out else "training prompts (there is no evaluation split)"
+        source = "held-out prompts" if stage.eval_sets else "training prompts (there is no evaluation split)"
         print()
-        evaluate.print_comparison(rows, samples, title=f"{limit} {source}, temperature {stage_config.temperature}")
+        evaluate.print_comparison(rows, samples, title=f"{limit} {source}, temperature {config.temperature}")
         by = "gold reward" if gold else "reward-model score"
         print(f"{label} - SFT in {by}, mean over prompts: {gain:+.3f} ± {error:.3f}")
-        # In the folder of its stage, since PPO and RLOO may share a pipeline's folder.
-        path = os.path.join(folder, "comparison.json")
+        path = os.path.join(config.run_dir, "comparison.json")  # with the policy of this stage
         evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
-        print(f"written: {path}; the policy: {os.path.join(folder, 'policy')}")
+        print(f"written: {path}; the policy: {os.path.join(config.run_dir, 'policy')}")
     return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}
 
 

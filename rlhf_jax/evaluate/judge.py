@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards.interface import RewardFailure, TrainerState, function_name, show_row, shown
+from rlhf_jax.rewards.interface import RewardFailure, TrainerState, describe_row, function_name, quoted
 from rlhf_jax.rewards.python_functions import HostRewards
 from rlhf_jax.rewards.server import FIRST_BACKOFF, LONGEST_BACKOFF, Server
 from rlhf_jax.utils.text import parse_json
@@ -184,7 +184,7 @@ class RemoteJudge(Server):
         result = JudgeResult.empty(len(prompts))
         slots = asyncio.Semaphore(self._concurrency)
         self._consecutive_failures = 0
-        descriptions = [show_row(row, prompts, answers) for row in range(len(prompts))]
+        descriptions = [describe_row(row, prompts, answers) for row in range(len(prompts))]
 
         async def ask(row: int, order: int) -> None:
             pair = (answers[row], others[row]) if order == 0 else (others[row], answers[row])
@@ -202,7 +202,7 @@ class RemoteJudge(Server):
                 return
             result.unparsable += 1
             if result.unparsable == 1:
-                result.problems.append(f"no verdict in {shown(reply)}")
+                result.problems.append(f"no verdict in {quoted(reply)}")
 
         tasks = [asyncio.ensure_future(ask(row, order)) for row in range(len(prompts)) for order in (0, 1)]
         try:
@@ -215,7 +215,7 @@ class RemoteJudge(Server):
 
     def _count_unanswered(self, result: JudgeResult, error: JudgeFailure) -> None:
         """Counts a question without a reply; raises if the error is permanent or there were too many."""
-        if not error.passing:
+        if not error.transient:
             raise error
         result.unanswered += 1
         if result.unanswered == 1:
@@ -232,17 +232,17 @@ class RemoteJudge(Server):
         request = {**self._options, "model": self._model, "messages": [{"role": "user", "content": question}]}
         total_timeout = (self._retries + 1) * (self._timeout + LONGEST_BACKOFF + FIRST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + total_timeout
-        response = await self._ask(json.dumps(request).encode(), deadline, [], description)
+        response = await self._post(json.dumps(request).encode(), deadline, [], description)
         try:
             reply = parse_json(response.body)["choices"][0]["message"]["content"]
             reply = "" if reply is None else reply  # a content filter returns null: no verdict
         except (ValueError, KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            body = shown(self._redacted(response.body.decode(errors="replace")))
+            body = quoted(self._redact(response.body.decode(errors="replace")))
             expected = 'a chat completion, {"choices": [{"message": {"content": "..."}}]}'
-            raise self._failure(f"status {response.status}, but not {expected}: {body}. {description}", passing=True)
-        return self._redacted(reply)
+            raise self._failure(f"status {response.status}, but not {expected}: {body}. {description}", transient=True)
+        return self._redact(reply)
 
 
 def _run(coroutine: Coroutine) -> Any:
@@ -291,7 +291,7 @@ class FunctionJudge:
                         allowed = "0 (the first is better), 1 (the second), 0.5 (a tie), or None or -1 for no verdict"
                         raise JudgeFailure(
                             f"judge {self.name} returned {value:g} for a pair; it must be {allowed}. "
-                            f"{show_row(row, prompts, pairs)}"
+                            f"{describe_row(row, prompts, pairs)}"
                         )
         except RewardFailure as error:
             raise JudgeFailure(str(error).replace("reward function", "judge", 1)) from error

@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rlhf_jax.config import command_line
-from rlhf_jax.config import files as config_files
-from rlhf_jax.config.validation import RANGES
+from rlhf_jax.config import command_line, validation
+from rlhf_jax.config.dataclasses import Seed, TopP
+from rlhf_jax.config.values import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    field_types,
+    nearest,
+    value_from_words,
+)
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import has_password
 
@@ -56,13 +66,13 @@ class EvaluateConfig:
     """Hub revision of the data set."""
     split: str = "validation"
     """Split of data."""
-    max_eval_samples: int | None = None
+    max_eval_samples: PositiveInt | None = None
     """Maximum number of prompts (and pairs); default: the run's, or 256."""
     prompt_column: str | None = None
     """Column with the prompt."""
     completion_column: str = "completion"
     """Column with the reference answer."""
-    query_length: int | None = None
+    query_length: PositiveInt | None = None
     """Maximum prompt length in tokens."""
     query_overflow: Literal["truncate", "drop"] | None = None
     """Longer prompts: truncate the post by paragraphs, or drop the row."""
@@ -72,23 +82,23 @@ class EvaluateConfig:
     """Arguments for the tokenizer's chat template, if prompts are conversations."""
 
     # --- responses
-    num_generations: int | None = None
+    num_generations: PositiveInt | None = None
     """Responses to each prompt; default: the largest best_of_n, or 1. Win rates and ROUGE use the first."""
-    response_length: int | None = None
+    response_length: PositiveInt | None = None
     """Maximum response length in tokens."""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """Sampling temperature; 0: greedy decoding, without KL."""
-    top_k: int | None = None
+    top_k: NonNegativeInt | None = None
     """Sample from the k most likely tokens; 0: all."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample from the smallest set of most likely tokens with this probability (nucleus); 1: all."""
-    min_p: float | None = None
+    min_p: Fraction | None = None
     """Exclude tokens with a probability below this share of the most likely token's."""
-    repetition_penalty: float | None = None
+    repetition_penalty: PositiveFloat | None = None
     """Divide (multiply) positive (negative) logits of tokens that occurred; 1: off."""
-    seed: int = 42
+    seed: Seed = 42
     """Seed of responses and bootstrap resamples."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Responses generated and scored at a time, over all devices; does not change the results."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision."""
@@ -108,7 +118,7 @@ class EvaluateConfig:
     """Reward functions, 'module:function' or 'file.py:function'."""
     reward_weights: tuple[float, ...] | None = None
     """Weights of the rewards in the score, in the order models, functions, server; default: 1 each."""
-    reward_timeout: float | None = None
+    reward_timeout: PositiveFloat | None = None
     """Timeout in seconds for a call of a Python reward or judge function."""
     reward_server: str | None = None
     """URL of a reward server; its other options are those of the run."""
@@ -128,11 +138,11 @@ class EvaluateConfig:
     """File with the judge's prompt: {prompt}, {answer_a}, {answer_b}; replies need [[A]], [[B]] or [[C]] (tie)."""
     judge_kwargs: dict[str, Any] | None = None
     """Further request fields; default: temperature 0, max_tokens 512. null removes a field."""
-    judge_timeout: float = 60.0
+    judge_timeout: PositiveFloat = 60.0
     """Timeout in seconds for a request to the judge."""
-    judge_retries: int = 5
+    judge_retries: NonNegativeInt = 5
     """Retries after a connection error, a timeout, status 429 or 5xx."""
-    judge_concurrency: int = 8
+    judge_concurrency: PositiveInt = 8
     """Concurrent requests to the judge."""
 
     # --- statistics
@@ -140,7 +150,7 @@ class EvaluateConfig:
     """ROUGE of the answers against the reference answers (needs the extra rouge)."""
     best_of_n: tuple[int, ...] = ()
     """Values of n for the expected reward of the best of n responses, as 1,2,4,8."""
-    bootstrap_resamples: int = 2000
+    bootstrap_resamples: Annotated[int, Range("at least 100", lambda v: v >= 100)] = 2000
     """Bootstrap resamples for 95 % intervals."""
 
     # --- the reward model on pairs
@@ -152,15 +162,15 @@ class EvaluateConfig:
     """Column with the preferred completion."""
     rejected_column: str | None = None
     """Column with the other completion."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Maximum length of prompt + completion; longer pairs are dropped. Default for pairs: the model's context."""
-    calibration_bins: int = 10
+    calibration_bins: PositiveInt = 10
     """Confidence bins from 0.5 to 1 for the expected calibration error."""
 
     # --- output
     output_dir: str | None = None
     """Folder of evaluation.json and samples.jsonl; default: RUN_DIR/evaluation, or runs/evaluation."""
-    num_completions_to_print: int | None = 3
+    num_completions_to_print: NonNegativeInt | None = 3
     """Prompts printed with answers side by side; None: all. samples.jsonl has all."""
 
 
@@ -174,19 +184,17 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
     if not flags or any(name in ("help", "h") for name, _ in flags):
         command_line.print_help(EvaluateConfig(), PROG)
         raise SystemExit(0 if flags else 2)
-    hints, values = config_files.field_types(EvaluateConfig), {}
+    hints, values = field_types(EvaluateConfig), {}
     for flag, words in flags:
         name = ALIASES.get(flag, flag)
         if name != flag:
             print(f"note: --{flag} is --{name} here.", file=sys.stderr)
-        positive = name.removeprefix("no_")
-        if name not in hints and hints.get(positive) is bool and not words:
-            name, words = positive, ["false"]
+        name, words = command_line.positive(name, words, hints)
         if name not in hints:
-            hint = config_files.nearest(flag, [*hints, *ALIASES])
+            hint = nearest(flag, [*hints, *ALIASES])
             raise UserError(f"unknown option --{flag}.{hint} (--help lists all.)")
         no_opponents = name == "against" and [word.lower() for word in words] == ["none"]
-        values[name] = () if no_opponents else config_files.value_from_words(f"--{name}", hints[name], words)
+        values[name] = () if no_opponents else value_from_words(f"--{name}", hints[name], words)
     config = EvaluateConfig(**values)
     check(config)
     return config
@@ -198,26 +206,10 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("\n".join(problems))
 
 
-_RANGES = {
-    "temperature": ("at least 0", lambda v: v >= 0),
-    "num_completions_to_print": ("at least 0", lambda v: v >= 0),
-    "num_generations": ("at least 1", lambda v: v >= 1),
-    "bootstrap_resamples": ("at least 100", lambda v: v >= 100),
-    "calibration_bins": ("at least 1", lambda v: v >= 1),
-    "judge_timeout": ("above 0", lambda v: v > 0),
-    "judge_retries": ("at least 0", lambda v: v >= 0),
-    "judge_concurrency": ("at least 1", lambda v: v >= 1),
-}
-
-
 def _problems(config: EvaluateConfig) -> Iterator[str]:
+    yield from validation.out_of_range(config)
     for name, value in vars(config).items():
-        rule = _RANGES.get(name) or RANGES.get(name)
-        if rule is not None and value is not None and not rule[1](value):
-            yield f"{name} is {value}; it must be {rule[0]}."
-        elif type(value) is int and abs(value) >= 2**31 and name != "seed":
-            yield f"{name} is {value}; it must be below 2^31."
-        elif isinstance(value, str) and has_password(value):
+        if isinstance(value, str) and has_password(value):
             yield f"{name} is a URL with a user name or a password, and evaluation.json would contain it. Remove it."
     if config.run_dir is None and config.model is None and config.pairs is None:
         yield "nothing to evaluate: set --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path --pairs."

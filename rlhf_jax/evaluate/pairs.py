@@ -20,7 +20,7 @@ from rlhf_jax.metrics.calibration import calibration
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import base
+from rlhf_jax.stages import context
 
 
 class PairEvaluation:
@@ -37,12 +37,12 @@ class PairEvaluation:
         path, revision = reward_config.model_name_or_path, reward_config.model_revision
         self.model = hf.load_model(path, revision=revision).on(weights.mesh)
         if config.pairs is not None and config.max_length is None:
-            context = self.model.config.max_position_embeddings
-            reward_config = dataclasses.replace(reward_config, max_length=context)
+            max_length = self.model.config.max_position_embeddings
+            reward_config = dataclasses.replace(reward_config, max_length=max_length)
         self.reward_config, self.weights = reward_config, weights
         self.bins, self.batch_size = config.calibration_bins, config.batch_size
-        base.check_context(self.model, reward_config.max_length, "--max_length", path)
-        tokenizer = base.open_tokenizer(reward_config, path, self.model.config.vocab_size)
+        context.check_context(self.model, reward_config.max_length, "--max_length", path)
+        tokenizer = context.open_tokenizer(reward_config, path, self.model.config.vocab_size)
         if config.pairs is None:
             sets = data.load_eval_pairs(reward_config, tokenizer)
             if not sets:

@@ -21,7 +21,7 @@ from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.stages import base
+from rlhf_jax.stages import context
 from rlhf_jax.utils.strict_json import json_text
 
 
@@ -67,7 +67,7 @@ class PolicyEvaluation:
 
     def _check_context(self, model: Any, path: str) -> None:
         tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
-        base.check_context(model, tokens, "--query_length + --response_length", path)
+        context.check_context(model, tokens, "--query_length + --response_length", path)
 
     def _load_prompts(self, tokenizer: data.Tokenizer) -> data.PromptData:
         prompts_config = self.plan.prompts
@@ -210,8 +210,8 @@ class PolicyEvaluation:
     def _reference_answers(self, log: Callable[[str], None]) -> Answers:
         """The reference answers, truncated to the context of the models that read them."""
         models = [self.policy.model, *(reward.model for reward in (self.scorer.models if self.scorer else ()))]
-        context = min(model.config.max_position_embeddings for model in models)
-        max_tokens = context - self.plan.prompts.query_length
+        max_context = min(model.config.max_position_embeddings for model in models)
+        max_tokens = max_context - self.plan.prompts.query_length
         answers, truncated = reference_answers(
             self.references,
             self.source,
@@ -228,7 +228,8 @@ class PolicyEvaluation:
     def _add_metrics(self, all_answers: list[Answers], log: Callable[[str], None]) -> None:
         """Adds rewards, the built-in task's gold reward, and ROUGE."""
         if self.scorer is not None:
-            self.scorer.load_weights(self.weights)
+            models = self.scorer.models
+            self.scorer.set_params([self.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
             try:
                 for answers in all_answers:
                     add_scores(answers, self.scorer, self.source, self.weights.mesh)
