@@ -112,7 +112,9 @@ def make(folder, config, updates=40, total=None, seed=0, sample_rows=12, finishe
     os.makedirs(folder)
     (pathlib.Path(folder) / "config.json").write_text(json_text({"stage": algorithm, **saved_options(config)}))
     if recipe is not None:
-        run.write_recipe(recipe, saved_options(dataclasses.replace(config, kl_coef=0.05) if algorithm == "ppo" else config))
+        run.write_recipe(
+            recipe, saved_options(dataclasses.replace(config, kl_coef=0.05) if algorithm == "ppo" else config)
+        )
     lines(run.metrics, [policy_metrics(step, total, seed, algorithm) for step in range(1, updates + 1)])
     lines(run.timings, [timings(step, seed) for step in range(1, updates + 1)])
     for step in range(max(updates // 5, 1), updates + 1, max(updates // 5, 1)):
