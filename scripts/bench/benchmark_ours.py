@@ -34,8 +34,8 @@ from jax.errors import JaxRuntimeError
 
 from rlhf_jax.algorithms import actor_critic, microbatch, rloo
 from rlhf_jax.config import STAGES as CONFIGS
-from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config import validation, values
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
@@ -227,9 +227,9 @@ def bandwidth() -> float:
 
 def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
     """All measurements of this process."""
-    compiling = compile_cache.Clock()
+    compiling = compile_cache.CompileTimer()
     config = config_of(case, work, micro, str(work / f"run-{name}"))
-    batch_sizes.check(config_files.checked_types(config))
+    validation.check(values.checked_types(config))
     began = time.perf_counter()
     stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}

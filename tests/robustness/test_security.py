@@ -274,7 +274,7 @@ def test_a_token_is_redacted_as_a_server_may_quote_it(monkeypatch):
 
 def test_a_token_in_the_clear_to_another_machine_is_warned_of(monkeypatch):
     monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
-    with pytest.warns(UserWarning, match="token of reward server http://far.example/score goes .* in the clear"):
+    with pytest.warns(UserWarning, match="token of reward server http://far.example/score is sent .* unencrypted"):
         RemoteReward("http://far.example/score")
     monkeypatch.setenv("OTHER", "")
     with warnings.catch_warnings():

@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.config import batch_sizes
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import batch_sizes, validation, values
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
 
@@ -85,7 +84,7 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
 
     case = CASES[algo]
     ours = benchmark_ours.config_of(case, tmp_path, micro, str(tmp_path / "run"))
-    batch_sizes.check(config_files.checked_types(ours))
+    validation.check(values.checked_types(ours))
     options = benchmark_case.trl_options(case, str(tmp_path), micro)
     theirs = {"ppo": PPOConfig, "rloo": RLOOConfig}[algo](**options)
     for name in (*benchmark_case.SAME, *benchmark_case.OWN[algo]):
