@@ -18,6 +18,9 @@ from rlhf_jax import configfile
 from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.xla_flags import quick_flags  # noqa: E402
+
 UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or the rest of several processes, is said to hang
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
@@ -119,7 +122,7 @@ class Leg:
         env |= {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "JAX_NUM_CPU_DEVICES": str(devices)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         if short:
-            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+            env["XLA_FLAGS"] = quick_flags()
         address = f"127.0.0.1:{free_port()}"
         self.began, self.processes, self.reader = time.monotonic(), [], None
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+from tests.xla_flags import quick_flags
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-"""Flags of XLA for programs that run once, as those of most tests: making them fast takes longer than all else."""
+QUICK = quick_flags()
 
 
 def child(module: str, *arguments, devices: int, optimized: bool = False, **env) -> subprocess.Popen:

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import get_scheduler
 
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.trainers import common
+from tests.optional import optional
+
+torch = optional("torch")
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-import torch
 
 from rlhf_jax import models
 from rlhf_jax.data import synthetic
 from rlhf_jax.models import hf
 from tests.children import QUICK
 from tests.hub import Hub
+from tests.optional import optional
 
+torch = optional("torch")
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
 REWARD = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
 POSTS = "trl-lib/tldr"

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,7 +18,9 @@ from rlhf_jax.stages.base import Stage
 from rlhf_jax.stages.weights import PlannedWeights, Weights
 from rlhf_jax.types import UserError
 from tests.models_common import distance, padded_rows
+from tests.optional import optional
 
+torch = optional("torch")
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FORM = lora.Lora(r=3, alpha=6, dropout=0.0, targets=LINEARS[::2])
 

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models import hf
 from rlhf_jax.trainers import forward, rloo
 from rlhf_jax.types import Rollout, TrainState
 from tests.models_common import PAD, distance, reference, reference_inputs
+from tests.optional import optional
 
+torch = optional("torch")
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3
 PROMPTS = np.array([9, 1, 5, 3])
