@@ -22,15 +22,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "callbacks",
+    "Callback": "runtime.callbacks",
     "PPOConfig": "config",
     "Pipeline": "config",
     "RLOOConfig": "config",
     "RewardConfig": "config",
     "SFTConfig": "config",
-    "UserError": "types",
-    "jax_reward": "rewards",
-    "load_policy": "policy",
+    "UserError": "errors",
+    "jax_reward": "rewards.interface",
+    "load_policy": "inference",
     "run": "train",
 }
 

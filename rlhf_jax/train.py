@@ -15,34 +15,34 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import (
-    arithmetic,
-    command,
-    compare,
-    compile_cache,
-    configfile,
-    determinism,
-    differences,
-    distributed,
-    folder,
-    footprint,
-    memory,
-    metrics,
-    model_card,
-    plan,
-    terminal,
-    text,
-    trackers,
-    upload,
+from rlhf_jax.config import (
+    Config,
+    Pipeline,
+    PolicyConfig,
+    StageConfig,
+    batch_sizes,
+    command_line,
+    diff,
+    resolve,
+    stage_name,
+    stages_of,
 )
-from rlhf_jax.callbacks import Callback, Control
-from rlhf_jax.checkpoint import Checkpoints
-from rlhf_jax.config import Config, Pipeline, PolicyConfig, StageConfig, resolve, stage_name, stages_of
-from rlhf_jax.loop import Loop, say, warn
+from rlhf_jax.config import files as config_files
+from rlhf_jax.dry_run import memory as dry_run_memory
+from rlhf_jax.dry_run import report
+from rlhf_jax.errors import UserError
+from rlhf_jax.evaluate import compare
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.parallel import multihost
+from rlhf_jax.runtime import compile_cache, determinism, hub_upload, model_card, out_of_memory, progress, trackers
+from rlhf_jax.runtime import run_folder as run_folders
+from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.checkpoint import Checkpoints
+from rlhf_jax.runtime.loop import Loop, say, warn
+from rlhf_jax.runtime.monitor import Watch
+from rlhf_jax.runtime.stopping import CONTINUES, Stopped, Stops
 from rlhf_jax.stages import STAGES
-from rlhf_jax.stops import CONTINUES, Stopped, Stops
-from rlhf_jax.types import UserError
-from rlhf_jax.watch import Watch
+from rlhf_jax.utils import text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Result:
     """
 
     run_dir: str
-    metrics: dict[str, float]
+    metrics_logger: dict[str, float]
     paths: dict[str, str]
     stages: dict[str, Result] = dataclasses.field(default_factory=dict)
 
@@ -68,33 +68,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.never_fail_to_print()
     began = time.monotonic()
     try:
-        config, recipe = command.parse_recipe(sys.argv[1:] if argv is None else argv)
+        config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
         compile_cache.switch_on()
         if config.deterministic:
             determinism.switch_on()
-        distributed.initialize(config.distributed, config.num_processes, config.process_id)
+        multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
-        if not config.dry_run and distributed.is_main():
-            print("\n".join(terminal.summary(config, result, time.monotonic() - began)), flush=True)
+        if not config.dry_run and multihost.is_main():
+            print("\n".join(progress.summary(config, result, time.monotonic() - began)), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        distributed.close(str(error))
+        multihost.close(str(error))
         return error.status
     except Stopped as stopped:
         print(stopped, file=sys.stderr, flush=True)
         # Asked together, they end together; asked alone, before there was anything to save, one tells the others.
-        distributed.close(None if stopped.together else str(stopped))
+        multihost.close(None if stopped.together else str(stopped))
         return stopped.status
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
-        distributed.close("interrupted")
+        multihost.close("interrupted")
         return 130
     except Exception as error:
-        if distributed.lost():
+        if multihost.lost():
             return 1  # the watch has said who is gone, which is all there is to say
-        distributed.close(distributed.explained(error))
+        multihost.close(multihost.explained(error))
         raise
-    distributed.close()
+    multihost.close()
     return 0
 
 
@@ -106,7 +106,7 @@ def run(
     reward_funcs: Callable | Iterable[Callable] | None = None,
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
-    recipe: command.Recipe | None = None,
+    recipe: command_line.Recipe | None = None,
 ) -> Result:
     """Runs a stage, or those of a pipeline, with objects in place of paths where they are given.
 
@@ -128,14 +128,14 @@ def run(
       Stopped: a signal or max_minutes ended it; the same call continues. Signals are heard where the main thread calls.
     """
     began = time.monotonic()
-    config = configfile.checked_types(config)
-    arithmetic.check(config)
-    arithmetic.check_devices_of(config, devices(config))
+    config = config_files.checked_types(config)
+    batch_sizes.check(config)
+    batch_sizes.check_devices_of(config, devices(config))
     for stage in stages_of(config).values():
-        distributed.from_first(lambda to=stage.report_to: trackers.wanted(to))
+        multihost.from_first(lambda to=stage.report_to: trackers.wanted(to))
     if not config.dry_run:
         for stage in stages_of(resolve(config)).values():
-            distributed.from_first(lambda of=stage: upload.repository(of))
+            multihost.from_first(lambda of=stage: hub_upload.repository(of))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if callable(reward_funcs):
         reward_funcs = [reward_funcs]
@@ -163,7 +163,7 @@ def devices(config: Config) -> int:
         return jax.device_count()
     if not config.dry_run:
         raise UserError(f"--topology {config.topology} is for --dry_run: those TPUs are not there to train on")
-    return len(footprint.topology_devices(config.topology))
+    return len(dry_run_memory.topology_devices(config.topology))
 
 
 def run_pipeline(
@@ -172,13 +172,13 @@ def run_pipeline(
     *,
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
-    recipe: command.Recipe | None = None,
+    recipe: command_line.Recipe | None = None,
 ) -> Result:
     """Its stages, each in its folder; a finished one is not run again. Ends with a comparison of the policies."""
     config = resolve(config)
     results = {}
     for name, stage in stages_of(config).items():
-        if distributed.is_main():
+        if multihost.is_main():
             print(f"== {name} -> {stage.run_dir}", flush=True)
         results[name] = run_stage(stage, stops, {}, optimizer, tuple(callbacks), recipe)
     if not config.dry_run:
@@ -193,36 +193,36 @@ def run_stage(
     objects: dict[str, Any],
     optimizer: Any,
     callbacks: tuple[Callback, ...],
-    recipe: command.Recipe | None,
+    recipe: command_line.Recipe | None,
 ) -> Result:
     """One stage from start to end."""
     name = stage_name(config)
     options = kept(config)
     if config.dry_run:
-        plan.show(config, say)  # all of them: who only waits for the first gives up after a minute
+        report.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
     # Micro-batches that show in the numbers may not change; those that do not, may.
-    same = () if config.micro_batches_show else differences.ROUNDING
-    whose = (config.run_dir, options, config.resume, (*differences.MAY_DIFFER, *same), config.override_resume)
-    finished = distributed.from_first(lambda: folder.check(*whose))
+    same = () if config.micro_batches_show else diff.ROUNDING
+    whose = (config.run_dir, options, config.resume, (*diff.MAY_DIFFER, *same), config.override_resume)
+    finished = multihost.from_first(lambda: run_folders.check(*whose))
     if finished is not None:
         say(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
         return Result(config.run_dir, finished["metrics"], finished["paths"])
-    for line in distributed.from_first(lambda: folder.changes(config.run_dir, options)):
+    for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         say(f"{name}: changed since the run began: {line}")
 
     # --- data and models, then the folder: a run that cannot start leaves nothing behind
-    with memory.explained(config, lambda: "loading"):
+    with out_of_memory.explained(config, lambda: "loading"):
         stage = STAGES[name](config, **objects, optimizer=optimizer)
-    warnings = arithmetic.check_rows(config, stage.rows)
+    warnings = batch_sizes.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # too few rows are refused here
-    inputs = distributed.from_first(stage.inputs)
-    run_folder = folder.RunFolder.open(*whose, inputs)
+    inputs = multihost.from_first(stage.inputs)
+    run_folder = run_folders.RunFolder.open(*whose, inputs)
     callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
     try:
         if recipe is not None and name in (of_recipe := stages_of(recipe.config)):
             run_folder.write_recipe(recipe.name, kept(of_recipe[name]))
-        for line in (*stage.report, *arithmetic.batch_lines(stage.config, stage.rows), *warnings):
+        for line in (*stage.report, *batch_sizes.batch_lines(stage.config, stage.rows), *warnings):
             say(f"{name}: {line}")
         return run_in(run_folder, stage, stops, options, callbacks)
     finally:
@@ -234,8 +234,8 @@ def run_stage(
 
 def kept(config: StageConfig) -> dict[str, Any]:
     """The options of a stage that its folder keeps."""
-    options = json.loads(configfile.to_json(config))
-    return {option: value for option, value in options.items() if option not in differences.NOT_KEPT}
+    options = json.loads(config_files.to_json(config))
+    return {option: value for option, value in options.items() if option not in diff.NOT_KEPT}
 
 
 def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: tuple[Callback, ...]) -> Result:
@@ -254,7 +254,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
     watch = Watch(stage, run_folder)
     state = watch.resumed(state)
     control = Control()
-    logger = metrics.MetricLogger(
+    logger = metrics_logger.MetricLogger(
         run_folder.path,
         config.report_to,
         config.logging_steps,
@@ -271,7 +271,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         callback.on_train_begin(stage, control)
     loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops, watch)
     try:
-        with terminal.Panel(stage, logger, lambda: (loop.step, loop.doing)):
+        with progress.Panel(stage, logger, lambda: (loop.step, loop.doing)):
             end = start
             if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
                 state, end = loop.train(state, due)
@@ -288,7 +288,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
             found = stage.final_metrics(state)
     except BaseException as error:
         if not (isinstance(error, Stopped) and error.together):
-            distributed.leave(error)
+            multihost.leave(error)
         raise
     finally:
         stops.loop(False)
@@ -296,16 +296,16 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
             logger.close()
         finally:
             checkpoints.close()
-    lines = distributed.from_first(lambda: metrics.read_metrics(run_folder.metrics))
+    lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
     final = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **found}
-    if distributed.is_main():
+    if multihost.is_main():
         curves = {of: [line[of] for line in lines if of in line] for of in stage.progress}
         for path in paths.values():
             model_card.write_model_card(path, name, options, final, base_model=stage.base_model, curves=curves)
     run_folder.finish(end, metrics=final, paths=paths)
-    if distributed.is_main() and config.push_to_hub:
+    if multihost.is_main() and config.push_to_hub:
         push(config, paths)
-    distributed.agree()  # the next stage reads what the first process has written
+    multihost.agree()  # the next stage reads what the first process has written
     for callback in callbacks:
         callback.on_train_end(stage, paths)
     return Result(config.run_dir, final, paths)
@@ -314,11 +314,11 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
 def push(config: StageConfig, paths: dict[str, str]) -> None:
     """Uploads the model that the stage is about; of adapters the merged one where there is one."""
     try:
-        name = upload.repository(config)
+        name = hub_upload.repository(config)
     except UserError as error:  # what was known at the start may have changed since
         return warn(str(error))
     folder = next(paths[of] for of in ("policy", "reward_model") if of in paths)
-    if url := upload.push(config, name, folder, warn):
+    if url := hub_upload.push(config, name, folder, warn):
         say(f"{stage_name(config)}: uploaded {folder} to {url}")
 
 
@@ -333,7 +333,7 @@ def check_room(checkpoints: Checkpoints, stage) -> None:
                 f"{free / 2**20:,.0f} MiB are free there. Free some space, or give another --run_dir"
             )
 
-    distributed.from_first(look)
+    multihost.from_first(look)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pytrees that travel between the rooms, and the error that speaks to a user.
+"""The pytrees that travel between the rooms.
 
 Shape letters everywhere: B batch, C context (padded prompt), T response, S = C + T, L layers, D width, V vocabulary.
 """
@@ -11,23 +11,9 @@ import flax
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import text
-
 Array = jax.Array
 Params = dict[str, Any]
 Metrics = dict[str, Array]
-
-
-class UserError(ValueError):
-    """Something the user gave is wrong: an option, a file, a row, a tensor. Says which one, and what to do.
-
-    Its text is safe to show: see `text.message`.
-    """
-
-    status = 2  # the command's exit code
-
-    def __init__(self, *args: Any):
-        super().__init__(*(text.message(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 @flax.struct.dataclass

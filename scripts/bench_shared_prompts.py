@@ -21,8 +21,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from rlhf_jax import RLOOConfig, data, metrics
-from rlhf_jax.models import hf
+from rlhf_jax import RLOOConfig, data
+from rlhf_jax.metrics import logger
+from rlhf_jax.models.io import hf
 from rlhf_jax.stages import RLOOStage, base
 
 
@@ -86,7 +87,7 @@ def main() -> None:
         state = stage.state
         for step in range(args.updates):
             state, _, _ = stage.train_step(state, step)
-        print(json.dumps({"peak": metrics.peak_memory()["memory/peak_rss_mib"]}))
+        print(json.dumps({"peak": logger.peak_memory()["memory/peak_rss_mib"]}))
         return
     with tempfile.TemporaryDirectory() as folder:
         reward_model = make_reward_model(args, folder)

@@ -42,11 +42,12 @@ import jax
 from benchmark_case import PHASES, Case, available_cores
 from benchmark_report import SYSTEMS, below, busy, keep, machine, phase_table, ratios, report, spread, stored
 
-from rlhf_jax import UserError, data, metrics, models
+from rlhf_jax import UserError, data, models
 from rlhf_jax.data import synthetic
-from rlhf_jax.folder import write_atomically
-from rlhf_jax.models import hf
-from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.metrics import logger
+from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.models.io import hf
+from rlhf_jax.runtime.run_folder import write_atomically
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 2048
@@ -314,7 +315,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
         whole = {"case": case.name, "options": vars(case), **about, "pairs": pairs, "phases": table}
         whole |= {"prompt_tokens": lengths, "ratios": each, "ratio": found}
         whole["forward_flops"] = benchmark_work.both_counts(model, case.batch, case.query_length + case.response_length)
-        write_atomically(str(args.json), metrics.json_text(whole, indent=2) + "\n")
+        write_atomically(str(args.json), logger.json_text(whole, indent=2) + "\n")
     if args.check:
         problems = below(stored(args.baseline), case, found)
         print("\n".join(problems) or "no ratio is below its bound")

@@ -32,12 +32,16 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax import arithmetic, compile_cache, configfile, folder, loop, metrics, stops, watch
-from rlhf_jax.callbacks import Callback, Control
+from rlhf_jax.algorithms import actor_critic, microbatch, rloo
 from rlhf_jax.config import STAGES as CONFIGS
+from rlhf_jax.config import batch_sizes
+from rlhf_jax.config import files as config_files
 from rlhf_jax.generate import in_chunks
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.runtime import compile_cache, loop, monitor, stopping
+from rlhf_jax.runtime import run_folder as run_folders
+from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.stages import STAGES
-from rlhf_jax.trainers import common, forward, rloo
 
 REPEATS = 3
 
@@ -73,11 +77,11 @@ class NoCheckpoints:
 
 
 def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
-    """All updates by `rlhf_jax.loop`, as every run: (state, its clocks an update, peak memory)."""
+    """All updates by `rlhf_jax.runtime.loop`, as every run: (state, its clocks an update, peak memory)."""
     config = stage.config
-    run_folder = folder.RunFolder.open(config.run_dir, json.loads(configfile.to_json(config)), config.resume)
+    run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
     peak, control = Peak(), Control()
-    logger = metrics.MetricLogger(
+    logger = metrics_logger.MetricLogger(
         run_folder.path,
         config.report_to,
         config.logging_steps,
@@ -85,10 +89,10 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:
-        watched = watch.Watch(stage, run_folder)
-        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stops.Stops(), watched)
+        watched = monitor.Watch(stage, run_folder)
+        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stopping.Stops(), watched)
         state, _ = run.train(stage.state, {})
-    return state, metrics.read_metrics(run_folder.timings), peak.found
+    return state, metrics_logger.read_metrics(run_folder.timings), peak.found
 
 
 def loop_phases(line: dict[str, float]) -> dict[str, float]:
@@ -123,19 +127,19 @@ def alone(stage, name: str) -> Callable:
         tokens, mask = rows
         t = c.response_length
         model = nets.value if name == "value" else nets.ref
-        hidden = forward.response_hidden(model, params, tokens, mask, t, c)
+        hidden = actor_critic.response_hidden(model, params, tokens, mask, t, c)
         if name == "value":
             return model.scalars(params, hidden)
-        return forward.response_logprobs(model, params, hidden, tokens[:, -t:], c.temperature)[0]
+        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -t:], c.temperature)[0]
 
     def run(params, rollout, experience):
         if stage.name == "ppo":
-            rows, at_once = forward.full_sequence(rollout), c.rollout_batch_size
+            rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
             return in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
         rows = experience if stage.shared_prompts else rloo.apart(experience)
         groups, size = rows.lengths.shape
-        at_once = common.groups_at_once(c.rollout_batch_size, size, groups)
-        return in_chunks(lambda part: forward.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
+        at_once = microbatch.groups_at_once(c.rollout_batch_size, size, groups)
+        return in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
 
     return jax.jit(run)
 
@@ -226,7 +230,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
     """Everything this process has to tell."""
     compiling = compile_cache.Clock()
     config = config_of(case, work, micro, str(work / f"run-{pair}"))
-    arithmetic.check(configfile.checked_types(config))
+    batch_sizes.check(config_files.checked_types(config))
     began = time.perf_counter()
     stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}

@@ -13,8 +13,9 @@ from typing import Any
 import benchmark_work
 from benchmark_case import LOOP, Case, available_cores
 
-from rlhf_jax import UserError, metrics
-from rlhf_jax.folder import write_atomically
+from rlhf_jax import UserError
+from rlhf_jax.metrics import logger
+from rlhf_jax.runtime.run_folder import write_atomically
 
 SYSTEMS = ("ours", "trl")
 SLACK = 0.6
@@ -164,4 +165,4 @@ def keep(path: Path, case: Case, found: dict[str, dict[str, float]], about: dict
     names = ("speed", "memory")
     entry = {"bounds": {name: round(SLACK * found[name]["low"], 3) for name in names}}
     entry |= {"measured": {name: found[name] for name in names}, **about}
-    write_atomically(str(path), metrics.json_text({**stored(path), case.name: entry}, indent=2) + "\n")
+    write_atomically(str(path), logger.json_text({**stored(path), case.name: entry}, indent=2) + "\n")

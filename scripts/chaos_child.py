@@ -90,8 +90,8 @@ def watch(reporter: Reporter) -> None:
     """Puts the reporter between the loop and what it calls."""
     from jax._src import compiler
 
-    from rlhf_jax import folder
-    from rlhf_jax.checkpoint import Checkpoints
+    from rlhf_jax.runtime import run_folder
+    from rlhf_jax.runtime.checkpoint import Checkpoints
     from rlhf_jax.stages import STAGES
 
     compile_it, compiled = compiler.backend_compile_and_load, [0]
@@ -117,14 +117,14 @@ def watch(reporter: Reporter) -> None:
 
     Checkpoints.save = saving
 
-    finish = folder.RunFolder.finish
+    finish = run_folder.RunFolder.finish
 
     @functools.wraps(finish)
     def finishing(self, *arguments, **options):
         finish(self, *arguments, **options)
         reporter.tell("end", "export", 1)
 
-    folder.RunFolder.finish = finishing
+    run_folder.RunFolder.finish = finishing
     for name, stage in STAGES.items():
         STAGES[name] = functools.partial(watched, reporter, stage)
 

@@ -14,7 +14,7 @@ import time
 
 from launch_local import end_with_parent, free_port
 
-from rlhf_jax import configfile
+from rlhf_jax.config import files as config_files
 from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def configs(folder: pathlib.Path, short: bool, adapters: bool = False) -> dict[s
     """
     found = {}
     for pipeline in ("quickstart", "quickstart_rloo"):
-        for name, stage in stages_of(resolve(configfile.load_config(pipeline))).items():
+        for name, stage in stages_of(resolve(config_files.load_config(pipeline))).items():
             options = {**EVERY, **(SUPERVISED if name in ("sft", "reward") else ROLLING), "run_dir": "run"}
             if short:
                 options |= {key: value for key, value in BARE.items() if hasattr(stage, key)}
@@ -54,7 +54,7 @@ def configs(folder: pathlib.Path, short: bool, adapters: bool = False) -> dict[s
             if adapters:
                 options |= ADAPTED
             options = {key: value for key, value in options.items() if hasattr(stage, key)}
-            found[name] = configfile.to_json(dataclasses.replace(stage, **options))
+            found[name] = config_files.to_json(dataclasses.replace(stage, **options))
     return found
 
 

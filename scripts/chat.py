@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import rlhf_jax
-from rlhf_jax import compile_cache
-from rlhf_jax.text import never_fail_to_print, printable
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import compile_cache
+from rlhf_jax.utils.text import never_fail_to_print, printable
 
 HELP = "/new forgets what was said, /seed N draws otherwise, /quit ends (so does the end of the input)"
 

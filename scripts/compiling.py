@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax import footprint
+from rlhf_jax.dry_run import memory
 
 _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 _ALLOCATIONS = "after_optimizations-buffer-assignment.txt"
@@ -37,24 +37,24 @@ def _file(folder: str, end: str) -> pathlib.Path | None:
     return next(pathlib.Path(folder).glob(f"module_*.jit_*.{end}"), None)
 
 
-def whole(name: str, traced: Any, beside: int) -> footprint.Program:
+def whole(name: str, traced: Any, beside: int) -> memory.Program:
     """As `footprint.compiled`, with the text; for a CPU's devices too."""
     with tempfile.TemporaryDirectory() as folder:
-        program = footprint.compiled(name, traced, beside, _dump(folder))
+        program = memory.compiled(name, traced, beside, _dump(folder))
         if program.refused:
             return program
         file = _file(folder, "after_codegen.txt")
         return dataclasses.replace(program, text=file.read_text() if file else program.made.as_text())
 
 
-def assigned(name: str, traced: Any, beside: int) -> footprint.Program:
+def assigned(name: str, traced: Any, beside: int) -> memory.Program:
     """As `whole`, as soon as memory is assigned; its sizes are those of the assignment."""
     began, done = time.perf_counter(), []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def run() -> None:
             try:
-                done.append(footprint.compiled(name, traced, beside, _dump(folder)))
+                done.append(memory.compiled(name, traced, beside, _dump(folder)))
             except Exception as error:  # raised again below, by the thread that waits
                 done.append(error)
 
@@ -67,7 +67,7 @@ def assigned(name: str, traced: Any, beside: int) -> footprint.Program:
             return done[0]
         arguments, own = sizes(_file(folder, _ALLOCATIONS).read_text())
         text, seconds = _file(folder, _ASSIGNED).read_text(), time.perf_counter() - began
-    return footprint.Program(name, seconds, arguments, 0, own, 0, beside, traced=traced, text=text)
+    return memory.Program(name, seconds, arguments, 0, own, 0, beside, traced=traced, text=text)
 
 
 def _written(folder: str) -> bool:

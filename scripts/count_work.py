@@ -26,9 +26,9 @@ import numpy as np
 from benchmark_case import Case, our_options
 
 from rlhf_jax import UserError, data
+from rlhf_jax.algorithms import actor_critic, microbatch, ppo, rloo
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import Sampling, generate
-from rlhf_jax.trainers import common, forward, ppo, rloo
 from rlhf_jax.types import PromptBatch, Rollout, TrainState
 
 
@@ -87,9 +87,9 @@ def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, 
     options = our_options(case, benchmark.HERE, micro, "none")
     config = CONFIGS[case.algo](**{**options, "rollout_batch_size": None})
     value = model if case.algo == "ppo" else None
-    nets = forward.Networks(model, model, value)
+    nets = actor_critic.Networks(model, model, value)
     c, t, p, b = case.query_length, case.response_length, case.prompts_per_update, case.batch
-    optimizer = common.make_optimizer(config)
+    optimizer = microbatch.make_optimizer(config)
     dtype = jnp.dtype(case.dtype)
 
     def start():
@@ -129,7 +129,7 @@ def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, 
         "experience": jax.make_jaxpr(judge)(state, rollout),
         "update": jax.make_jaxpr(learn)(state, jax.eval_shape(judge, state, rollout)),
     }
-    return found, common.prompt_widths(config, c)
+    return found, microbatch.prompt_widths(config, c)
 
 
 def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[float]:

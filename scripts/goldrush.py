@@ -15,7 +15,9 @@ import pathlib
 import runpy
 import sys
 
-from rlhf_jax import UserError, compile_cache, configfile, report, train
+from rlhf_jax import UserError, report, train
+from rlhf_jax.config import files as config_files
+from rlhf_jax.runtime import compile_cache
 
 SHORT = {"max_steps": 4, "total_episodes": 512, "max_eval_samples": 64, "max_train_samples": 256, "eval_steps": 2}
 
@@ -28,13 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="a few updates of each")
     options = parser.parse_args(argv)
     compile_cache.switch_on()
-    scope = runpy.run_path(str(configfile.config_folder() / "goldrush.py"))
+    scope = runpy.run_path(str(config_files.config_folder() / "goldrush.py"))
     try:
         if unknown := [name for name in options.only if name not in scope["VARIANTS"]]:
             raise UserError(f"--only {unknown[0]}: there are {', '.join(scope['VARIANTS'])}")
         for name in options.only or scope["VARIANTS"]:
             print(f"== {name}", flush=True)
-            train.run(placed(configfile.load_config(f"goldrush.py:{name}"), scope["RUNS"], options))
+            train.run(placed(config_files.load_config(f"goldrush.py:{name}"), scope["RUNS"], options))
         policies = [str(options.folder / name) for name in scope["POLICIES"] if (options.folder / name).exists()]
         if policies:
             print("\n".join(report.write(policies, str(options.folder / "report.html"))))

@@ -26,8 +26,9 @@ import jax
 from benchmark_case import Case, available_cores
 from benchmark_report import busy, machine, peak_of
 
-from rlhf_jax import UserError, data, metrics
-from rlhf_jax.folder import write_atomically
+from rlhf_jax import UserError, data
+from rlhf_jax.metrics import logger
+from rlhf_jax.runtime.run_folder import write_atomically
 
 BASE = {"shape": "14m", "batch": 16, "query_length": 256, "response_length": 64}
 MICRO = 2
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tables = measure({name: AXES[name] for name in names}, BASE, args.cores, Path(folder))
         if args.json:
             whole = {"command": shlex.join(sys.argv), **about, "base": BASE, "micro": MICRO, "tables": tables}
-            write_atomically(str(args.json), metrics.json_text(whole, indent=2) + "\n")
+            write_atomically(str(args.json), logger.json_text(whole, indent=2) + "\n")
         if args.picture:
             draw(tables, args.picture)
         print(busy(about["machine"]) or "", end="")

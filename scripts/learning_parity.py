@@ -29,9 +29,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_jax import UserError, configfile, evaluate, metrics
+from rlhf_jax import UserError, evaluate
 from rlhf_jax.config import PolicyConfig, StageConfig, stages_of
-from rlhf_jax.folder import write_atomically
+from rlhf_jax.config import files as config_files
+from rlhf_jax.metrics import logger
+from rlhf_jax.runtime.run_folder import write_atomically
 
 SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo")
 NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO"}
@@ -66,7 +68,7 @@ class Run(NamedTuple):
 
 def quickstart(trainer: str, work: Path) -> dict[str, StageConfig]:
     """The quickstart's stages by name, with its models in WORK/start."""
-    return stages_of(dataclasses.replace(configfile.load_config(QUICKSTART[trainer]), run_dir=str(work / "start")))
+    return stages_of(dataclasses.replace(config_files.load_config(QUICKSTART[trainer]), run_dir=str(work / "start")))
 
 
 def settings(trainer: str, updates: int) -> dict[str, Any]:
@@ -123,12 +125,12 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Writes all objects or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(str(path), "".join(metrics.json_text(line) + "\n" for line in lines))
+    write_atomically(str(path), "".join(logger.json_text(line) + "\n" for line in lines))
 
 
 def finished(work: Path, run: Run) -> dict[str, Any] | None:
     """The line of a run that was finished with today's settings; None: it is to be done."""
-    now = json.loads(metrics.json_text(settings(run.trainer, run.updates)))
+    now = json.loads(logger.json_text(settings(run.trainer, run.updates)))
     lines = lines_of(work / "runs.jsonl")
     return next((line for line in lines if line["name"] == run.name and line["settings"] == now), None)
 
@@ -179,7 +181,7 @@ def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     from rlhf_jax import train
 
     folder = train.run(our_config(run, work)).run_dir
-    found, clock = (metrics.read_metrics(f"{folder}/{name}.jsonl") for name in ("metrics", "timings"))
+    found, clock = (logger.read_metrics(f"{folder}/{name}.jsonl") for name in ("metrics", "timings"))
     seconds = {line["step"]: line["step_time"] for line in clock}
     return [point(f["step"], f["objective/scores"], f["objective/kl"], seconds[f["step"]]) for f in found]
 

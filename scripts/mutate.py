@@ -57,14 +57,14 @@ SUITE = {  # file -> test files, the fastest and sharpest first; a pattern may m
         *(*RLOO, *PPO, "tests/test_train.py"),
     ],
     "rlhf_jax/generate.py": ["tests/test_generate.py", *PPO, *RLOO],
-    "rlhf_jax/trainers/common.py": ["tests/test_common.py", *PPO, *RLOO, "tests/test_train.py"],
-    "rlhf_jax/trainers/forward.py": [*PPO, *RLOO, "tests/test_rloo_stage.py"],
-    "rlhf_jax/trainers/guard.py": ["tests/test_guard.py", "tests/test_guard_runs.py"],
-    "rlhf_jax/trainers/ppo.py": [*PPO, "tests/test_train.py"],
-    "rlhf_jax/trainers/reward.py": [*PPO, "tests/test_rloo_stage.py", "tests/test_train.py"],
-    "rlhf_jax/trainers/rloo.py": [*RLOO, "tests/test_rloo_stage.py"],
-    "rlhf_jax/trainers/rollouts.py": [*RLOO, *PPO, "tests/test_rloo_stage.py"],
-    "rlhf_jax/trainers/sft.py": ["tests/test_train.py"],
+    "rlhf_jax/algorithms/microbatch.py": ["tests/test_common.py", *PPO, *RLOO, "tests/test_train.py"],
+    "rlhf_jax/algorithms/actor_critic.py": [*PPO, *RLOO, "tests/test_rloo_stage.py"],
+    "rlhf_jax/algorithms/nonfinite.py": ["tests/test_guard.py", "tests/test_guard_runs.py"],
+    "rlhf_jax/algorithms/ppo.py": [*PPO, "tests/test_train.py"],
+    "rlhf_jax/algorithms/reward_model.py": [*PPO, "tests/test_rloo_stage.py", "tests/test_train.py"],
+    "rlhf_jax/algorithms/rloo.py": [*RLOO, "tests/test_rloo_stage.py"],
+    "rlhf_jax/algorithms/rollout_metrics.py": [*RLOO, *PPO, "tests/test_rloo_stage.py"],
+    "rlhf_jax/algorithms/sft.py": ["tests/test_train.py"],
 }
 PRELOADED = [
     *("jax", "jax.numpy", "chex", "flax.linen", "optax", "torch", "transformers", "hypothesis", "orbax.checkpoint"),
@@ -98,11 +98,16 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "what is subtracted cancels in value and gradient",
     ),
     (
-        *("rlhf_jax/trainers/common.py", "accumulate", "(micro_batches)[0]", "(micro_batches)[1]"),
+        *("rlhf_jax/algorithms/microbatch.py", "accumulate", "(micro_batches)[0]", "(micro_batches)[1]"),
         "all leaves have as many micro-batches",
     ),
     (
-        *("rlhf_jax/trainers/common.py", "accumulate", "x: x[0], micro_batches), jnp", "x: x[1], micro_batches), jnp"),
+        *(
+            "rlhf_jax/algorithms/microbatch.py",
+            "accumulate",
+            "x: x[0], micro_batches), jnp",
+            "x: x[1], micro_batches), jnp",
+        ),
         "an index beyond the one micro-batch is clamped to it",
     ),
     (
@@ -110,7 +115,7 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "a slice of all rows is clamped to begin at the first",
     ),
     (
-        *("rlhf_jax/trainers/forward.py", "response_logprobs.of", "+ 1e-7", "- 1e-7"),
+        *("rlhf_jax/algorithms/actor_critic.py", "response_logprobs.of", "+ 1e-7", "- 1e-7"),
         "a temperature of another 2e-7 is below float32's rounding of the result",
     ),
     ("rlhf_jax/advantages.py", "normalize", "(keep, x, 0)", "(keep, x, 1)", MASKED),

@@ -30,8 +30,10 @@ import compiling
 import count_work
 import hlo
 
-from rlhf_jax import UserError, data, footprint, models, sharding
+from rlhf_jax import UserError, data, models
 from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.dry_run import memory
+from rlhf_jax.parallel import sharding
 
 # (mesh, rows a pass, rows generated at a time) of each size and slice.
 LAYOUTS: dict[str, dict[str, tuple[tuple[int, int, int], int, int]]] = {
@@ -117,9 +119,9 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
     mesh, micro, rollout = layout
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
-        devices = footprint.topology_devices(topology)
-        stage = footprint.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        limit = footprint.capacity(devices[0])
+        devices = memory.topology_devices(topology)
+        stage = memory.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
+        limit = memory.capacity(devices[0])
         row: dict[str, Any] = {
             "algo": algo,
             "size": size,
@@ -130,21 +132,21 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
             "batch": batch,
             "limit": limit,
             "assigned": assigned,
-            "parts": footprint.parts(stage),
-            "cache": footprint.cache_bytes(stage),
+            "parts": memory.parts(stage),
+            "cache": memory.cache_bytes(stage),
             "programs": {},
         }
 
-        def tell(program: footprint.Program) -> None:
+        def tell(program: memory.Program) -> None:
             row["programs"][program.name] = count(program, len(devices), config.response_length)
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
             sys.stdout.flush()
 
-        footprint.programs(stage, tell, (program,), compiling.assigned if assigned else compiling.whole)
+        memory.programs(stage, tell, (program,), compiling.assigned if assigned else compiling.whole)
     return row
 
 
-def count(program: footprint.Program, chips: int, steps: int) -> dict[str, Any]:
+def count(program: memory.Program, chips: int, steps: int) -> dict[str, Any]:
     """What a chip holds, computes, moves and sends in one run of a program; of decoding also in one step."""
     found: dict[str, Any] = {
         "peak": program.peak,
@@ -159,7 +161,7 @@ def count(program: footprint.Program, chips: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def work(program: footprint.Program, chips: int, turns: int) -> dict[str, float]:
+def work(program: memory.Program, chips: int, turns: int) -> dict[str, float]:
     """FLOPs, bytes of memory and bytes sent, a chip; `turns` of the loop that decodes."""
     flops = count_work.count(program.traced.jaxpr.jaxpr, [1.0], turns).flops / chips
     if program.refused:
@@ -227,10 +229,10 @@ def names() -> list[tuple[str, str, str]]:
 def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned: bool) -> str | None:
     """The smallest larger slice of the kind on which the row fits: each is compiled in its turn."""
     kind = topology.split(":")[0]
-    chips = len(footprint.topology_devices(topology))
+    chips = len(memory.topology_devices(topology))
     for shape in LARGER[kind]:
         larger = f"{kind}:{shape}"
-        count = len(footprint.topology_devices(larger))
+        count = len(memory.topology_devices(larger))
         if count <= chips:
             continue
         (_, _, tensor), micro, rollout = LAYOUTS[topology][size]

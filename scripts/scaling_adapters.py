@@ -22,8 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import compiling
 import scaling
 
-from rlhf_jax import footprint, sharding
 from rlhf_jax.config import PPOConfig
+from rlhf_jax.dry_run import memory
+from rlhf_jax.parallel import sharding
 
 ROWS = scaling.ROWS.with_name("lora")
 SLICES = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16")
@@ -47,18 +48,18 @@ def config_of(path: str, mesh: tuple[int, int, int], options: dict) -> PPOConfig
 
 def measure(program: str, size: str, way: str, topology: str) -> dict:
     """One slice: what each chip holds, and the peak of a program where that is less than it has."""
-    devices = footprint.topology_devices(topology)
+    devices = memory.topology_devices(topology)
     tensor = min(TENSOR[size], len(devices))
     mesh = (1, len(devices) // tensor, tensor)
-    limit = footprint.capacity(devices[0])
+    limit = memory.capacity(devices[0])
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(scaling.checkpoint(size, folder), mesh, WAYS[way])
-        stage = footprint.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        parts = footprint.parts(stage)
+        stage = memory.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
+        parts = memory.parts(stage)
         row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
         row["chips"], row["programs"] = len(devices), {}
         if sum(parts.values()) <= limit:
-            (made,) = footprint.programs(stage, only=(program,), make=compiling.assigned)
+            (made,) = memory.programs(stage, only=(program,), make=compiling.assigned)
             row["programs"][program] = {"peak": made.peak, "refused": made.refused}
             print(f"  {program}: peak {made.peak / scaling.GIB:.1f} GiB {made.refused}", flush=True)
     return row

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data
-from rlhf_jax.models import hf
-from rlhf_jax.text import never_fail_to_print, parse_json
-from rlhf_jax.trainers import reward
-from rlhf_jax.types import UserError
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.utils.text import never_fail_to_print, parse_json
 
 MAX_BODY = 32 << 20  # bytes
 MAX_ROWS = 65_536  # of a request; an empty row costs a forward pass too
@@ -76,7 +76,7 @@ class Scorer:
         self._max_batch = max_batch
         self._lock = threading.Lock()
         self._forward = jax.jit(
-            lambda params, tokens, lengths: reward.score_texts(
+            lambda params, tokens, lengths: reward_model.score_texts(
                 self._model, params, tokens, lengths, dtype=jnp.dtype(dtype)
             )
         )

@@ -40,7 +40,7 @@ def reward_checkpoint(folder: pathlib.Path) -> None:
     import jax
 
     from rlhf_jax import data, models
-    from rlhf_jax.models import hf
+    from rlhf_jax.models.io import hf
 
     model = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
     params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))

@@ -7,11 +7,11 @@ import os
 import pathlib
 import random
 
-from rlhf_jax import configfile
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.evaluate import reliability
-from rlhf_jax.folder import RunFolder
-from rlhf_jax.metrics import json_text
+from rlhf_jax.config import files as config_files
+from rlhf_jax.metrics import calibration
+from rlhf_jax.metrics.logger import json_text
+from rlhf_jax.runtime.run_folder import RunFolder
 from rlhf_jax.train import kept
 
 HOSTILE = (
@@ -139,7 +139,7 @@ def make_reward(folder, updates=30, calibrated=True):
     run = RunFolder(str(folder))
     os.makedirs(folder)
     config = RewardConfig(run_dir=str(folder), max_steps=updates)
-    (pathlib.Path(folder) / "config.json").write_text(configfile.to_json(config))
+    (pathlib.Path(folder) / "config.json").write_text(config_files.to_json(config))
     found = []
     for step in range(1, updates + 1):
         noise, done = random.Random(step), step / updates
@@ -154,7 +154,7 @@ def make_reward(folder, updates=30, calibrated=True):
             line |= {"eval/accuracy": 0.5 + 0.25 * done, "eval/loss": 0.6, "eval/margin": done}
             if calibrated:
                 margins = [noise.gauss(2 * done, 2.5) for _ in range(400)]
-                run.write_calibration(step, [{"set": "", **row} for row in reliability(margins) if row["pairs"]])
+                run.write_calibration(step, [{"set": "", **row} for row in calibration(margins) if row["pairs"]])
         found.append(line)
     lines(run.metrics, found)
     lines(run.timings, [timings(step) for step in range(1, updates + 1)])
@@ -166,7 +166,9 @@ def make_sft(folder, updates=20):
     """A folder of an SFT run, which was stopped while it wrote a line."""
     run = RunFolder(str(folder))
     os.makedirs(folder)
-    (pathlib.Path(folder) / "config.json").write_text(configfile.to_json(SFTConfig(run_dir=str(folder), max_steps=99)))
+    (pathlib.Path(folder) / "config.json").write_text(
+        config_files.to_json(SFTConfig(run_dir=str(folder), max_steps=99))
+    )
     lines(
         run.metrics,
         [{"step": s, "loss": 5 - s / 10, "learning_rate": 1e-3, "grad_norm": 1} for s in range(1, updates + 1)],

@@ -6,9 +6,9 @@ import os
 import jax
 import numpy as np
 
-from rlhf_jax import metrics
-from rlhf_jax.callbacks import Callback
 from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.metrics import logger
+from rlhf_jax.runtime.callbacks import Callback
 
 B, G, T = 8, 4, 8
 SHARED = {
@@ -50,7 +50,7 @@ def bytes_of(folder, name="metrics.jsonl"):
 
 
 def lines(folder):
-    return metrics.read_metrics(os.path.join(folder, "metrics.jsonl"))
+    return logger.read_metrics(os.path.join(folder, "metrics.jsonl"))
 
 
 def table(folder, step):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlhf_jax.models import lora_hf
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import peft
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 
@@ -13,7 +13,7 @@ PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 def read(folder, **changes):
     """read_config of a folder with nothing but a config."""
     (folder / "adapter_config.json").write_text(json.dumps({**PLAIN, **changes}))
-    return lora_hf.read_config(folder)
+    return peft.read_config(folder)
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "corda", "loftq"])

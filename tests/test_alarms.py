@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from rlhf_jax.alarms import ALARMS, Alarms, readings, threshold
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.metrics import json_text, with_floats
+from rlhf_jax.metrics.alarms import ALARMS, Alarms, readings, threshold
+from rlhf_jax.metrics.logger import json_text, with_floats
 
 FINE = {
     "objective/kl": 1.0,

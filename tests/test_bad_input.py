@@ -15,10 +15,12 @@ import pytest
 import safetensors.numpy
 
 import rlhf_jax
-from rlhf_jax import configfile, data, folder, models, train
+from rlhf_jax import data, models, train
 from rlhf_jax.config import PPOConfig
+from rlhf_jax.config import files as config_files
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
+from rlhf_jax.runtime import run_folder
 
 POSTS = 12
 QKV = "gpt_neox.layers.0.attention.query_key_value.weight"
@@ -396,4 +398,4 @@ def test_a_bad_reward_function_is_named_and_its_folder_stays_open_to_a_mended_on
     with pytest.raises(rlhf_jax.UserError) as error:
         rlhf_jax.run(config, reward_funcs=function)
     says(str(error.value), "reward function brevity", part)
-    assert folder.check(config.run_dir, json.loads(configfile.to_json(config))) is None
+    assert run_folder.check(config.run_dir, json.loads(config_files.to_json(config))) is None

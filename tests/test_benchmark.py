@@ -8,9 +8,11 @@ import sys
 import jax
 import pytest
 
-from rlhf_jax import arithmetic, configfile, models
-from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
-from rlhf_jax.types import UserError
+from rlhf_jax import models
+from rlhf_jax.config import batch_sizes
+from rlhf_jax.config import files as config_files
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
@@ -79,12 +81,12 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
 
     case = CASES[algo]
     ours = benchmark_ours.config_of(case, tmp_path, micro, str(tmp_path / "run"))
-    arithmetic.check(configfile.checked_types(ours))
+    batch_sizes.check(config_files.checked_types(ours))
     options = benchmark_case.trl_options(case, str(tmp_path), micro)
     theirs = {"ppo": PPOConfig, "rloo": RLOOConfig}[algo](**options)
     for name in (*benchmark_case.SAME, *benchmark_case.OWN[algo]):
         assert getattr(ours, name) == getattr(theirs, name), name
-    sums = arithmetic.batch_arithmetic(ours)
+    sums = batch_sizes.batch_arithmetic(ours)
     rows = theirs.per_device_train_batch_size
     assert rows == sums.micro_batch == (micro or 8)
     assert rows * theirs.gradient_accumulation_steps == sums.batch == 8

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from rlhf_jax.folder import RunFolder
-from rlhf_jax.metrics import MetricLogger
+from rlhf_jax.metrics.logger import MetricLogger
+from rlhf_jax.runtime.run_folder import RunFolder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there

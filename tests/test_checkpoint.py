@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax import sharding
-from rlhf_jax.checkpoint import Checkpoints
-from rlhf_jax.types import TrainState, UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import sharding
+from rlhf_jax.runtime.checkpoint import Checkpoints
+from rlhf_jax.types import TrainState
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.add_decayed_weights(0.1))
 

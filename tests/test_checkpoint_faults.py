@@ -14,10 +14,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rlhf_jax import checkpoint, sharding
-from rlhf_jax.checkpoint import Checkpoints, Damaged
-from rlhf_jax.checksums import checksums
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import sharding
+from rlhf_jax.runtime import checkpoint
+from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
+from rlhf_jax.runtime.checksums import checksums
 
 
 def state_of(seed, width=1 << 16):

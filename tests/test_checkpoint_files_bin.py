@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.models import hf, torch_bin
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf, torch_bin
 from tests.models_common import assert_trees_equal, reference
 from tests.optional import optional
 

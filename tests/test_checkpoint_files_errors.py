@@ -12,8 +12,9 @@ import pytest
 import safetensors.numpy
 from huggingface_hub import errors as hub_errors
 
-from rlhf_jax.models import HEADS, Model, custom_shape, hf
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import HEADS, Model, custom_shape
+from rlhf_jax.models.io import hf
 from tests.models_common import SHAPE, VOCAB, random_params
 
 CONFIG = {"model_type": "gpt_neox", "vocab_size": VOCAB, **SHAPE}

@@ -13,7 +13,8 @@ import safetensors
 import safetensors.numpy
 import transformers
 
-from rlhf_jax.models import HEADS, Model, custom_shape, hf
+from rlhf_jax.models import HEADS, Model, custom_shape
+from rlhf_jax.models.io import hf
 from tests.models_common import (
     SHAPE,
     VOCAB,

@@ -20,8 +20,9 @@ NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value"
 
 def compiled(mesh: tuple[int, int, int], **more) -> dict:
     """Collectives and largest arrays of the programs of a PPO update on a mesh."""
-    from rlhf_jax import footprint, sharding
     from rlhf_jax.config import PPOConfig
+    from rlhf_jax.dry_run import memory
+    from rlhf_jax.parallel import sharding
     from scripts import compiling, hlo
 
     config = PPOConfig(
@@ -40,9 +41,9 @@ def compiled(mesh: tuple[int, int, int], **more) -> dict:
         **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
         **more,
     )
-    stage = footprint.planned_stage(config, sharding.make_mesh(*mesh))
+    stage = memory.planned_stage(config, sharding.make_mesh(*mesh))
     found = {}
-    for program in footprint.programs(stage, only=("generate", "update"), make=compiling.whole):
+    for program in memory.programs(stage, only=("generate", "update"), make=compiling.whole):
         text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {

@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from rlhf_jax import command, configfile
-from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig
-from rlhf_jax.types import UserError
+from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig, command_line
+from rlhf_jax.config import files as config_files
+from rlhf_jax.errors import UserError
 
 
 def ppo(*flags: str):
-    return command.parse(["--config", "tldr_ppo.py", *flags])
+    return command_line.parse(["--config", "tldr_ppo.py", *flags])
 
 
 def rloo(*flags: str):
-    return command.parse(["--config", "tldr_rloo.py", *flags])
+    return command_line.parse(["--config", "tldr_rloo.py", *flags])
 
 
 # --- values
@@ -26,7 +26,7 @@ def rloo(*flags: str):
 def test_flags_come_over_the_files_values_and_the_last_one_wins():
     config = ppo("--kl_coef", "0.1", "--kl_coef", "0.2")
     assert config.kl_coef == 0.2
-    assert config.total_episodes == configfile.load_config("tldr_ppo").total_episodes
+    assert config.total_episodes == config_files.load_config("tldr_ppo").total_episodes
 
 
 FORMS = [
@@ -68,21 +68,23 @@ def test_every_form_of_a_flag_is_read(flags, field, value):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_is_a_flag_of_its_own_name(stage):
     config = STAGES[stage]()
-    for name, hint in configfile.field_types(STAGES[stage]).items():
+    for name, hint in config_files.field_types(STAGES[stage]).items():
         value = getattr(config, name)
         words = ([str(v) for v in value] or ["none"]) if isinstance(value, tuple) else [str(value)]
-        assert getattr(command.with_flag(config, name, words), name) == value, (name, hint)
+        assert getattr(command_line.with_flag(config, name, words), name) == value, (name, hint)
 
 
 def test_a_pipelines_flags_name_their_stage():
-    config = command.parse(["--config", "quickstart", "--ppo.kl_coef", "0.3", "--sft.batch-size=8", "--run_dir", "R"])
+    config = command_line.parse(
+        ["--config", "quickstart", "--ppo.kl_coef", "0.3", "--sft.batch-size=8", "--run_dir", "R"]
+    )
     assert (config.ppo.kl_coef, config.sft.batch_size, config.run_dir) == (0.3, 8, "R")
-    config = command.parse(["--config", "quickstart", "--seed", "5", "--dry_run", "--output_dir", "Q"])
+    config = command_line.parse(["--config", "quickstart", "--seed", "5", "--dry_run", "--output_dir", "Q"])
     assert (config.seed, config.dry_run, config.run_dir) == (5, True, "Q")
 
 
 def test_a_pipeline_with_rloo_takes_its_flags():
-    config = command.parse(["--config", "quickstart_rloo", "--rloo.beta", "0.3", "--rloo.rloo_k", "2"])
+    config = command_line.parse(["--config", "quickstart_rloo", "--rloo.beta", "0.3", "--rloo.rloo_k", "2"])
     assert (config.rloo.beta, config.rloo.num_generations, config.ppo) == (0.3, 2, None)
 
 
@@ -124,7 +126,7 @@ def test_the_order_of_flags_does_not_matter_to_steps_per_generation():
 
 
 def test_a_stage_of_a_pipeline_takes_steps_per_generation():
-    config = command.parse(
+    config = command_line.parse(
         ["--config", "quickstart_rloo", "--rloo.steps_per_generation=8", "--rloo.micro_batch_size=32"]
     )
     assert batches(config.rloo) == (256, 4, 32)
@@ -157,13 +159,13 @@ def test_generations_that_do_not_come_out_even_are_told(flags, message):
 
 
 def test_a_runs_config_json_takes_flags_too(tmp_path):
-    (tmp_path / "config.json").write_text(configfile.to_json(PPOConfig(lam=0.5)))
-    config = command.parse(["--config", str(tmp_path / "config.json"), "--gamma", "0.9"])
+    (tmp_path / "config.json").write_text(config_files.to_json(PPOConfig(lam=0.5)))
+    config = command_line.parse(["--config", str(tmp_path / "config.json"), "--gamma", "0.9"])
     assert (config.lam, config.gamma) == (0.5, 0.9)
 
 
 def test_the_recipe_is_the_file_without_flags():
-    config, recipe = command.parse_recipe(["--config", "tldr_ppo.py", "--kl_coef", "0.3"])
+    config, recipe = command_line.parse_recipe(["--config", "tldr_ppo.py", "--kl_coef", "0.3"])
     assert (config.kl_coef, recipe.config.kl_coef, recipe.name) == (0.3, 0.05, "tldr_ppo.py")
 
 
@@ -216,25 +218,25 @@ BAD_PIPELINE_FLAGS = [
 @pytest.mark.parametrize(("flags", "message"), BAD_PIPELINE_FLAGS, ids=[" ".join(f) for f, _ in BAD_PIPELINE_FLAGS])
 def test_a_bad_flag_of_a_pipeline_is_told_with_what_to_do(flags, message):
     with pytest.raises(UserError, match=message):
-        command.parse(["--config", "quickstart.py", *flags])
+        command_line.parse(["--config", "quickstart.py", *flags])
 
 
 def test_flags_of_ppo_are_told_where_a_pipeline_has_rloo():
     with pytest.raises(UserError, match="--ppo.kl_coef: this config has no stage ppo; it has sft, reward, rloo"):
-        command.parse(["--config", "quickstart_rloo", "--ppo.kl_coef", "1"])
+        command_line.parse(["--config", "quickstart_rloo", "--ppo.kl_coef", "1"])
     with pytest.raises(UserError, match="3 stages, so name the stage: --rloo.kl_coef"):
-        command.parse(["--config", "quickstart_rloo", "--kl_coef", "1"])
+        command_line.parse(["--config", "quickstart_rloo", "--kl_coef", "1"])
     with pytest.raises(UserError, match="name the stage: --rloo.steps_per_generation"):
-        command.parse(["--config", "quickstart_rloo", "--steps_per_generation", "1"])
+        command_line.parse(["--config", "quickstart_rloo", "--steps_per_generation", "1"])
 
 
 def test_a_config_is_needed():
     with pytest.raises(UserError, match=r"--config is missing. Shipped: goldrush\.py, quickstart\.py"):
-        command.parse(["--kl_coef", "0.1"])
+        command_line.parse(["--kl_coef", "0.1"])
     with pytest.raises(UserError, match=r"'tldr_ppo\.py' stands before any flag. Did you mean --config tldr_ppo\.py"):
-        command.parse(["tldr_ppo.py"])
+        command_line.parse(["tldr_ppo.py"])
     with pytest.raises(UserError, match="--config takes one config, got 0"):
-        command.parse(["--config"])
+        command_line.parse(["--config"])
 
 
 # --- help
@@ -242,17 +244,17 @@ def test_a_config_is_needed():
 
 def test_help_lists_the_shipped_configs_and_the_stages(capsys):
     with pytest.raises(SystemExit) as end:
-        command.parse(["--help"])
+        command_line.parse(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for name, line in configfile.shipped_configs().items():
+    for name, line in config_files.shipped_configs().items():
         assert name in text and line in text
     assert all(f"  {stage} " in text for stage in STAGES)
 
 
 def test_nothing_at_all_shows_the_usage_and_is_an_error(capsys):
     with pytest.raises(SystemExit) as end:
-        command.parse([])
+        command_line.parse([])
     assert end.value.code == 2 and "usage: python -m rlhf_jax.train" in capsys.readouterr().out
 
 
@@ -262,15 +264,15 @@ HELPED = ["tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_rloo.py", "quick
 @pytest.mark.parametrize("spec", HELPED)
 def test_help_of_a_config_has_every_field_with_its_default_and_meaning(spec, capsys):
     with pytest.raises(SystemExit) as end:
-        command.parse(["--config", spec, "--help"])
+        command_line.parse(["--config", spec, "--help"])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    config = configfile.load_config(spec)
+    config = config_files.load_config(spec)
     stages = {f"{name}.": getattr(config, name) for name in STAGES} if "quickstart" in spec else {"": config}
     stages = {prefix: stage for prefix, stage in stages.items() if stage is not None}
     assert len(stages) == (3 if "quickstart" in spec else 1)
     for prefix, stage in stages.items():
-        for name in configfile.field_types(type(stage)):
+        for name in config_files.field_types(type(stage)):
             assert f"--{prefix}{name} " in text or f"--{prefix}{name}," in text, name
     if spec == "tldr_ppo.py":
         assert "--kl_coef FLOAT Weight of the KL penalty in the reward. (default: 0.05)" in text
@@ -279,9 +281,9 @@ def test_help_of_a_config_has_every_field_with_its_default_and_meaning(spec, cap
 
 
 def test_help_shows_a_dict_as_the_json_that_the_flag_takes(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(configfile.to_json(RLOOConfig(generation_kwargs={"top_k": 50})))
+    (tmp_path / "config.json").write_text(config_files.to_json(RLOOConfig(generation_kwargs={"top_k": 50})))
     with pytest.raises(SystemExit):
-        command.parse(["--config", str(tmp_path), "--help"])
+        command_line.parse(["--config", str(tmp_path), "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert """(default: '{"top_k": 50}')""" in text
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import get_scheduler
 
+from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import PPOConfig
-from rlhf_jax.trainers import common
 from tests.optional import optional
 
 torch = optional("torch")
@@ -27,7 +27,7 @@ def test_the_learning_rate_is_that_of_transformers(name, warmup):
         optimizer.step()
         scheduler.step()
     config = PPOConfig(learning_rate=peak, lr_scheduler_type=name, warmup_steps=warmup)
-    ours = [float(common.learning_rate(config, jnp.int32(step), steps)) for step in range(steps)]
+    ours = [float(microbatch.learning_rate(config, jnp.int32(step), steps)) for step in range(steps)]
     np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-9)
 
 
@@ -47,7 +47,7 @@ def test_steps_are_those_of_torchs_adamw(decayed, norm):
         max_grad_norm=norm,
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start)
-    optimizer = common.make_optimizer(config)
+    optimizer = microbatch.make_optimizer(config)
     state = optimizer.init(params)
     leaves = {k: torch.nn.Parameter(torch.tensor(x)) for k, x in jax.tree_util.tree_leaves_with_path(start)}
 
@@ -60,7 +60,7 @@ def test_steps_are_those_of_torchs_adamw(decayed, norm):
     theirs = torch.optim.AdamW([k for k in kinds if k["params"]], lr=1e-2, betas=(0.8, 0.95), eps=1e-6)
     for grad in grads:
         own = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grad)
-        params, state, found = common.apply_gradients(optimizer, params, state, own, jnp.float32(1e-2))
+        params, state, found = microbatch.apply_gradients(optimizer, params, state, own, jnp.float32(1e-2))
         for path, x in jax.tree_util.tree_leaves_with_path(grad):
             leaves[path].grad = torch.tensor(x)
         total = torch.nn.utils.clip_grad_norm_(leaves.values(), norm or 1e9)
@@ -72,19 +72,19 @@ def test_steps_are_those_of_torchs_adamw(decayed, norm):
 
 def test_micro_batches_are_rows_in_order_and_sums_are_of_all():
     batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.arange(6)}
-    micros = common.split_micro(batch, 2)
+    micros = microbatch.split_micro(batch, 2)
     assert micros["x"].shape == (3, 2, 2) and micros["y"].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert common.split_micro(batch, None)["y"].shape == common.split_micro(batch, 9)["y"].shape == (1, 6)
+    assert microbatch.split_micro(batch, None)["y"].shape == microbatch.split_micro(batch, 9)["y"].shape == (1, 6)
 
     def loss(params, micro, index):
         value = (params * micro["x"]).sum()
         return value, {"value": value, "slot": jnp.where(jnp.arange(3) == index, 1.0, 0.0) * micro["y"].sum()}
 
-    grads, found = common.accumulate(loss, jnp.float32(2.0), micros)
+    grads, found = microbatch.accumulate(loss, jnp.float32(2.0), micros)
     assert float(grads) == 66.0 and float(found["value"]) == 132.0 and found["slot"].tolist() == [1.0, 5.0, 9.0]
-    whole, _ = common.accumulate(loss, jnp.float32(2.0), common.split_micro(batch, None))
+    whole, _ = microbatch.accumulate(loss, jnp.float32(2.0), microbatch.split_micro(batch, None))
     assert float(whole) == 66.0
-    again = common.total(lambda micro, index: loss(jnp.float32(2.0), micro, index)[1], micros)
+    again = microbatch.total(lambda micro, index: loss(jnp.float32(2.0), micro, index)[1], micros)
     assert jax.tree.map(jnp.array_equal, again, found) == {"value": True, "slot": True}
 
 
@@ -93,25 +93,27 @@ def test_micro_batches_are_rows_in_order_and_sums_are_of_all():
     [(None, 4, 8, None), (8, 4, 8, 2), (12, 4, 8, 1), (2, 4, 8, 1), (64, 4, 6, 2), (24, 4, 6, 6)],
 )
 def test_groups_at_once_hold_at_most_so_many_rows_and_divide_the_batch(rows, group, groups, wanted):
-    assert common.groups_at_once(rows, group, groups) == wanted
+    assert microbatch.groups_at_once(rows, group, groups) == wanted
 
 
 def test_the_variance_of_one_ratio_is_nan_to_trl_and_0_to_us():
     one, three = jnp.array([1.5]), jnp.array([1.0, 2.0, 4.0])
-    assert np.isnan(common.ratio_variance(one, "trl")) and common.ratio_variance(one, "correct") == 0
+    assert np.isnan(microbatch.ratio_variance(one, "trl")) and microbatch.ratio_variance(one, "correct") == 0
     for metrics in ("trl", "correct"):
-        assert float(common.ratio_variance(three, metrics)) == pytest.approx(7 / 3)
+        assert float(microbatch.ratio_variance(three, metrics)) == pytest.approx(7 / 3)
 
 
 def test_dropout_keys_belong_to_rows():
-    keys = common.row_keys(jax.random.key(1), 4)
-    assert jnp.array_equal(jax.random.key_data(keys)[:2], jax.random.key_data(common.row_keys(jax.random.key(1), 2)))
+    keys = microbatch.row_keys(jax.random.key(1), 4)
+    assert jnp.array_equal(
+        jax.random.key_data(keys)[:2], jax.random.key_data(microbatch.row_keys(jax.random.key(1), 2))
+    )
     assert len({tuple(k) for k in jax.random.key_data(keys).tolist()}) == 4
 
 
 def test_a_first_moment_in_bfloat16_is_rounded_only_where_it_is_kept():
     grads = [jnp.float32([0.1, -3.0, 7e-4]), jnp.float32([0.2, 1.0, -1e-4])]
-    whole, half = common.scale_by_adam(0.9, 0.999, 1e-8), common.scale_by_adam(0.9, 0.999, 1e-8, jnp.bfloat16)
+    whole, half = microbatch.scale_by_adam(0.9, 0.999, 1e-8), microbatch.scale_by_adam(0.9, 0.999, 1e-8, jnp.bfloat16)
     states = [optimizer.init(grads[0]) for optimizer in (whole, half)]
     assert states[1].mu.dtype == jnp.bfloat16 and states[1].nu.dtype == jnp.float32
     first = [optimizer.update(grads[0], state) for optimizer, state in zip((whole, half), states)]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlhf_jax import compile_cache
+from rlhf_jax.runtime import compile_cache
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = (
@@ -39,7 +39,7 @@ def test_programs_go_to_the_users_cache(home):
 
 
 def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_again(home):
-    program = "import jax; from rlhf_jax import compile_cache as c; c.WORTH_KEEPING = 0.0; c.switch_on(); "
+    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.WORTH_KEEPING = 0.0; c.switch_on(); "
     program += "jax.jit(lambda x: x * {})(jax.numpy.ones(3))"
 
     def start(number):
@@ -86,7 +86,7 @@ def test_the_second_start_of_a_command_finds_its_programs(tmp_path):
     """The loop of the command is not needed for that: what it switches on before."""
     code = """
 import jax, jax.numpy as jnp
-from rlhf_jax import compile_cache
+from rlhf_jax.runtime import compile_cache
 compile_cache.switch_on()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 seen = []

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import rlhf_jax
-from rlhf_jax import arithmetic, configfile, data, footprint, models, plan, sharding
+from rlhf_jax import data, models
 from rlhf_jax.config import (
     REWARD_EXPORT,
     SFT_EXPORT,
@@ -20,9 +20,14 @@ from rlhf_jax.config import (
     RLOOConfig,
     SFTConfig,
     StageConfig,
+    batch_sizes,
     stages_of,
 )
-from rlhf_jax.types import UserError
+from rlhf_jax.config import files as config_files
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
 
 PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 
@@ -49,18 +54,18 @@ VARIANTS = (
 WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT))
 
 
-@pytest.mark.parametrize("spec", [*configfile.shipped_configs(), *VARIANTS])
+@pytest.mark.parametrize("spec", [*config_files.shipped_configs(), *VARIANTS])
 def test_shipped_configs_load_check_and_survive_config_json(spec):
-    config = configfile.load_config(spec)
-    arithmetic.check(config)
-    assert configfile.from_json(configfile.to_json(config)) == config
+    config = config_files.load_config(spec)
+    batch_sizes.check(config)
+    assert config_files.from_json(config_files.to_json(config)) == config
 
 
 def test_config_json_round_trips_every_kind_of_value(tmp_path):
     config = PPOConfig(length_buckets=(128, 512), report_to=(), kl_target=6.0, stop_token=None, learning_rate=1.3e-7)
-    (tmp_path / "config.json").write_text(configfile.to_json(config))
-    assert configfile.load_config(str(tmp_path / "config.json")) == config
-    assert configfile.load_config(str(tmp_path)) == config  # the run's folder will do
+    (tmp_path / "config.json").write_text(config_files.to_json(config))
+    assert config_files.load_config(str(tmp_path / "config.json")) == config
+    assert config_files.load_config(str(tmp_path)) == config  # the run's folder will do
 
 
 def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
@@ -73,31 +78,31 @@ def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
         reward_funcs=("m:f",),
         eval_steps=0.25,
     )
-    (tmp_path / "config.json").write_text(configfile.to_json(config))
-    assert configfile.load_config(str(tmp_path)) == config == configfile.checked_types(config)
-    pipeline = configfile.from_json(configfile.to_json(WITH_RLOO))
+    (tmp_path / "config.json").write_text(config_files.to_json(config))
+    assert config_files.load_config(str(tmp_path)) == config == config_files.checked_types(config)
+    pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
     assert pipeline == WITH_RLOO and pipeline.ppo is None
 
 
 def test_one_word_or_number_for_a_list_is_a_list_of_one():
     given = RLOOConfig(report_to="tensorboard", more_reward_models="x", reward_funcs="m:f", reward_clip_range=10)
-    config = configfile.checked_types(given)
+    config = config_files.checked_types(given)
     assert config.report_to == ("tensorboard",) and config.more_reward_models == ("x",)
     assert config.reward_funcs == ("m:f",) and config.reward_clip_range == (10.0,)
     assert type(config.reward_clip_range[0]) is float
-    assert configfile.checked_types(SFTConfig(report_to="none")).report_to == ()
-    assert configfile.checked_types(SFTConfig(report_to=["none"])).report_to == ()
+    assert config_files.checked_types(SFTConfig(report_to="none")).report_to == ()
+    assert config_files.checked_types(SFTConfig(report_to=["none"])).report_to == ()
 
 
 def test_a_dict_becomes_what_config_json_would_give_back():
-    config = configfile.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
+    config = config_files.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
     assert config.chat_template_kwargs == {"a": [1, 2], "b": {"c": None}}
 
 
 def test_names_find_shipped_configs_with_and_without_py():
-    assert configfile.load_config("tldr_ppo") == configfile.load_config("tldr_ppo.py")
-    assert configfile.load_config("tldr_ppo:1b") == configfile.load_config("tldr_ppo")
-    assert "2.8b" in configfile.load_config("tldr_ppo.py:2.8b").sft_model_path
+    assert config_files.load_config("tldr_ppo") == config_files.load_config("tldr_ppo.py")
+    assert config_files.load_config("tldr_ppo:1b") == config_files.load_config("tldr_ppo")
+    assert "2.8b" in config_files.load_config("tldr_ppo.py:2.8b").sft_model_path
 
 
 def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
@@ -105,23 +110,23 @@ def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
         "VARIANTS = ('a',)\ndef get_config(variant=None): return PPOConfig(kl_coef=1, batch_size=8 if variant else 4)"
     )
     path = config_file(tmp_path, body)
-    assert configfile.load_config(path).batch_size == 4
-    config = configfile.load_config(f"{path}:a")
+    assert config_files.load_config(path).batch_size == 4
+    config = config_files.load_config(f"{path}:a")
     assert config.batch_size == 8 and type(config.kl_coef) is float
 
 
 def test_shipped_configs_fit_a_screen_and_say_what_they_are():
-    lines = configfile.shipped_configs()
+    lines = config_files.shipped_configs()
     more = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
-        assert len((configfile.config_folder() / name).read_text().splitlines()) <= 75
+        assert len((config_files.config_folder() / name).read_text().splitlines()) <= 75
 
 
 def test_tldr_rloo_is_the_documented_run():
-    config = configfile.load_config("tldr_rloo")
-    sums = arithmetic.batch_arithmetic(config)
+    config = config_files.load_config("tldr_rloo")
+    sums = batch_sizes.batch_arithmetic(config)
     assert (sums.batch, sums.prompts, sums.minibatch, sums.updates, sums.optimizer_steps) == (
         4096,
         2048,
@@ -134,7 +139,7 @@ def test_tldr_rloo_is_the_documented_run():
 
 def test_tldr_rloo_current_has_the_defaults_of_trls_present_trainer():
     trl = pytest.importorskip("trl")
-    config, theirs = configfile.load_config("tldr_rloo:current"), trl.RLOOConfig("nowhere", bf16=False)
+    config, theirs = config_files.load_config("tldr_rloo:current"), trl.RLOOConfig("nowhere", bf16=False)
     names = ("num_generations", "num_iterations", "learning_rate", "max_grad_norm", "temperature", "beta", "epsilon")
     names += ("top_p", "top_k", "min_p", "adam_beta2", "adam_epsilon", "weight_decay", "normalize_advantages")
     names += ("mask_truncated_completions", "num_train_epochs", "warmup_steps", "disable_dropout", "repetition_penalty")
@@ -144,13 +149,13 @@ def test_tldr_rloo_current_has_the_defaults_of_trls_present_trainer():
 
 
 def test_the_rloo_quickstart_has_the_stages_of_the_other():
-    ppo, rloo = configfile.load_config("quickstart"), configfile.load_config("quickstart_rloo")
+    ppo, rloo = config_files.load_config("quickstart"), config_files.load_config("quickstart_rloo")
     assert (rloo.sft, rloo.reward, rloo.ppo, ppo.rloo) == (ppo.sft, ppo.reward, None, None)
-    assert arithmetic.batch_arithmetic(rloo.rloo).prompts == 32
+    assert batch_sizes.batch_arithmetic(rloo.rloo).prompts == 32
 
 
 def test_the_quickstart_with_adapters_is_the_other_but_for_adapters_and_ppos_learning_rate():
-    plain, lora = configfile.load_config("quickstart"), configfile.load_config("quickstart_lora")
+    plain, lora = config_files.load_config("quickstart"), config_files.load_config("quickstart_lora")
     assert lora.sft == plain.sft and lora.rloo is None
     adapters = {"use_peft", "lora_target_modules", "lora_dropout"}
     for stage, more in (("reward", set()), ("ppo", {"lora_value", "learning_rate"})):
@@ -159,11 +164,11 @@ def test_the_quickstart_with_adapters_is_the_other_but_for_adapters_and_ppos_lea
 
 
 def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_they_need_each_other():
-    scope = runpy.run_path(str(configfile.config_folder() / "goldrush.py"))
-    made = {f"{scope['RUNS']}/{name}": configfile.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
+    scope = runpy.run_path(str(config_files.config_folder() / "goldrush.py"))
+    made = {f"{scope['RUNS']}/{name}": config_files.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
     known: set[str] = set()
     for run_dir, config in made.items():
-        arithmetic.check(config)
+        batch_sizes.check(config)
         assert config.run_dir == run_dir
         needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
         needed += getattr(config, "more_reward_models", ())
@@ -188,14 +193,14 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     stages = stages_of(dataclasses.replace(WITH_RLOO, run_dir="R"))
     assert list(stages) == ["sft", "reward", "rloo"] and stages["rloo"].run_dir == "R/rloo"
     assert stages["rloo"].reward_model_path == "R/reward/reward_model"
-    arithmetic.check(WITH_RLOO)
+    batch_sizes.check(WITH_RLOO)
 
 
 def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
     with pytest.raises(UserError, match="one of ppo and rloo, not both"):
-        arithmetic.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
+        batch_sizes.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
     with pytest.raises(UserError, match="one of ppo and rloo, not none"):
-        arithmetic.check(Pipeline(ppo=None))
+        batch_sizes.check(Pipeline(ppo=None))
 
 
 def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
@@ -206,7 +211,7 @@ def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
 
 
 def test_a_pipelines_config_json_works_in_another_folder():
-    config = configfile.from_json(configfile.to_json(Pipeline(run_dir="R")))
+    config = config_files.from_json(config_files.to_json(Pipeline(run_dir="R")))
     assert stages_of(dataclasses.replace(config, run_dir="Q"))["ppo"].sft_model_path == "Q/sft/policy"
 
 
@@ -217,11 +222,11 @@ def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
-        arithmetic.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
+        batch_sizes.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
     with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
-        arithmetic.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
+        batch_sizes.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
     with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/.*run rloo by a config of its own"):
-        arithmetic.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+        batch_sizes.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
 # --- bad files
@@ -239,7 +244,7 @@ BAD_SPECS = {
 @pytest.mark.parametrize("spec", BAD_SPECS)
 def test_a_bad_config_name_is_told_with_the_nearest(spec):
     with pytest.raises(UserError, match=BAD_SPECS[spec]):
-        configfile.load_config(spec)
+        config_files.load_config(spec)
 
 
 BAD_FILES = {
@@ -280,7 +285,7 @@ BAD_FILES = {
 def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
     path = config_file(tmp_path, body)
     with pytest.raises(UserError, match=BAD_FILES[body]) as error:
-        configfile.load_config(path)
+        config_files.load_config(path)
     assert path in str(error.value)
 
 
@@ -304,13 +309,13 @@ def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(UserError, match=BAD_JSON[text]) as error:
-        configfile.load_config(str(path))
+        config_files.load_config(str(path))
     assert str(path) in str(error.value)
 
 
 def test_a_folder_without_a_config_json_is_told(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config\.json"):
-        configfile.load_config(str(tmp_path))
+        config_files.load_config(str(tmp_path))
 
 
 # --- dry runs
@@ -327,8 +332,8 @@ ROLES = [
 
 @pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
 def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
-    arithmetic.check(config)
-    plan.show(config)
+    batch_sizes.check(config)
+    report.show(config)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()
     assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
@@ -336,11 +341,11 @@ def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys)
 
 def test_a_dry_run_counts_every_reward_model(tmp_path):
     model, params = tiny_reward_model()
-    models.hf.save(tmp_path / "rm", model, params, kind="scalar")
+    hf.save(tmp_path / "rm", model, params, kind="scalar")
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
     rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
     rloo, ppo = (
-        plan.roles(footprint.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        report.roles(memory.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
         for config in (RLOOConfig, PPOConfig)
     )
     count = sum(x.size for x in jax.tree.leaves(params))
@@ -355,9 +360,9 @@ def tiny_reward_model():
 
 def test_a_dry_run_of_the_rloo_quickstart_waits_for_the_stages_before_it(capsys, tmp_path):
     for stage in stages_of(
-        dataclasses.replace(configfile.load_config("quickstart_rloo"), run_dir=str(tmp_path))
+        dataclasses.replace(config_files.load_config("quickstart_rloo"), run_dir=str(tmp_path))
     ).values():
-        plan.show(stage)
+        report.show(stage)
     out = capsys.readouterr().out
     assert "update: 128 episodes = 32 prompts x 4 responses" in out
     assert f"memory: not known before {tmp_path}/sft/policy exists" in out
@@ -381,7 +386,7 @@ def test_every_field_has_a_line_of_meaning():
 
 
 # Functions that read options for whoever calls them.
-READERS = {"sampling_options": {*arithmetic.sampling_options(PPOConfig()), "generation_kwargs"}}
+READERS = {"sampling_options": {*batch_sizes.sampling_options(PPOConfig()), "generation_kwargs"}}
 READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
 
 
@@ -389,7 +394,7 @@ def test_every_field_is_read_somewhere():
     """An option that nothing reads is TRL's max_grad_norm all over again."""
     read = set()
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "config" and path.name not in ("arithmetic.py", "checks.py", "plan.py"):
+        if path.parent.name != "config" and path.relative_to(PACKAGE).as_posix() != "dry_run/report.py":
             tree = ast.parse(path.read_text())
             names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
             read |= names
@@ -407,5 +412,5 @@ def test_every_field_is_read_somewhere():
 def test_what_ppo_and_rloo_share_is_declared_once():
     """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
     for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
-        assert configfile.field_types(PPOConfig)[name] == configfile.field_types(RLOOConfig)[name], name
+        assert config_files.field_types(PPOConfig)[name] == config_files.field_types(RLOOConfig)[name], name
     assert issubclass(PolicyConfig, StageConfig)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf_jax import arithmetic, configfile
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.types import UserError
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import files as config_files
+from rlhf_jax.errors import UserError
 
 IMPOSSIBLE = [
     (PPOConfig(num_mini_batches=3), "batch_size 512 / num_mini_batches 3 = 170.7 rows.*batch_size 510 or 513"),
@@ -141,23 +141,23 @@ POSSIBLE = [
 
 @pytest.mark.parametrize("config", POSSIBLE)
 def test_unusual_configs_are_possible(config):
-    arithmetic.check(configfile.checked_types(config))
+    batch_sizes.check(config_files.checked_types(config))
 
 
 @pytest.mark.parametrize(("config", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
 def test_impossible_configs_are_refused_with_the_arithmetic(config, message):
     with pytest.raises(UserError, match=message):
-        arithmetic.check(config)
+        batch_sizes.check(config)
 
 
 @pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), RLOOConfig(), Pipeline()])
 def test_the_defaults_are_possible(config):
-    arithmetic.check(config)
+    batch_sizes.check(config)
 
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as error:
-        arithmetic.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
+        batch_sizes.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -166,40 +166,40 @@ def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
     with pytest.raises(
         UserError, match="^run_dir is '(gs|s3)://b/run'; it must be a folder. Mount the bucket .*path.$"
     ):
-        arithmetic.check(config)
+        batch_sizes.check(config)
 
 
 def test_stop_token_id_0_is_a_token_like_any_other():
-    arithmetic.check(PPOConfig(stop_token=None, stop_token_id=0))
+    batch_sizes.check(PPOConfig(stop_token=None, stop_token_id=0))
 
 
 def test_the_mesh_must_use_all_devices_and_divide_the_rows():
-    arithmetic.check_devices(PPOConfig(mesh_fsdp=2, mesh_tensor=2), 8)
+    batch_sizes.check_devices(PPOConfig(mesh_fsdp=2, mesh_tensor=2), 8)
     with pytest.raises(UserError, match="mesh_data 1 x mesh_fsdp 3 x mesh_tensor 1 = 3 devices, but there are 4"):
-        arithmetic.check_devices(PPOConfig(mesh_fsdp=3), 4)
+        batch_sizes.check_devices(PPOConfig(mesh_fsdp=3), 4)
     with pytest.raises(UserError, match=r"micro_batch_size: 4 rows / \(mesh_data 4 x mesh_fsdp 2\) = 0.5 rows"):
-        arithmetic.check_devices(PPOConfig(mesh_fsdp=2, micro_batch_size=4), 8)
+        batch_sizes.check_devices(PPOConfig(mesh_fsdp=2, micro_batch_size=4), 8)
     with pytest.raises(UserError, match="rollout_batch_size: 4 rows"):
-        arithmetic.check_devices(PPOConfig(rollout_batch_size=4), 8)
+        batch_sizes.check_devices(PPOConfig(rollout_batch_size=4), 8)
     with pytest.raises(UserError, match="sft: micro_batch_size: 64 rows"):
-        arithmetic.check_devices_of(Pipeline(), 3)
+        batch_sizes.check_devices_of(Pipeline(), 3)
 
 
 def test_with_shared_prompts_the_mesh_divides_prompts_and_without_it_rows():
-    arithmetic.check_devices(RLOOConfig(batch_size=32, num_generations=4), 8)
+    batch_sizes.check_devices(RLOOConfig(batch_size=32, num_generations=4), 8)
     with pytest.raises(
         UserError, match=r"16 rows / num_generations 4 / \(mesh_data 8 .*= 0.5 prompts .*shared_prompts f"
     ):
-        arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4), 8)
-    arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 8)
+        batch_sizes.check_devices(RLOOConfig(batch_size=16, num_generations=4), 8)
+    batch_sizes.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 8)
     with pytest.raises(UserError, match=r"micro_batch_size: 16 rows / \(mesh_data 3 x mesh_fsdp 1\) = 5.333 rows"):
-        arithmetic.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 3)
+        batch_sizes.check_devices(RLOOConfig(batch_size=16, num_generations=4, shared_prompts=False), 3)
     with pytest.raises(UserError, match="rollout_batch_size: 8 rows / num_generations 4"):
-        arithmetic.check_devices(RLOOConfig(num_generations=4, rollout_batch_size=8), 4)
+        batch_sizes.check_devices(RLOOConfig(num_generations=4, rollout_batch_size=8), 4)
 
 
 def test_generation_kwargs_come_over_the_sampling_options():
-    assert arithmetic.sampling_options(PPOConfig()) == {
+    assert batch_sizes.sampling_options(PPOConfig()) == {
         "temperature": 0.7,
         "top_k": 0,
         "top_p": 1.0,
@@ -207,9 +207,9 @@ def test_generation_kwargs_come_over_the_sampling_options():
         "repetition_penalty": 1.0,
     }
     config = RLOOConfig(top_k=5, min_p=0.1, generation_kwargs={"top_k": 50, "min_p": None, "do_sample": True})
-    sampling = arithmetic.sampling_options(config)
+    sampling = batch_sizes.sampling_options(config)
     assert sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
-    assert type(arithmetic.sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
+    assert type(batch_sizes.sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
 
 
 @pytest.mark.parametrize(
@@ -217,21 +217,21 @@ def test_generation_kwargs_come_over_the_sampling_options():
     [(0, 100, 0), (5, 100, 5), (0.1, 100, 10), (0.25, 10, 3), (0.01, 10, 1), (1, 10, 1)],
 )
 def test_steps_below_1_are_a_share_of_the_run(eval_steps, total, updates):
-    found = arithmetic.updates_between(eval_steps, total)
+    found = batch_sizes.updates_between(eval_steps, total)
     assert found == updates and type(found) is int
 
 
 def test_rows_of_rloo_are_prompts_and_batches_are_responses():
-    sums = arithmetic.batch_arithmetic(RLOOConfig(batch_size=8, num_generations=4, num_train_epochs=1.0), n_rows=11)
+    sums = batch_sizes.batch_arithmetic(RLOOConfig(batch_size=8, num_generations=4, num_train_epochs=1.0), n_rows=11)
     assert (sums.prompts, sums.requested, sums.updates, sums.rows) == (2, 44, 6, 48)  # ceil(1 * 11 * 4 / 8)
     config = RLOOConfig(batch_size=64, num_iterations=3, num_mini_batches=4, total_episodes=100)
-    sums = arithmetic.batch_arithmetic(config)
+    sums = batch_sizes.batch_arithmetic(config)
     assert (sums.epochs, sums.minibatch, sums.micro_batch, sums.updates, sums.optimizer_steps) == (3, 16, 16, 2, 24)
 
 
 def test_the_arithmetic_of_rloo_is_told_in_words():
     config = RLOOConfig(num_iterations=2, num_mini_batches=4, micro_batch_size=8, total_episodes=640)
-    assert arithmetic.batch_lines(config, 100) == [
+    assert batch_sizes.batch_lines(config, 100) == [
         "update: 64 episodes = 32 prompts x 2 responses",
         "rollout: 1 x 64 episodes generated and scored at a time",
         "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps an update",
@@ -242,17 +242,17 @@ def test_the_arithmetic_of_rloo_is_told_in_words():
 
 
 def test_updates_of_ppo_round_up_as_in_trl_and_those_of_an_epoch_down():
-    sums = arithmetic.batch_arithmetic(PPOConfig(total_episodes=1_000_000, micro_batch_size=128))
+    sums = batch_sizes.batch_arithmetic(PPOConfig(total_episodes=1_000_000, micro_batch_size=128))
     assert (sums.updates, sums.optimizer_steps, sums.rows) == (1954, 7816, 1_000_448)
-    assert arithmetic.batch_arithmetic(PPOConfig(batch_size=8), n_rows=11).updates == 5  # ceil(3 * 11 / 8)
-    assert arithmetic.batch_arithmetic(SFTConfig(), n_rows=None).updates is None
-    assert arithmetic.batch_arithmetic(SFTConfig(max_steps=7), n_rows=None).updates == 7
+    assert batch_sizes.batch_arithmetic(PPOConfig(batch_size=8), n_rows=11).updates == 5  # ceil(3 * 11 / 8)
+    assert batch_sizes.batch_arithmetic(SFTConfig(), n_rows=None).updates is None
+    assert batch_sizes.batch_arithmetic(SFTConfig(max_steps=7), n_rows=None).updates == 7
     epochs = SFTConfig(batch_size=8, num_train_epochs=2.5)
-    assert [arithmetic.batch_arithmetic(epochs, rows).updates for rows in (8, 15, 16, 100)] == [3, 3, 5, 30]
+    assert [batch_sizes.batch_arithmetic(epochs, rows).updates for rows in (8, 15, 16, 100)] == [3, 3, 5, 30]
 
 
 def test_the_arithmetic_is_told_in_words():
-    lines = arithmetic.batch_lines(PPOConfig(total_episodes=1_000_000, micro_batch_size=128, rollout_batch_size=64))
+    lines = batch_sizes.batch_lines(PPOConfig(total_episodes=1_000_000, micro_batch_size=128, rollout_batch_size=64))
     assert lines == [
         "update: 512 episodes",
         "rollout: 8 x 64 episodes generated and scored at a time",
@@ -260,33 +260,33 @@ def test_the_arithmetic_is_told_in_words():
         "gradient: 4 micro-batches of 128 rows a step",
         "run: 1,000,000 episodes / 512 = 1,954 updates, 7,816 optimizer steps, 1,000,448 episodes (rounded up)",
     ]
-    assert arithmetic.batch_lines(SFTConfig(), 100)[-2:] == [
+    assert batch_sizes.batch_lines(SFTConfig(), 100)[-2:] == [
         "run: 100 rows / 64 = 1 updates an epoch, num_train_epochs 1 = 1 updates, 1 optimizer steps, 64 rows",
         "data: 100 rows, 0.64 passes",
     ]
-    assert "not read yet" in arithmetic.batch_lines(SFTConfig())[-1]
+    assert "not read yet" in batch_sizes.batch_lines(SFTConfig())[-1]
 
 
 def test_no_row_is_refused_and_too_long_a_warm_up_is_remarked_on():
     with pytest.raises(UserError, match="num_train_epochs 1 x 0 rows = nothing to train on"):
-        arithmetic.check_rows(SFTConfig(), 0)
-    assert arithmetic.check_rows(SFTConfig(warmup_steps=2), 200) == []
-    (warning,) = arithmetic.check_rows(SFTConfig(warmup_steps=3), 200)
+        batch_sizes.check_rows(SFTConfig(), 0)
+    assert batch_sizes.check_rows(SFTConfig(warmup_steps=2), 200) == []
+    (warning,) = batch_sizes.check_rows(SFTConfig(warmup_steps=3), 200)
     assert warning.startswith("warning: warmup_steps 3 >= 3 updates: the learning rate never reaches ")
 
 
 def test_a_warm_up_of_rloo_counts_what_its_schedule_counts():
     config = RLOOConfig(warmup_steps=8, num_mini_batches=4, total_episodes=128)
-    (warning,) = arithmetic.check_rows(config, 10)
+    (warning,) = batch_sizes.check_rows(config, 10)
     assert warning.startswith("warning: warmup_steps 8 >= 8 optimizer steps")
     config = RLOOConfig(warmup_steps=2, num_mini_batches=4, total_episodes=128, lr_scheduler_unit="update")
-    (warning,) = arithmetic.check_rows(config, 10)
+    (warning,) = batch_sizes.check_rows(config, 10)
     assert warning.startswith("warning: warmup_steps 2 >= 2 updates")
 
 
 def test_reinforce_with_several_steps_an_update_is_remarked_on():
     for config in (RLOOConfig(num_iterations=2), RLOOConfig(policy_loss="reinforce")):
-        assert arithmetic.check_rows(config, 1000) == []
+        assert batch_sizes.check_rows(config, 1000) == []
     for more in ({"num_iterations": 2}, {"num_mini_batches": 2}):
-        (warning,) = arithmetic.check_rows(RLOOConfig(policy_loss="reinforce", **more), 1000)
+        (warning,) = batch_sizes.check_rows(RLOOConfig(policy_loss="reinforce", **more), 1000)
         assert "2 optimizer steps" in warning and "without a ratio later steps are off-policy" in warning

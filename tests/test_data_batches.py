@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax import data
 from rlhf_jax.data import batches, synthetic
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 
 @pytest.fixture(scope="module")

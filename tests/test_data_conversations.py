@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import data
 from rlhf_jax.data import batches
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 from tests.hub import Hub
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax import data
 from rlhf_jax.data import loading, synthetic
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 ROWS = synthetic.demonstrations(6)
 PAIRS = synthetic.preference_pairs(6)

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_jax import data
 from rlhf_jax.data import loading, synthetic
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
         enumerate(synthetic.demonstrations(6))]  # fmt: skip

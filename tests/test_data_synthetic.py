@@ -5,7 +5,7 @@ import pytest
 
 from rlhf_jax.data import synthetic
 from rlhf_jax.data.tldr import format_post
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 POST = format_post("work", "help", "it was a long day. i met anna. nobody said a word. i lost keys. i felt sad.")
 

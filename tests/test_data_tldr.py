@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import data
 from rlhf_jax.data import synthetic, tldr
-from rlhf_jax.data.tokens import Tokenizer as Wrapped
+from rlhf_jax.data.tokenizer import Tokenizer as Wrapped
 
 WORDS = "we went home because nobody could agree on anything at all yesterday evening then it rained".split()
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import data
 from rlhf_jax.data import synthetic
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 WORDS = ("<|endoftext|>", "[UNK]", "a", "b", " a", " b", "\n", " ", ".")
 
@@ -149,8 +149,8 @@ def test_nobody_is_advised_to_install_torch():
 import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
-from rlhf_jax.data import tokens
-tokens.fast_tokenizer()
+from rlhf_jax.data import fast_tokenizer
+fast_tokenizer.fast_tokenizer()
 import transformers
 assert not transformers.is_torch_available()
 """

@@ -215,7 +215,7 @@ def test_each_program_compiles_once(folder, mesh):
 def test_every_mesh_leaves_the_same_models(folder, mesh):
     import numpy as np
 
-    from rlhf_jax.models import hf
+    from rlhf_jax.models.io import hf
 
     for prefix, name, kind in (("", "policy", "causal"), ("", "value", "scalar"), ("rloo-", "policy", "causal")):
         ours, expected = (flat(hf.load(folder / f"{prefix}{m}" / name, kind=kind)[1]) for m in (mesh, ONE))
@@ -226,7 +226,7 @@ def test_every_mesh_leaves_the_same_models(folder, mesh):
 def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as_their_kernels(folder, kind):
     import numpy as np
 
-    from rlhf_jax.models import hf
+    from rlhf_jax.models.io import hf
 
     one, many = (found_on(folder, mesh)[kind] for mesh in ADAPTED)
     assert many["samples"][:UPDATES] == one["samples"][:UPDATES]

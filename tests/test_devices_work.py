@@ -15,10 +15,10 @@ def flops_of(algo: str, devices: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from rlhf_jax import sharding
+    from rlhf_jax.algorithms import actor_critic, microbatch, ppo, rloo
     from rlhf_jax.config import PPOConfig, RLOOConfig
     from rlhf_jax.models import custom_shape
-    from rlhf_jax.trainers import common, forward, ppo, rloo
+    from rlhf_jax.parallel import sharding
     from rlhf_jax.types import Rollout, TrainState
 
     mesh = sharding.make_mesh(devices, 1, 1, devices=jax.devices()[:devices])
@@ -38,11 +38,11 @@ def flops_of(algo: str, devices: int) -> dict[str, float]:
     )
     rollout, scores = sharding.shard_batch((rollout, rng.normal(size=ROWS).astype(np.float32)), mesh)
     if algo == "ppo":
-        config, nets = PPOConfig(num_ppo_epochs=1, **options), forward.Networks(model, model, model, mesh)
+        config, nets = PPOConfig(num_ppo_epochs=1, **options), actor_critic.Networks(model, model, model, mesh)
     else:
         del params["value"]
-        config, nets = RLOOConfig(num_generations=2, **options), forward.Networks(model, model, None, mesh)
-    optimizer = common.make_optimizer(config)
+        config, nets = RLOOConfig(num_generations=2, **options), actor_critic.Networks(model, model, None, mesh)
+    optimizer = microbatch.make_optimizer(config)
     zero = jnp.uint32(0)
     state = TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), zero, jnp.float32(0), zero)
     state = sharding.place(state, sharding.replicated(mesh))

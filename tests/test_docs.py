@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlhf_jax import command
+from rlhf_jax.config import command_line
 from rlhf_jax.evaluate import options as evaluate_options
 from tests.children import ROOT
 
@@ -48,7 +48,7 @@ def test_documented_commands_are_understood(page, words):
     if "rlhf_jax.train" in words:
         given = [word for word in words[words.index("rlhf_jax.train") + 1 :] if word]
         if "$@" not in given:
-            command.parse(given)
+            command_line.parse(given)
     elif "rlhf_jax.report" in words:
         assert all(not word.startswith("--") for word in words[words.index("rlhf_jax.report") + 1 :])
     elif "rlhf_jax.evaluate" in words:
@@ -60,7 +60,7 @@ def test_documented_commands_are_understood(page, words):
         if path.suffix == ".py":
             given = words[words.index(script) + 1 :]
             if "--" in given:
-                command.parse(given[given.index("--") + 1 :])
+                command_line.parse(given[given.index("--") + 1 :])
                 given = given[: given.index("--")]
             taken = options_in(path)
             assert not [word for word in given if word.startswith("--") and word.partition("=")[0] not in taken]

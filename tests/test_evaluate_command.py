@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import configfile, data, evaluate, load_policy, models
+from rlhf_jax import data, evaluate, load_policy, models
+from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import PPOConfig, RewardConfig
+from rlhf_jax.config import files as config_files
 from rlhf_jax.data import batches, synthetic
-from rlhf_jax.evaluate import plan, rouge, shown
+from rlhf_jax.errors import UserError
+from rlhf_jax.evaluate import plan, rouge, terminal
 from rlhf_jax.evaluate.__main__ import main
 from rlhf_jax.evaluate.answers import Sampler
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.models import hf, lora, lora_hf
-from rlhf_jax.trainers import reward
-from rlhf_jax.types import UserError
+from rlhf_jax.models import lora
+from rlhf_jax.models.io import hf, peft
 from tests.reward_server import Server, answers, send
 from tests.test_evaluate_judge import chat, question
 
@@ -99,7 +101,7 @@ def scores_of(room, pairs):
     tokenizer = data.load_tokenizer("synthetic")
     ids = [[*tokenizer.encode(prompt), *tokenizer.encode(answer), tokenizer.eos_id] for prompt, answer in pairs]
     tokens = jnp.asarray(batches.pad_right([np.asarray(own) for own in ids], 96, tokenizer.pad_id))
-    return np.asarray(reward.score_texts(model, params, tokens, batches.lengths_of(ids), dtype=jnp.float32))
+    return np.asarray(reward_model.score_texts(model, params, tokens, batches.lengths_of(ids), dtype=jnp.float32))
 
 
 def test_scores_are_the_reward_models_on_prompt_and_answer(room, whole):
@@ -205,7 +207,7 @@ def finished_run(room, root, stage="ppo", **changes):
     else:
         config = RewardConfig(**{**shared, "model_name_or_path": str(room / "sft"), "max_length": 90, **changes})
         (folder / "reward_model").symlink_to(room / "reward")
-    (folder / "config.json").write_text(configfile.to_json(config))
+    (folder / "config.json").write_text(config_files.to_json(config))
     (folder / "finished.json").write_text(json.dumps({"step": 1, "metrics": {}, "paths": {}}))
     return folder
 
@@ -258,7 +260,7 @@ def test_a_run_with_adapters_is_evaluated_against_what_it_trained_from(room, tmp
     noise = jax.random.key(1)  # not the same number everywhere, which the layer norms would take out again
     fresh = lora.init(model, jax.random.key(0), base)
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), fresh)
-    lora_hf.save(folder / "policy", model, jax.device_get(adapter), kind="causal", base=str(room / "sft"))
+    peft.save(folder / "policy", model, jax.device_get(adapter), kind="causal", base=str(room / "sft"))
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "policy"))
     made = plan.make(EvaluateConfig(run_dir=str(folder)))
     assert made.policy.path == str(folder / "policy") and made.ref.path == str(room / "sft")
@@ -431,14 +433,14 @@ def test_greedy_answers_have_no_kl(room, tmp_path):
 
 def test_a_length_controlled_rate_that_extrapolates_is_said_to():
     row = {"by": "x", "policy": "policy", "against": "other", "left_out": 0, "longer": 0.97}
-    (line,) = shown._caveats([row, row | {"by": "y"}])
+    (line,) = terminal._caveats([row, row | {"by": "y"}])
     assert line.startswith("against other: 97 % of policy's answers are longer")
-    assert not [*shown._caveats([row | {"longer": 0.6}])]
+    assert not [*terminal._caveats([row | {"longer": 0.6}])]
 
 
 def test_a_win_on_every_prompt_is_shown_with_wilsons_interval():
     base = {"policy": "policy", "against": "other", "ties": 0, "losses": 0}
     rates = {"win_rate": 1.0, "win_rate_low": 1.0, "win_rate_high": 1.0, "wilson_low": 0.84, "wilson_high": 1.0}
     rates |= dict.fromkeys((f"length_controlled_win_rate{end}" for end in ("", "_low", "_high")), 1.0)
-    text = shown._wins([{**base, **rates, "by": "x", "wins": 20}])
+    text = terminal._wins([{**base, **rates, "by": "x", "wins": 20}])
     assert "100.0 % (84.0 to 100.0)" in text and "(100.0 to" not in text

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import judge as judges
 from rlhf_jax.evaluate.judge import FunctionJudge, JudgeFailure, RemoteJudge, parse_verdict
-from rlhf_jax.types import UserError
 from tests.reward_server import Server, answers, closes, hangs, send
 from tests.test_rewards_remote import Sleeps
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from scipy import optimize, special
 
 from rlhf_jax import evaluate
-from rlhf_jax.evaluate import statistics
+from rlhf_jax.metrics import statistics
 
 numbers = st.floats(-5, 5, width=32)
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])

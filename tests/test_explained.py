@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from rlhf_jax.alarms import ALARMS
-from rlhf_jax.explained import explain, explanations, page
+from rlhf_jax.algorithms import nonfinite
+from rlhf_jax.metrics.alarms import ALARMS
+from rlhf_jax.metrics.catalog import explain, explanations, page
 from rlhf_jax.report import charts
-from rlhf_jax.trainers import guard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PREFIXES = "objective val policy loss clip_ratio completions rewards eval time memory nonfinite"
@@ -19,9 +19,10 @@ RAW = {"nonfinite/causes"}  # bits, which are written as names
 
 def literals():
     """Strings of the code that logs which look like a metric's name, with the file."""
-    files = [*(ROOT / "rlhf_jax").glob("*.py"), *(ROOT / "rlhf_jax").glob("[rst]*/*.py")]
-    for path in files:
-        if path.name.startswith("explained") or path.parent.name == "report":
+    package = ROOT / "rlhf_jax"
+    rooms = ("algorithms", "dry_run", "metrics", "rewards", "runtime", "stages")
+    for path in (*package.glob("*.py"), *(path for room in rooms for path in (package / room).glob("*.py"))):
+        if path.name.startswith("catalog"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
@@ -30,15 +31,15 @@ def literals():
 
 def test_the_page_of_the_docs_is_the_table():
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page(), (
-        "python -m rlhf_jax.explained > docs/metrics.md"
+        "python -m rlhf_jax.metrics.catalog > docs/metrics.md"
     )
 
 
 def test_every_metric_that_the_code_names_is_explained():
     found = dict(literals())
-    assert len(found) >= 45 and {"trainers", "stages"} <= {p.name for p in (ROOT / "rlhf_jax").iterdir()}
+    assert len(found) >= 45 and {"ppo.py", "nonfinite.py"} <= set(dict(map(reversed, found.items())))
     assert not {name: file for name, file in found.items() if name not in RAW and explain(name) is None}
-    made = [f"alarm/{name}" for name in ALARMS] + [f"nonfinite/{name}" for name in guard.CAUSES]
+    made = [f"alarm/{name}" for name in ALARMS] + [f"nonfinite/{name}" for name in nonfinite.CAUSES]
     made += ["rewards/my_reward/mean", "rewards/my_reward/std", "time/reward/my_reward"]
     assert not [name for name in made if explain(name) is None]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import arithmetic, data, losses
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax import data, losses
+from rlhf_jax.algorithms import actor_critic, microbatch
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
 from rlhf_jax.data import synthetic
 from rlhf_jax.models import layers
-from rlhf_jax.trainers import common, forward
 
 
 def distance(a, b):
@@ -173,7 +173,7 @@ def test_logits_in_chunks_give_the_same_numbers_and_gradients(monkeypatch, tempe
     tokens = jax.random.randint(jax.random.key(2), (6, 5), 0, 11)
 
     def loss(kernel, hidden):
-        logprobs, entropy = forward.response_logprobs(Head, kernel, hidden, tokens, temperature)
+        logprobs, entropy = actor_critic.response_logprobs(Head, kernel, hidden, tokens, temperature)
         return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy), (logprobs, entropy)
 
     def run():
@@ -188,7 +188,7 @@ def test_logits_in_chunks_give_the_same_numbers_and_gradients(monkeypatch, tempe
     logits = np.asarray(hidden @ kernel, np.float64) / (temperature + 1e-7)
     exact = np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), np.array(tokens)[..., None], -1)
     assert distance(whole[0][1][0], exact[..., 0]) < 1e-6
-    monkeypatch.setattr(forward, "LOGIT_POSITIONS", 12)
+    monkeypatch.setattr(actor_critic, "LOGIT_POSITIONS", 12)
     for found, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(whole)):
         assert distance(found, wanted) < 1e-6
     assert (largest, widest()) == (6 * 5 * 11, 2 * 5 * 11)
@@ -221,20 +221,20 @@ def test_a_log_probability_has_forward_and_second_derivatives():
 
 
 def test_widths_are_those_of_the_config_or_half_three_quarters_and_all():
-    assert common.prompt_widths(PPOConfig(), 512) == (256, 384, 512)
-    assert common.prompt_widths(PPOConfig(), 300) == (152, 232, 300)
-    assert common.prompt_widths(PPOConfig(), 255) == (255,)
-    assert common.prompt_widths(PPOConfig(length_buckets=(8, 16, 64)), 20) == (8, 16, 20)
-    chosen = common.narrowest(jnp.array([[1, 8], [9, 3], [16, 17], [20, 20]]), (8, 16, 20))
+    assert microbatch.prompt_widths(PPOConfig(), 512) == (256, 384, 512)
+    assert microbatch.prompt_widths(PPOConfig(), 300) == (152, 232, 300)
+    assert microbatch.prompt_widths(PPOConfig(), 255) == (255,)
+    assert microbatch.prompt_widths(PPOConfig(length_buckets=(8, 16, 64)), 20) == (8, 16, 20)
+    chosen = microbatch.narrowest(jnp.array([[1, 8], [9, 3], [16, 17], [20, 20]]), (8, 16, 20))
     np.testing.assert_array_equal(chosen, [0, 1, 2, 2])
 
 
 def test_rows_are_sorted_unless_it_matters_which_share_a_micro_batch():
     lengths = jnp.array([5, 2, 9, 2])
-    np.testing.assert_array_equal(common.together_by_length(lengths, PPOConfig()), [1, 3, 0, 2])
+    np.testing.assert_array_equal(microbatch.together_by_length(lengths, PPOConfig()), [1, 3, 0, 2])
     for options in ({"metrics": "trl"}, {"loss_aggregation": "token_mean_micro"}):
-        np.testing.assert_array_equal(common.together_by_length(lengths, PPOConfig(**options)), np.arange(4))
-    np.testing.assert_array_equal(common.together_by_length(lengths, RLOOConfig()), [1, 3, 0, 2])
+        np.testing.assert_array_equal(microbatch.together_by_length(lengths, PPOConfig(**options)), np.arange(4))
+    np.testing.assert_array_equal(microbatch.together_by_length(lengths, RLOOConfig()), [1, 3, 0, 2])
 
 
 def test_rows_that_go_by_prompt_length_come_back_in_their_order_and_no_wider_than_needed():
@@ -250,7 +250,9 @@ def test_rows_that_go_by_prompt_length_come_back_in_their_order_and_no_wider_tha
     def cut(part, width):
         return part[:, -width:]
 
-    run = jax.jit(lambda rows: common.by_prompt_length(function, batch, lengths, rows, cut, (4, 8)), static_argnums=0)
+    run = jax.jit(
+        lambda rows: microbatch.by_prompt_length(function, batch, lengths, rows, cut, (4, 8)), static_argnums=0
+    )
     sums, widths = run(2)
     np.testing.assert_array_equal(sums, batch.sum(axis=1))
     np.testing.assert_array_equal(widths, [8, 4, 8, 8, 4, 8])  # 1 and 2, 3 and 5, 7 and 8 went together
@@ -267,12 +269,14 @@ def test_the_gradient_of_cut_micro_batches_is_that_of_whole_ones():
         seen.append(micro.shape)
         return jnp.sum((params * micro.sum(axis=1)) ** 2) * (index + 1), {"columns": jnp.int32(micro.shape[1])}
 
-    cuts = common.Cuts(tuple(lambda x, w=w: x[:, -w:] for w in (4, 8)), common.narrowest(lengths, (4, 8)))
-    found, metrics = jax.jit(lambda p: common.accumulate(loss, p, micros, cuts))(jnp.float32(2.0))
-    wanted, _ = common.accumulate(loss, jnp.float32(2.0), micros)
+    cuts = microbatch.Cuts(tuple(lambda x, w=w: x[:, -w:] for w in (4, 8)), microbatch.narrowest(lengths, (4, 8)))
+    found, metrics = jax.jit(lambda p: microbatch.accumulate(loss, p, micros, cuts))(jnp.float32(2.0))
+    wanted, _ = microbatch.accumulate(loss, jnp.float32(2.0), micros)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert metrics["columns"] == 4 + 8 + 4 and (2, 4) in seen
-    alone, metrics = common.accumulate(loss, jnp.float32(2.0), micros[:1], common.Cuts(cuts.functions, cuts.choice[:1]))
+    alone, metrics = microbatch.accumulate(
+        loss, jnp.float32(2.0), micros[:1], microbatch.Cuts(cuts.functions, cuts.choice[:1])
+    )
     assert metrics["columns"] == 4
 
 
@@ -287,7 +291,7 @@ def test_all_batches_of_prompts_have_one_shape():
 
 
 def micro(config, devices=1, platform="cpu"):
-    return arithmetic.with_micro_batch(config, devices, platform).micro_batch_size
+    return batch_sizes.with_micro_batch(config, devices, platform).micro_batch_size
 
 
 def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow():

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import arithmetic, command, data, folder, train
-from rlhf_jax.callbacks import Callback
-from rlhf_jax.checkpoint import Checkpoints, Damaged
-from rlhf_jax.config import resolve
+from rlhf_jax import data, train
+from rlhf_jax.config import batch_sizes, command_line, resolve
 from rlhf_jax.data import loading
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime.callbacks import Callback
+from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
 from rlhf_jax.stages import STAGES
-from rlhf_jax.types import UserError
 from tests import test_bad_input
 from tests.hub import Hub
 from tests.test_bad_input import arguments, config_with, lines, says
@@ -37,7 +38,7 @@ class OutOfMemory(Callback):
 
 def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(room, refusal, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    config = command.parse(arguments(room, "sft", run_dir, learning_rate=1e-3))
+    config = command_line.parse(arguments(room, "sft", run_dir, learning_rate=1e-3))
     with pytest.raises(MemoryError):
         train.run(config, callbacks=[OutOfMemory()])
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "stale": 1}\n')
@@ -64,11 +65,11 @@ def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", '{"step": 3', "[]", '{"step": 3, "metrics": 7, "paths": {}}', "\udcff"])
 def test_a_damaged_finished_json_is_named(tmp_path, text):
-    run = folder.RunFolder.open(str(tmp_path / "run"), SOME)
+    run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
     pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
-        folder.check(run.path, SOME)
+        run_folder.check(run.path, SOME)
 
 
 def truncated(step: pathlib.Path) -> None:
@@ -243,7 +244,7 @@ def test_a_tokenizer_comes_from_the_hub_and_only_its_files(room, monkeypatch, tm
 
 
 def stage_of(room, name: str, tmp_path, **options):
-    return STAGES[name](resolve(command.parse(arguments(room, name, tmp_path / "run", **options))))
+    return STAGES[name](resolve(command_line.parse(arguments(room, name, tmp_path / "run", **options))))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def stage_of(room, name: str, tmp_path, **options):
 def test_the_line_that_is_printed_is_the_run(room, tmp_path, name, options, updates):
     stage = stage_of(room, name, tmp_path, **options)
     assert stage.total_steps == updates
-    (line,) = [line for line in arithmetic.batch_lines(stage.config, stage.rows) if line.startswith("run:")]
+    (line,) = [line for line in batch_sizes.batch_lines(stage.config, stage.rows) if line.startswith("run:")]
     assert f" = {updates} updates, " in line
 
 

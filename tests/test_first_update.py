@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.algorithms import actor_critic, microbatch, ppo, reward_model
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
-from rlhf_jax.trainers import common, forward, ppo, reward
 from rlhf_jax.types import PromptBatch, TrainState
 
 V, C, T, B = 61, 8, 16, 64
 EOS = 3
 EPOCHS = 4
 MODEL = custom_shape("2x32x4", V, 64)
-NETS = forward.Networks(MODEL, MODEL, MODEL)
+NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
 # As there: one minibatch, rewards whitened, AdamW's epsilon 1e-5, the value model starts as the reward model. The rate
 # is not: a model of this width needs a larger step to move as far as Pythia-160m does at 1e-5.
 CONFIG = PPOConfig(
@@ -59,7 +59,7 @@ def first_rollout():
     @quick_jit
     def look(params):
         rollout = generate(MODEL, params["policy"], prompts, jax.random.key(2), sampling)
-        scores = reward.score_rollout(MODEL, judge, rollout, dtype=jnp.float32)
+        scores = reward_model.score_rollout(MODEL, judge, rollout, dtype=jnp.float32)
         return ppo.make_experience(NETS, params, policy, rollout, scores, jnp.float32(CONFIG.kl_coef), CONFIG, EOS)[0]
 
     params = {"policy": policy, "value": judge}
@@ -71,7 +71,7 @@ def learn(epochs, calls):
     """Metrics of `calls` calls of ppo.update of `epochs` epochs each, one after another, and the params at the end."""
     config = dataclasses.replace(CONFIG, num_ppo_epochs=epochs)
     params, experience = first_rollout()
-    optimizer, zero = common.make_optimizer(config), jnp.int32(0)
+    optimizer, zero = microbatch.make_optimizer(config), jnp.int32(0)
     state = TrainState(params, optimizer.init(params), zero, zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0))
     shuffles = ppo.permutations(jax.random.key(3), epochs, B)
     rate = jnp.float32(config.learning_rate)

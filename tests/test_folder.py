@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from rlhf_jax import folder, model_card
-from rlhf_jax.folder import RunFolder
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import model_card, run_folder
+from rlhf_jax.runtime.run_folder import RunFolder
 
 CONFIG = {"stage": "ppo", "seed": 1, "kl_coef": 0.05, "report_to": ("tensorboard",), "save_steps": 10, "run_dir": "x"}
 
@@ -38,7 +38,7 @@ def test_a_new_run_leaves_its_config(run_dir):
 
 
 def test_checking_touches_nothing(run_dir):
-    assert folder.check(run_dir, CONFIG) is None
+    assert run_folder.check(run_dir, CONFIG) is None
     assert not os.path.exists(run_dir)
 
 
@@ -75,16 +75,16 @@ def test_an_unreadable_config_is_refused(run_dir):
     with open(run.config, "w") as file:
         file.write("{")
     with pytest.raises(UserError, match="config.json is no JSON"):
-        folder.check(run_dir, CONFIG)
+        run_folder.check(run_dir, CONFIG)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     for name in ("thesis.tex", "photos.zip", "a", "b"):
         (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=r"not empty and no run's folder \(it holds a, b, photos.zip, ...\)"):
-        folder.check(str(tmp_path), CONFIG)
+        run_folder.check(str(tmp_path), CONFIG)
     with pytest.raises(UserError, match="is a file"):
-        folder.check(str(tmp_path / "a"), CONFIG)
+        run_folder.check(str(tmp_path / "a"), CONFIG)
 
 
 def test_an_empty_folder_and_hidden_files_are_welcome(tmp_path):
@@ -114,10 +114,10 @@ def test_a_finished_run_says_so(run_dir):
     run = used(run_dir)
     run.finish(7, {"loss": 0.5, "kl": float("inf")}, {"policy": "p"})
     found = {"step": 7, "metrics": {"loss": 0.5, "kl": float("inf")}, "paths": {"policy": "p"}}
-    assert folder.check(run_dir, CONFIG) == found
-    assert folder.check(run_dir, CONFIG, resume="must") == found
+    assert run_folder.check(run_dir, CONFIG) == found
+    assert run_folder.check(run_dir, CONFIG, resume="must") == found
     with pytest.raises(UserError, match="seed: 1 -> 2"):
-        folder.check(run_dir, {**CONFIG, "seed": 2})
+        run_folder.check(run_dir, {**CONFIG, "seed": 2})
 
 
 def test_a_resume_forgets_what_came_after_its_step(run_dir):
@@ -175,7 +175,7 @@ def test_a_recipe_is_what_the_run_began_with(run_dir):
 
 
 def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
-    monkeypatch.setattr(folder, "is_main", lambda: False)
+    monkeypatch.setattr(run_folder, "is_main", lambda: False)
     run = entered(run_dir, CONFIG)
     run.finish(1, {}, {})
     run.write_completions(1, [{"a": 1}])

@@ -6,9 +6,11 @@ import sys
 import jax
 import pytest
 
-from rlhf_jax import arithmetic, footprint, plan, sharding, train
-from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
-from rlhf_jax.types import UserError
+from rlhf_jax import train
+from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import sharding
 
 TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic", "dry_run": True}
 POLICY = {"sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
@@ -18,16 +20,16 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def stage():
-    return footprint.planned_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
+    return memory.planned_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
 def programs(stage):
-    return {program.name: program for program in footprint.programs(stage)}
+    return {program.name: program for program in memory.programs(stage)}
 
 
 def test_parts_are_the_bytes_of_params_and_moments(stage):
-    parts = footprint.parts(stage)
+    parts = memory.parts(stage)
     heads = {"policy": "causal", "value": "scalar"}
     made = lambda head: jax.eval_shape(lambda: stage.policy.init(jax.random.key(0), heads=(head,)))  # noqa: E731
     counts = {role: sum(x.size for x in jax.tree.leaves(made(head))) for role, head in heads.items()}
@@ -48,7 +50,7 @@ def test_the_update_takes_the_place_of_the_state_that_it_is_given(stage, program
 
 
 def test_what_a_program_does_not_see_counts_too(stage, programs):
-    held = footprint.parts(stage)
+    held = memory.parts(stage)
     assert programs["generate"].beside == sum(held.values()) - held["policy"]
     # The reference is all that an update does not see, but for the few scalars of the state.
     assert abs(programs["update"].beside - held["reference"]) < 64
@@ -58,36 +60,34 @@ def test_what_a_program_does_not_see_counts_too(stage, programs):
 
 def test_a_larger_micro_batch_takes_more(programs):
     whole = dataclasses.replace(PPOConfig(**POLICY), micro_batch_size=16)
-    stage = footprint.planned_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
-    (update,) = footprint.programs(stage, only=("update",))
+    stage = memory.planned_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
+    (update,) = memory.programs(stage, only=("update",))
     assert 1.3 < update.temporary / programs["update"].temporary < 3
 
 
 def test_offloaded_models_take_nothing_on_the_device():
     away = RLOOConfig(**POLICY, num_generations=2, offload_frozen="pinned_host")
-    parts = footprint.parts(footprint.planned_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
+    parts = memory.parts(memory.planned_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
     assert parts["reference"] == 0 and parts["policy"] > 0
 
 
 def test_a_model_that_comes_back_for_a_program_counts_while_it_runs():
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     here, away = (RLOOConfig(**POLICY, num_generations=2, offload_frozen=where) for where in ("none", "pinned_host"))
-    peaks = [
-        footprint.programs(footprint.planned_stage(config, mesh), only=("experience",))[0] for config in (here, away)
-    ]
+    peaks = [memory.programs(memory.planned_stage(config, mesh), only=("experience",))[0] for config in (here, away)]
     assert peaks[0].beside == peaks[1].beside and peaks[0].peak == peaks[1].peak
 
 
 def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
-    assert footprint.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
+    assert memory.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
 
 
 def test_adams_first_moment_may_be_kept_in_half():
     half = SFTConfig(**TINY, model_name_or_path=None, adam_mu_dtype="bfloat16", max_length=32, batch_size=8)
-    stage = footprint.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
-    parts = footprint.parts(stage)
+    stage = memory.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
+    parts = memory.parts(stage)
     assert parts["optimizer"] == 6 * parts["model"] // 4 + 4
-    assert [p.name for p in footprint.programs(stage)] == ["update"]
+    assert [p.name for p in memory.programs(stage)] == ["update"]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_adams_first_moment_may_be_kept_in_half():
     ],
 )
 def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
-    program = footprint.Program("update", 0.0, peak, 0, 0, 0, 0)
-    assert plan.verdict(program, limit, refused).startswith(words)
+    program = memory.Program("update", 0.0, peak, 0, 0, 0, 0)
+    assert report.verdict(program, limit, refused).startswith(words)
 
 
 def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     config = PPOConfig(**POLICY)
-    arithmetic.check(config)
-    plan.show(config)
+    batch_sizes.check(config)
+    report.show(config)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
     assert rows[:6] == ["policy", "value", "optimizer", "reference", "together", "cache"]
@@ -145,7 +145,7 @@ def test_a_program_that_the_compiler_refuses_says_what_it_needs(error, size, sai
         def lower(self):
             raise jax.errors.JaxRuntimeError(error)
 
-    program = footprint.compiled("update", Refused(), beside=7)
+    program = memory.compiled("update", Refused(), beside=7)
     assert program.peak == 7 + size and said in program.refused and program.refused
 
 
@@ -155,7 +155,7 @@ def test_another_error_of_the_compiler_is_not_hidden():
             raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
-        footprint.compiled("update", Broken(), beside=0)
+        memory.compiled("update", Broken(), beside=0)
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_the_memory_of_a_chip_is_what_it_says_or_what_is_known_of_its_kind(kind,
                 raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
             return {"bytes_limit": says}
 
-    assert footprint.capacity(Chip()) == bytes_of_it
+    assert memory.capacity(Chip()) == bytes_of_it

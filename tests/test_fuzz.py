@@ -20,13 +20,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax import arithmetic, command, configfile, data, models, text
-from rlhf_jax.config import STAGES, Pipeline, PPOConfig, RewardConfig, SFTConfig
+from rlhf_jax import data, models
+from rlhf_jax.config import STAGES, Pipeline, PPOConfig, RewardConfig, SFTConfig, batch_sizes, command_line
+from rlhf_jax.config import files as config_files
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
-from rlhf_jax.rewards import RewardFailure
-from rlhf_jax.rewards.remote import RemoteReward
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.rewards.interface import RewardFailure
+from rlhf_jax.rewards.server import RemoteReward
+from rlhf_jax.utils import text
 
 EXAMPLES = int(os.environ.get("RLHF_JAX_FUZZ_EXAMPLES", "60"))
 SECRET = 's3cret/"token'
@@ -91,18 +93,18 @@ def damaged(draw, whole: bytes) -> bytes:
 
 # --- configs
 
-WHOLE = {name: configfile.to_json(stage()) for name, stage in STAGES.items()} | {
-    "pipeline": configfile.to_json(Pipeline())
+WHOLE = {name: config_files.to_json(stage()) for name, stage in STAGES.items()} | {
+    "pipeline": config_files.to_json(Pipeline())
 }
 FIELDS = sorted({field.name for stage in STAGES.values() for field in dataclasses.fields(stage)})
 
 
 def add_up(config) -> None:
     """What a run does with a config before it opens anything."""
-    arithmetic.check(config)
-    for stage in arithmetic.stages_of(config).values():
-        arithmetic.batch_lines(stage, 1000)
-        arithmetic.check_rows(stage, 1000)
+    batch_sizes.check(config)
+    for stage in batch_sizes.stages_of(config).values():
+        batch_sizes.batch_lines(stage, 1000)
+        batch_sizes.check_rows(stage, 1000)
 
 
 @fuzz
@@ -117,7 +119,7 @@ def test_any_config_json_is_read_or_refused(stage, choose):
     else:
         written = choose.draw(damaged(WHOLE[stage].encode()))
     with nothing_but_a_user_error():
-        add_up(configfile.from_json(written.decode("utf-8", "replace")))
+        add_up(config_files.from_json(written.decode("utf-8", "replace")))
 
 
 names = (
@@ -135,7 +137,7 @@ def test_any_command_line_is_read_or_refused(config, given):
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
         with nothing_but_a_user_error():
-            add_up(command.parse(line))
+            add_up(command_line.parse(line))
 
 
 class Odd:
@@ -196,7 +198,7 @@ def test_whatever_a_config_file_returns_or_raises_is_read_or_refused(config_file
 
     holder.make = make
     with nothing_but_a_user_error():
-        add_up(configfile.load_config(config_file))
+        add_up(config_files.load_config(config_file))
 
 
 # --- rows

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from rlhf_jax import generate as gen
 from rlhf_jax.models import custom_shape
-from rlhf_jax.models.hf import load
+from rlhf_jax.models.io.hf import load
 from rlhf_jax.types import PromptBatch
 from tests.optional import optional
 

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from rlhf_jax import models
+from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, ppo, reward_model, rloo, sft
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.data import DemoBatch, PairBatch
-from rlhf_jax.trainers import common, forward, guard, ppo, reward, rloo, sft
 from rlhf_jax.types import Experience, GroupExperience, TrainState
 from tests.models_common import random_params
 
@@ -39,25 +39,25 @@ def state_of(params, optimizer, **fields):
 
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
 GRADS = {"w": jnp.ones((2, 3)), "b": jnp.full(3, 0.5)}
-ADAM = common.make_optimizer(PPOConfig(weight_decay=0.1, max_grad_norm=1.0))
+ADAM = microbatch.make_optimizer(PPOConfig(weight_decay=0.1, max_grad_norm=1.0))
 
 
 def attempt(grads=GRADS, loss=1.0, alive=True, allowed=True, optimizer=ADAM, rate=0.1):
     """(params moved, {what was reported}) of one step; both trees are bit for bit the old ones or all new."""
     opt_state = optimizer.init(PARAMS)
     args = (grads, jnp.float32(rate), {"loss": jnp.float32(loss)}, jnp.bool_(alive), jnp.bool_(allowed))
-    step = jax.jit(lambda *args: guard.attempt(optimizer, PARAMS, opt_state, *args))
+    step = jax.jit(lambda *args: nonfinite.attempt(optimizer, PARAMS, opt_state, *args))
     params, after, alive, report = step(*args)
     moved = not same(params, PARAMS)
     assert all_finite((params, after)) and bool(alive) == moved == bool(report["nonfinite/steps_applied"])
     assert same(after, opt_state) or moved
-    return moved, guard.names(int(report["nonfinite/causes"]))
+    return moved, nonfinite.names(int(report["nonfinite/causes"]))
 
 
 def test_a_good_step_is_that_of_the_optimizer():
     opt_state = ADAM.init(PARAMS)
-    wanted = jax.jit(lambda *args: common.apply_gradients(ADAM, *args))(PARAMS, opt_state, GRADS, jnp.float32(0.1))
-    step = jax.jit(lambda *args: guard.attempt(ADAM, *args, jnp.float32(0), jnp.bool_(True)))
+    wanted = jax.jit(lambda *args: microbatch.apply_gradients(ADAM, *args))(PARAMS, opt_state, GRADS, jnp.float32(0.1))
+    step = jax.jit(lambda *args: nonfinite.attempt(ADAM, *args, jnp.float32(0), jnp.bool_(True)))
     params, after, alive, report = step(PARAMS, opt_state, GRADS, jnp.float32(0.1))
     assert same((params, after, report["grad_norm"]), wanted) and bool(alive)
     assert attempt() == (True, [])
@@ -75,7 +75,7 @@ def test_a_gradient_that_overflows_when_squared_is_not_taken():
     """Each number is finite; the norm is not, and AdamW's second moment would not be."""
     huge = {**GRADS, "b": GRADS["b"].at[0].set(1e30)}
     assert attempt(huge) == (False, ["gradient"])
-    unclipped = common.make_optimizer(PPOConfig())
+    unclipped = microbatch.make_optimizer(PPOConfig())
     assert not all_finite(unclipped.update(huge, unclipped.init(PARAMS))[1])
 
 
@@ -99,7 +99,7 @@ STOP, SKIP = SFTConfig(), SFTConfig(on_nonfinite="skip", max_nonfinite=2)
 def settled(config, found, count):
     """(bad updates in a row, step, episodes) after an update of 8 episodes."""
     state = state_of(PARAMS, ADAM, step=jnp.int32(3), episodes=jnp.int32(24), nonfinite=jnp.int32(count))
-    after = guard.settle(state, jnp.int32(found), config, {"params": GRADS}, {"step": 1, "episodes": 8})
+    after = nonfinite.settle(state, jnp.int32(found), config, {"params": GRADS}, {"step": 1, "episodes": 8})
     assert after.params is GRADS and after.step.dtype == after.nonfinite.dtype == jnp.int32
     return int(after.nonfinite), int(after.step), int(after.episodes)
 
@@ -114,7 +114,7 @@ def test_bad_updates_are_counted_and_the_last_stands_still():
 
 def test_an_update_may_learn_until_the_limit():
     def may(config, count, found=0):
-        return bool(guard.may_learn(state_of(PARAMS, ADAM, nonfinite=jnp.int32(count)), jnp.int32(found), config))
+        return bool(nonfinite.may_learn(state_of(PARAMS, ADAM, nonfinite=jnp.int32(count)), jnp.int32(found), config))
 
     assert may(STOP, 0) and not may(STOP, 1) and may(SKIP, 1) and not may(SKIP, 2) and not may(SKIP, 0, 8)
 
@@ -122,27 +122,27 @@ def test_an_update_may_learn_until_the_limit():
 def test_causes_have_names_and_only_floats_are_looked_at():
     arrays = {"score": jnp.array([1.0, jnp.nan]), "value": {"a": jnp.array([1.0]), "b": jnp.arange(3)}}
     arrays["loss"] = jnp.float32(-jnp.inf)
-    assert guard.names(int(guard.causes(**arrays))) == ["score", "loss"]
-    assert guard.names(sum(1 << i for i in range(len(guard.CAUSES)))) == list(guard.CAUSES)
-    assert bool(guard.finite({"n": jnp.int32(3), "none": None}))
+    assert nonfinite.names(int(nonfinite.causes(**arrays))) == ["score", "loss"]
+    assert nonfinite.names(sum(1 << i for i in range(len(nonfinite.CAUSES)))) == list(nonfinite.CAUSES)
+    assert bool(nonfinite.finite({"n": jnp.int32(3), "none": None}))
 
 
 def test_target_kl_ends_the_means_with_the_first_step_that_is_not_taken():
     stats = {"nonfinite/causes": jnp.zeros(4, jnp.int32), "loss": jnp.array([1.0, 2.0, 6.0, jnp.nan])}
     stats["nonfinite/steps_applied"] = jnp.array([1, 1, 0, 0])
-    found = guard.over_steps(stats, PPOConfig(target_kl=0.1))
+    found = nonfinite.over_steps(stats, PPOConfig(target_kl=0.1))
     assert float(found["loss"]) == 3.0 and float(found["policy/steps_done"]) == 0.5
-    plain = guard.over_steps(stats, PPOConfig())
+    plain = nonfinite.over_steps(stats, PPOConfig())
     assert np.isnan(plain["loss"]) and "policy/steps_done" not in plain
     assert int(plain["nonfinite/steps_applied"]) == 2
     config = PPOConfig(target_kl=0.1)
-    assert [bool(guard.within(jnp.float32(x), config)) for x in (0.0, 0.149, 0.151, jnp.nan)] == [
+    assert [bool(nonfinite.within(jnp.float32(x), config)) for x in (0.0, 0.149, 0.151, jnp.nan)] == [
         True,
         True,
         False,
         True,
     ]
-    assert guard.within(jnp.float32(9.0), PPOConfig()) is True
+    assert nonfinite.within(jnp.float32(9.0), PPOConfig()) is True
 
 
 # --- every trainer: rows that hold one of these ids make the loss, or its gradient alone, go bad
@@ -172,7 +172,7 @@ def spoiled(x, tokens):
 
 
 MODEL = models.custom_shape("2x32x4", V, 64)
-NETS = forward.Networks(MODEL, MODEL, MODEL)
+NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
 COMMON = {"learning_rate": 1e-2, "on_nonfinite": "skip", "batch_size": B, "max_grad_norm": 1.0}
 SFT = SFTConfig(**COMMON)
 REWARD = RewardConfig(**COMMON)
@@ -206,17 +206,17 @@ def sft_case(monkeypatch):
 
 
 def reward_case(monkeypatch):
-    real = reward.pair_scores
+    real = reward_model.pair_scores
 
     def pair_scores(model, params, batch, **options):
         return [spoiled(x, batch.rejected_tokens) for x in real(model, params, batch, **options)]
 
-    monkeypatch.setattr(reward, "pair_scores", pair_scores)
+    monkeypatch.setattr(reward_model, "pair_scores", pair_scores)
     full = jnp.full(B, C + T, jnp.int32)
     batch = PairBatch(tokens(B, C + T), full, tokens(B, C + T, seed=1), full, jnp.zeros(B))
 
     def update(state, batch):
-        return reward.update(MODEL, ADAM, state, batch, jax.random.key(0), jnp.float32(1e-2), REWARD)
+        return reward_model.update(MODEL, ADAM, state, batch, jax.random.key(0), jnp.float32(1e-2), REWARD)
 
     def spoil(batch, row, number):
         return batch.replace(rejected_tokens=batch.rejected_tokens.at[row, 0].set(number))
@@ -301,7 +301,7 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
             continue  # a log-probability of -inf is a ratio of 0, whose loss and gradient are finite
         after, found = step(before, spoil(clean, 0, number))  # row 0 is in the first minibatch
         assert same(learned(after), learned(before)), number
-        assert guard.names(int(found["nonfinite/causes"]))[0] == cause, number
+        assert nonfinite.names(int(found["nonfinite/causes"]))[0] == cause, number
         assert int(found["nonfinite/steps_applied"]) == 0
         assert (int(after.nonfinite), int(after.step), int(after.episodes)) == (1, 1, B)
     moved, found = step(after, clean)
@@ -315,8 +315,8 @@ def test_no_trainer_learns_from_what_is_not_finite(name, monkeypatch):
         assert not same(part.params, moved.params) and all_finite(learned(part))
         counts = {int(x) for x in jax.tree.leaves(part.opt_state) if x.dtype == jnp.int32}
         assert counts == {steps + 1}
-    over, _ = step(moved.replace(nonfinite=jnp.int32(guard.limit(SFT))), clean)
-    assert same(over, moved.replace(nonfinite=jnp.int32(guard.limit(SFT))))
+    over, _ = step(moved.replace(nonfinite=jnp.int32(nonfinite.limit(SFT))), clean)
+    assert same(over, moved.replace(nonfinite=jnp.int32(nonfinite.limit(SFT))))
     assert step._cache_size() == 1
 
 
@@ -331,7 +331,7 @@ def test_an_experience_that_is_not_finite_is_not_learned_from(name, quantities, 
             at = (-1,) * (array.ndim - 1) + (0,)  # the last row, which is in the last minibatch, at its first token
             after, found = step(before, clean.replace(**{field: array.at[at].set(wrong)}))
             assert same(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
-            assert guard.names(int(found["nonfinite/causes"])) == [cause]
+            assert nonfinite.names(int(found["nonfinite/causes"])) == [cause]
     if name == "ppo":  # nobody reads what stands outside the response
         beyond = {field: getattr(clean, field).at[0, -1].set(jnp.nan) for field in cases}
         after, found = step(before, clean.replace(**beyond))
@@ -367,6 +367,8 @@ def own_logprobs(name, batch):
     """The behaviour policy is the one that begins, so that approxkl is 0 at the first step."""
     params = start(None).params
     if name == "ppo":
-        logprobs = jax.jit(lambda e: forward.evaluate_actor_critic(NETS, params, e.tokens, e.mask, T, PPO)[0])(batch)
+        logprobs = jax.jit(lambda e: actor_critic.evaluate_actor_critic(NETS, params, e.tokens, e.mask, T, PPO)[0])(
+            batch
+        )
         return jnp.where(INSIDE, logprobs, jnp.float32(1))
-    return jax.jit(lambda e: forward.group_logprobs(MODEL, params["policy"], e, RLOO)[0])(batch)
+    return jax.jit(lambda e: actor_critic.group_logprobs(MODEL, params["policy"], e, RLOO)[0])(batch)

@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import rlhf_jax
-from rlhf_jax import metrics, train
-from rlhf_jax.callbacks import Callback
+from rlhf_jax import train
+from rlhf_jax.algorithms import sft
 from rlhf_jax.config import RewardConfig, SFTConfig
-from rlhf_jax.models import hf
-from rlhf_jax.trainers import sft
-from rlhf_jax.types import UserError
-from rlhf_jax.watch import NonFinite
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics import logger
+from rlhf_jax.models.io import hf
+from rlhf_jax.runtime.callbacks import Callback
+from rlhf_jax.runtime.monitor import NonFinite
 from tests.reward_runs import SHARED, B, bytes_of, copied, lines, ppo, rloo
 
 pytestmark = pytest.mark.runs
@@ -149,7 +150,7 @@ def test_a_bad_update_stops_a_run_which_then_goes_on_without_it(good, tmp_path, 
 @pytest.mark.parametrize("wrong", ["Infinity", "-Infinity"])
 def test_a_run_that_skips_goes_on_to_the_end(wrong, tmp_path, capsys):
     """The first update and the last are bad; a clip would make a score of the infinities."""
-    value = metrics.with_floats({"x": wrong})["x"]
+    value = logger.with_floats({"x": wrong})["x"]
     meddler = Meddler({1: (3, value), 3: (0, value)})
     config = rloo(tmp_path / "run", on_nonfinite="skip", sync_ref_model=True, reward_clip_range=(-9.0, 9.0), **OF_RLOO)
     result = rlhf_jax.run(config, reward_funcs=evens, callbacks=[meddler])

@@ -12,10 +12,14 @@ import typing
 
 import pytest
 
-from rlhf_jax import arithmetic, checks, configfile, data, folder, metrics, tables, text, train
-from rlhf_jax.config import STAGES, PPOConfig
+from rlhf_jax import data, train
+from rlhf_jax.config import STAGES, PPOConfig, batch_sizes, validation
+from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics import logger
+from rlhf_jax.runtime import completion_tables, run_folder
+from rlhf_jax.utils import text
 from tests import test_bad_input
 from tests.test_bad_input import arguments, lines, says
 from tests.test_tables import events
@@ -44,17 +48,17 @@ def test_what_a_terminal_would_obey_becomes_visible_and_all_else_stays():
 def test_tables_and_errors_show_escape_sequences_as_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     stream = io.StringIO()
-    tables.show([{f"prompt{EVIL}": f"a {EVIL}", "n": 1.0}], f"title {EVIL}", stream=stream)
+    completion_tables.show([{f"prompt{EVIL}": f"a {EVIL}", "n": 1.0}], f"title {EVIL}", stream=stream)
     shown = stream.getvalue()
     assert not obeyed(shown) and shown.count("\\x1b]0;owned") == 3
-    assert not obeyed(tables.markdown([{f"prompt{EVIL}": EVIL}]))
+    assert not obeyed(completion_tables.markdown([{f"prompt{EVIL}": EVIL}]))
     assert not obeyed(str(UserError(f"column {EVIL}"))) and len(str(UserError("x" * 10**7))) < 30_000
 
 
 def test_json_lines_hold_any_text_and_are_harmless_to_look_at(tmp_path):
     path = tmp_path / "3.jsonl"
     rows = [{f"k{EVIL}": EVIL + "\x7f \ud800 \udfff\ud83d"}, {"b": "caf\xe9 \U0001f600"}]
-    path.write_text("".join(metrics.json_text(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(logger.json_text(row) + "\n" for row in rows), encoding="utf-8")
     assert not obeyed(path.read_text(encoding="utf-8")) and "caf\xe9 \U0001f600" in path.read_text(encoding="utf-8")
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
 
@@ -182,7 +186,7 @@ def test_a_run_dir_that_cannot_be_is_named_before_any_model_is_opened(refusal, t
         (tmp_path / "circle", "is a link to"),
     ):
         with pytest.raises(UserError, match="--run_dir"):
-            folder.check(str(run_dir), {"stage": "ppo"})
+            run_folder.check(str(run_dir), {"stage": "ppo"})
         if "\0" not in str(run_dir):
             says(refusal(run_dir=run_dir), "--run_dir", part)
 
@@ -191,7 +195,7 @@ def test_a_run_dir_that_cannot_be_is_named_before_any_model_is_opened(refusal, t
 def test_a_run_dir_that_cannot_be_written_is_named(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"--run_dir .* cannot be written: .*Give another folder"):
-        folder.RunFolder.open(run_dir, {"stage": "ppo"})
+        run_folder.RunFolder.open(run_dir, {"stage": "ppo"})
 
 
 def test_a_link_in_the_place_of_the_final_model_is_refused(room, refusal, tmp_path):
@@ -209,7 +213,7 @@ def test_a_link_in_the_place_of_the_final_model_is_refused(room, refusal, tmp_pa
 
 def float_fields():
     for name, stage in STAGES.items():
-        for field, hint in configfile.field_types(stage).items():
+        for field, hint in config_files.field_types(stage).items():
             kinds = {kind for part in (hint, *typing.get_args(hint)) for kind in (part, *typing.get_args(part))}
             if float in kinds:
                 yield name, field, hint
@@ -221,30 +225,30 @@ def test_every_option_with_a_number_refuses_what_is_none_by_name(value):
     assert len({field for _, field, _ in fields}) > 30
     for name, field, hint in fields:
         with pytest.raises(UserError, match=f"^--{field} = .*: it must be (a finite number|0 or between)"):
-            configfile.value_from_words(f"--{field}", hint, [value])
+            config_files.value_from_words(f"--{field}", hint, [value])
         number = (float(value),) if "tuple" in str(hint) else float(value)
         with pytest.raises(UserError, match=f"^{field} = "):
-            configfile.checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
+            config_files.checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
         with pytest.raises(UserError, match=rf"here.json: {field} = "):
             said = json.dumps({"stage": name, field: list(number) if isinstance(number, tuple) else number})
-            configfile.from_json(said, "here.json")
+            config_files.from_json(said, "here.json")
 
 
 def test_numbers_beyond_what_is_counted_in_are_refused_at_once():
     start = time.monotonic()
     for field in ("batch_size", "total_episodes", "response_length", "query_length", "save_steps"):
         with pytest.raises(UserError, match=f"{field} is {2**31}; it must be below 2\\^31"):
-            arithmetic.check(PPOConfig(**{field: 2**31}))
+            batch_sizes.check(PPOConfig(**{field: 2**31}))
     with pytest.raises(UserError, match="batch_size is a number of .* bits"):
-        configfile.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")
+        config_files.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")
     with pytest.raises(UserError, match=r"micro_batch_size 7 .*micro_batch_size 3 or 9"):
-        arithmetic.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
+        batch_sizes.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
     assert time.monotonic() - start < 5
 
 
 def test_divisors_are_those_on_both_sides():
-    assert checks._divisors(360, 7) == "6 or 8" and checks._divisors(7, 3) == "1 or 7"
-    assert checks._divisors(36, 6) == "4 or 9" and checks._divisors(8, 3, 2) == "4 or 8"
+    assert validation._divisors(360, 7) == "6 or 8" and validation._divisors(7, 3) == "1 or 7"
+    assert validation._divisors(36, 6) == "4 or 9" and validation._divisors(8, 3, 2) == "4 or 8"
 
 
 PREFIX = "from rlhf_jax.config import *\n"
@@ -313,7 +317,7 @@ def test_a_config_that_cannot_be_a_file_is_named(tmp_path, capsys, spec):
 def test_a_config_json_of_impossible_json_is_named(tmp_path, content, part):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError) as error:
-        configfile.load_config(str(tmp_path))
+        config_files.load_config(str(tmp_path))
     says(str(error.value), tmp_path / "config.json", part)
 
 

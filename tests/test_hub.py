@@ -19,7 +19,7 @@ import tokenizers
 
 from rlhf_jax import models
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
 from tests.children import QUICK
 from tests.hub import Hub
 from tests.optional import optional

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rlhf_jax import arithmetic, sharding
-from rlhf_jax.config import RLOOConfig, SFTConfig
-from rlhf_jax.models import custom_shape, hf, int8, lora
+from rlhf_jax.config import RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import custom_shape, lora, quantization
+from rlhf_jax.models.io import hf
+from rlhf_jax.models.placement import PlannedWeights, Weights
+from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.base import Stage
-from rlhf_jax.stages.weights import PlannedWeights, Weights
-from rlhf_jax.types import UserError
 from tests.models_common import distance, padded_rows
 from tests.optional import optional
 
@@ -27,7 +28,7 @@ FORM = lora.Lora(r=3, alpha=6, dropout=0.0, targets=LINEARS[::2])
 
 def narrow(kernel):
     layer = {"kernel": jnp.asarray(kernel), "bias": np.ones(2, np.float32)}
-    return int8.narrowed({"layer": layer}, [("layer",)])["layer"]
+    return quantization.narrowed({"layer": layer}, [("layer",)])["layer"]
 
 
 def test_a_kernel_is_rounded_to_127_steps_of_each_columns_largest_number():
@@ -35,7 +36,7 @@ def test_a_kernel_is_rounded_to_127_steps_of_each_columns_largest_number():
     np.testing.assert_allclose(found["kernel"].scale, [[[0.01, 0.02]]], rtol=1e-6)
     np.testing.assert_array_equal(found["kernel"].qvalue, [[[127, -127], [-1, 26], [2, 50]]])
     assert found["kernel"].qvalue.dtype == jnp.int8 and found["bias"].dtype == jnp.float32
-    wide = int8.widened(found["kernel"], jnp.float32)
+    wide = quantization.widened(found["kernel"], jnp.float32)
     np.testing.assert_allclose(wide, [[[1.27, -2.54], [-0.01, 0.52], [0.02, 1.0]]], rtol=1e-6)
 
 
@@ -49,7 +50,7 @@ def test_a_kernel_is_rounded_to_127_steps_of_each_columns_largest_number():
 )
 def test_any_kernel_is_off_by_half_a_step_at_most_and_is_torchs_rounding(kernel):
     found = narrow(kernel)["kernel"]
-    wide, largest = int8.widened(found, jnp.float32), np.abs(kernel).max(axis=1, keepdims=True)
+    wide, largest = quantization.widened(found, jnp.float32), np.abs(kernel).max(axis=1, keepdims=True)
     assert np.all(np.abs(wide - kernel) <= largest / 127 * 0.5 * (1 + 1e-4))
     again = narrow(wide)["kernel"]
     np.testing.assert_array_equal(again.qvalue, found.qvalue)
@@ -73,8 +74,10 @@ def parts():
 
 def test_only_the_kernels_of_layers_are_narrow_and_they_take_a_quarter(parts):
     _, base, wide, _ = parts
-    leaves = jax.tree_util.tree_leaves_with_path(base, is_leaf=int8.is_narrow)
-    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if int8.is_narrow(leaf)}
+    leaves = jax.tree_util.tree_leaves_with_path(base, is_leaf=quantization.is_narrow)
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if quantization.is_narrow(leaf)
+    }
     assert names == {
         f"backbone/layers/{where}/{name}/kernel" for name, where in zip(LINEARS, 2 * ["attention"] + 2 * ["mlp"])
     }
@@ -83,7 +86,7 @@ def test_only_the_kernels_of_layers_are_narrow_and_they_take_a_quarter(parts):
         [leaf["kernel"] for name, leaf in lora.at(tree, ("backbone", "layers", "mlp")).items()] for tree in (base, wide)
     ]
     assert 0.25 <= size(kernels[0]) / size(kernels[1]) < 0.29
-    assert all(not int8.is_narrow(leaf) for leaf in jax.tree.leaves(wide, is_leaf=int8.is_narrow))
+    assert all(not quantization.is_narrow(leaf) for leaf in jax.tree.leaves(wide, is_leaf=quantization.is_narrow))
 
 
 def test_a_model_on_int8_kernels_and_its_gradients_are_those_of_the_rounded_floats(parts):
@@ -146,7 +149,7 @@ def test_a_checkpoint_that_is_kept_narrow_is_never_held_in_float32(monkeypatch, 
 
 def test_without_adapters_or_without_qwix_int8_is_refused_by_name(monkeypatch):
     with pytest.raises(UserError, match="load_in_8bit is True, but without use_peft"):
-        arithmetic.check(SFTConfig(load_in_8bit=True))
+        batch_sizes.check(SFTConfig(load_in_8bit=True))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"load_in_8bit needs the package qwix: pip install 'rlhf_jax\[int8\]'"):
         Stage(RLOOConfig(use_peft=True, load_in_8bit=True))

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from rlhf_jax.arithmetic import batch_arithmetic, check
-from rlhf_jax.types import UserError
+from rlhf_jax.config.batch_sizes import batch_arithmetic, check
+from rlhf_jax.errors import UserError
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "learning_parity.py"
 spec = importlib.util.spec_from_file_location("learning_parity", SCRIPT)

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from rlhf_jax import folder
-from rlhf_jax.lock import Lock
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime.lock import Lock
 
 HOLDER = """
 import sys, time
-from rlhf_jax.lock import Lock
+from rlhf_jax.runtime.lock import Lock
 Lock(sys.argv[1]).take()
 print("held", flush=True)
 time.sleep(600)
@@ -37,7 +37,7 @@ def test_a_second_run_in_a_folder_is_refused_with_the_first_ones_name(tmp_path, 
         Lock(str(tmp_path)).check()
     (tmp_path / "config.json").write_text('{"stage": "sft"}')
     with pytest.raises(UserError, match=said):
-        folder.check(str(tmp_path), {"stage": "sft"})  # before a model is loaded
+        run_folder.check(str(tmp_path), {"stage": "sft"})  # before a model is loaded
     assert holder.poll() is None
 
 

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.models import hf, lora, lora_hf
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import lora
+from rlhf_jax.models.io import hf
+from rlhf_jax.models.io import peft as peft_files
+from rlhf_jax.models.io.safetensors import open_file
 from rlhf_jax.models.layers import frozen_product, product
-from rlhf_jax.models.weight_files import open_file
-from rlhf_jax.types import UserError
 from tests.models_common import distance, padded_rows, reference, reference_inputs
 from tests.optional import optional
 
@@ -97,8 +99,8 @@ def test_any_adapter_of_peft_gives_its_logits_and_its_gradients(bases, tmp_path_
     wanted = torch_outputs("causal", theirs)
     assert distance(found, wanted.detach()) < 1e-5
     torch.sin(wanted).sum().backward()
-    lora_hf.save(folder / "grads", model, grads, kind="causal", base=None)
-    ours = open_file(folder / "grads" / lora_hf.WEIGHTS)
+    peft_files.save(folder / "grads", model, grads, kind="causal", base=None)
+    ours = open_file(folder / "grads" / peft_files.WEIGHTS)
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:
             source = ours.pop(name.replace(".default", ""))
@@ -115,7 +117,7 @@ def test_adapters_of_ours_load_in_peft_and_give_the_same_outputs(bases, tmp_path
         adapters["score"] = base["score"]
     noise = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32), adapters)
-    lora_hf.save(tmp_path, model, adapters, kind=kind, base=str(bases[kind]))
+    peft_files.save(tmp_path, model, adapters, kind=kind, base=str(bases[kind]))
     theirs = peft.PeftModel.from_pretrained(reference(kind, seed=0), tmp_path).eval()
     found = outputs(kind, model, model.joined(base, adapters))
     assert distance(found, torch_outputs(kind, theirs).detach()) < 1e-5
@@ -140,7 +142,7 @@ def test_a_causal_head_that_peft_trains_in_full_is_read(bases, tmp_path):
     assert model.lora.saved == ("embed_out",)
     wanted = torch_outputs("causal", theirs).detach()
     assert distance(outputs("causal", model, model.joined(base, adapters)), wanted) < 1e-5
-    lora_hf.save(tmp_path / "ours", model, adapters, kind="causal", base=None)
+    peft_files.save(tmp_path / "ours", model, adapters, kind="causal", base=None)
     again = peft.PeftModel.from_pretrained(reference("causal"), tmp_path / "ours").eval()
     assert distance(torch_outputs("causal", again).detach(), wanted) < 1e-6
 
@@ -151,8 +153,8 @@ def test_a_causal_head_that_peft_trains_in_full_is_read(bases, tmp_path):
 def test_merged_equals_unmerged_in_a_forward_pass_in_decoding_and_read_as_a_checkpoint(bases, tmp_path):
     theirs = peft_model("causal", "all-linear", 3, 5, True)
     theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / lora_hf.CONFIG).read_text())
-    (tmp_path / lora_hf.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(bases["causal"])}))
+    config = json.loads((tmp_path / peft_files.CONFIG).read_text())
+    (tmp_path / peft_files.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(bases["causal"])}))
     model, base, adapters = loaded(bases["causal"], tmp_path, "causal")
     joined = model.joined(base, adapters)
     wanted = outputs("causal", model, joined)
@@ -174,7 +176,7 @@ def test_merged_equals_unmerged_in_a_forward_pass_in_decoding_and_read_as_a_chec
 def test_an_adapter_on_an_adapter_is_merged_from_the_ground_up(bases, tmp_path):
     for number, (name, on) in enumerate((("first", bases["causal"]), ("second", tmp_path / "first"))):
         peft_model("causal", ["dense"], 2, 4, False, seed=number).save_pretrained(tmp_path / name)
-        path = tmp_path / name / lora_hf.CONFIG
+        path = tmp_path / name / peft_files.CONFIG
         path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(on)}))
     _, base = hf.load(bases["causal"])
     parts = [hf.load(tmp_path / name)[1] for name in ("first", "second")]
@@ -239,7 +241,7 @@ def test_dropout_of_an_adapters_input_belongs_to_the_row_and_to_the_layer(bases)
 
 def with_config(bases, folder, **changes):
     peft_model("causal", ["dense"], 2, 4, False).save_pretrained(folder)
-    path = folder / lora_hf.CONFIG
+    path = folder / peft_files.CONFIG
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(bases["causal"])} | changes)
     )
@@ -272,13 +274,13 @@ def test_an_adapter_that_stands_on_itself_is_refused(bases, tmp_path):
 
 def test_a_missing_or_foreign_tensor_is_named(bases, tmp_path):
     folder = with_config(bases, tmp_path)
-    tensors = {name: source.read((slice(None),) * 2) for name, source in open_file(folder / lora_hf.WEIGHTS).items()}
+    tensors = {name: source.read((slice(None),) * 2) for name, source in open_file(folder / peft_files.WEIGHTS).items()}
     gone = sorted(tensors)[0]
     for changed, words in (
         ({name: x for name, x in tensors.items() if name != gone}, f"tensor {gone} is missing"),
         ({**tensors, "base_model.model.gpt_neox.layers.9.attention.dense.lora_A.weight": tensors[gone]}, "layers.9"),
     ):
-        lora_hf.write_file(folder / lora_hf.WEIGHTS, changed)
+        peft_files.write_file(folder / peft_files.WEIGHTS, changed)
         with pytest.raises(UserError, match=words):
             hf.load(folder)
 

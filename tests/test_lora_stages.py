@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import arithmetic, data, footprint, plan
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.models import custom_shape, hf, lora, lora_hf
+from rlhf_jax import data
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import custom_shape, lora
+from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.placement import PlannedWeights
 from rlhf_jax.stages import PPOStage, RLOOStage
-from rlhf_jax.stages.weights import PlannedWeights
-from rlhf_jax.types import UserError
 from tests.models_common import distance
 from tests.test_rloo_stage import SHARED
 
@@ -24,7 +26,7 @@ OPTIONS = {**SHARED, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
 
 
 def checked(config):
-    arithmetic.check(config)
+    batch_sizes.check(config)
     return config
 
 
@@ -47,7 +49,7 @@ def models(tmp_path_factory):
         adapted = dataclasses.replace(model, lora=form)
         adapters = lora.init(adapted, jax.random.key(number), params)
         adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters)
-        lora_hf.save(folder / name, adapted, adapters, kind="causal", base=str(folder / "base"))
+        peft.save(folder / name, adapted, adapters, kind="causal", base=str(folder / "base"))
         data.save_tokenizer(tokenizer, str(folder / name))
     return folder
 
@@ -98,9 +100,9 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
     def held(**options):
         given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
         config = checked(PPOConfig(**{**given, **options}))
-        stage = footprint.planned_stage(config, plan.mesh_of(config))
+        stage = memory.planned_stage(config, report.mesh_of(config))
         assert isinstance(stage.weights, PlannedWeights)
-        found = footprint.parts(stage)
+        found = memory.parts(stage)
         return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))
 
     backbone = held(use_peft=False)[0]["reference"]
@@ -172,7 +174,7 @@ def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_pa
     given = {**OPTIONS, "sft_model_path": str(models / "base"), **shared}
     paths = rlhf_jax.run(checked(RLOOConfig(**given, num_generations=2))).paths
     assert set(paths) == {"policy", "policy_adapter"}
-    config = json.loads((pathlib.Path(paths["policy_adapter"]) / lora_hf.CONFIG).read_text())
+    config = json.loads((pathlib.Path(paths["policy_adapter"]) / peft.CONFIG).read_text())
     assert config["base_model_name_or_path"] == str(models / "base") and config["r"] == 2
     merged, read = (hf.load(path)[1] for path in (paths["policy"], paths["policy_adapter"]))
     _, base = hf.load(models / "base")

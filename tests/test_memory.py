@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import rlhf_jax
-from rlhf_jax import memory
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
+from rlhf_jax.runtime import out_of_memory
 from rlhf_jax.stages.policy import PolicyStage
 
 pytestmark = pytest.mark.runs
@@ -35,18 +35,18 @@ CONFIG = RLOOConfig(
 )
 
 
-@pytest.mark.parametrize("phase", memory.LOWERS)
+@pytest.mark.parametrize("phase", out_of_memory.LOWERS)
 @pytest.mark.parametrize("config", [SFTConfig(), PPOConfig()], ids=["sft", "ppo"])
 def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
-    said = memory.message(config, phase, XLA)
+    said = out_of_memory.message(config, phase, XLA)
     assert said.startswith(f"out of memory in {phase} when it asked for 3.0 GiB more. What lowers it: ")
     names = [part.split(" (now ")[0] for part in said.split("lowers it: ")[1].split(". The same")[0].split("), ")]
     assert names and all(hasattr(config, name) for name in names)
-    assert "asked for 12.50 GiB more" in memory.message(config, phase, GPU)
+    assert "asked for 12.50 GiB more" in out_of_memory.message(config, phase, GPU)
 
 
 def test_other_errors_pass():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.explained(CONFIG, lambda: "update"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), out_of_memory.explained(CONFIG, lambda: "update"):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 
@@ -74,7 +74,7 @@ def test_what_was_done_is_saved_where_the_state_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(PolicyStage, "train_step", train_step)
     monkeypatch.setattr(PolicyStage, method, fails)
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"))
-    with pytest.raises(memory.OutOfMemory, match=rf"out of memory in {phase} when it asked for 3\.0 GiB more"):
+    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase} when it asked for 3\.0 GiB more"):
         rlhf_jax.run(config, reward_funcs=length)
     assert [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()] == kept
     monkeypatch.undo()

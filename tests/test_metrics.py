@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import metrics
-from rlhf_jax.folder import RunFolder
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.runtime.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def test_metrics_are_read_one_update_late(folder, monkeypatch):
     reads, told = [], []
     real = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(sorted(tree)) or real(tree))
-    logger = metrics.MetricLogger(folder.path, "none", 0, callback=lambda step, values: told.append((step, values)))
+    logger = metrics_logger.MetricLogger(
+        folder.path, "none", 0, callback=lambda step, values: told.append((step, values))
+    )
     logger.log(1, {"a": jnp.float32(1), "b": jnp.float32(2)})
     assert reads == [] and told == [] and lines(folder.metrics) == []
     logger.log(2, {"a": jnp.float32(3)})
@@ -56,7 +58,7 @@ def test_metrics_are_read_one_update_late(folder, monkeypatch):
 
 def test_numbers_keep_every_digit_and_their_kind(folder):
     exact = np.float32(0.1)
-    with metrics.MetricLogger(folder.path, (), 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, (), 0) as logger:
         logger.log(1, {"f32": jnp.asarray(exact), "int": jnp.int32(2**31 - 1), "python": 0.1, "np": np.float64(1 / 3)})
     (line,) = lines(folder.metrics)
     assert line == {"step": 1, "f32": float(exact), "int": 2**31 - 1, "python": 0.1, "np": 1 / 3}
@@ -64,15 +66,17 @@ def test_numbers_keep_every_digit_and_their_kind(folder):
 
 
 def test_nan_and_infinity_are_valid_json_and_come_back(folder):
-    with metrics.MetricLogger(folder.path, ("tensorboard",), 1, 1, ("nan", "inf"), stream=io.StringIO()) as logger:
+    with metrics_logger.MetricLogger(
+        folder.path, ("tensorboard",), 1, 1, ("nan", "inf"), stream=io.StringIO()
+    ) as logger:
         logger.log(1, {"nan": jnp.float32(jnp.nan), "inf": jnp.float32(jnp.inf), "minus": -math.inf, "one": 1.0})
     assert lines(folder.metrics) == [{"step": 1, "nan": "NaN", "inf": "Infinity", "minus": "-Infinity", "one": 1.0}]
-    (row,) = metrics.read_metrics(folder.metrics)
+    (row,) = metrics_logger.read_metrics(folder.metrics)
     assert math.isnan(row["nan"]) and row["inf"] == math.inf and row["minus"] == -math.inf
 
 
 def test_clocks_and_memory_stay_out_of_metrics_jsonl(folder):
-    with metrics.MetricLogger(folder.path, "none", 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, "none", 0) as logger:
         logger.log(1, {"loss": 1.0}, {"rollout": 0.25})
         logger.log(2, {"loss": 0.5}, {"rollout": 0.5})
     assert lines(folder.metrics) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
@@ -83,7 +87,7 @@ def test_clocks_and_memory_stay_out_of_metrics_jsonl(folder):
 
 
 def test_an_evaluation_joins_the_line_of_its_update(folder):
-    with metrics.MetricLogger(folder.path, "none", 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, "none", 0) as logger:
         logger.log(1, {"loss": jnp.float32(1)})
         logger.log(1, {"eval/loss": 0.5})
         logger.log(2, {"loss": jnp.float32(2)})
@@ -97,7 +101,7 @@ def test_an_evaluation_joins_the_line_of_its_update(folder):
 
 
 def test_a_metric_that_is_no_scalar_is_refused(folder):
-    logger = metrics.MetricLogger(folder.path, "none", 0)
+    logger = metrics_logger.MetricLogger(folder.path, "none", 0)
     logger.log(1, {"vector": jnp.ones(3)})
     with pytest.raises(TypeError, match=r"metric vector must be a scalar.*shape \(3,\)"):
         logger.flush()
@@ -106,7 +110,7 @@ def test_a_metric_that_is_no_scalar_is_refused(folder):
 def test_the_terminal_shows_the_metrics_that_matter_and_the_time_left(folder):
     stream = io.StringIO()
     names = ("objective/scores", "objective/kl", "eval/loss")
-    logger = metrics.MetricLogger(folder.path, "none", 2, 120, names, stage="ppo", stream=stream)
+    logger = metrics_logger.MetricLogger(folder.path, "none", 2, 120, names, stage="ppo", stream=stream)
     for step in range(1, 5):
         logger.log(step, {"objective/kl": jnp.float32(0.5), "objective/scores": jnp.float32(1.25), "other": 3.0})
     logger.log(4, {"eval/loss": 2.0})
@@ -119,9 +123,9 @@ def test_the_terminal_shows_the_metrics_that_matter_and_the_time_left(folder):
 
 def test_the_first_update_does_not_count_for_the_time_left(folder, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics_logger.time, "perf_counter", lambda: now[0])
     stream = io.StringIO()
-    logger = metrics.MetricLogger(folder.path, "none", 1, 102, stage="ppo", stream=stream)
+    logger = metrics_logger.MetricLogger(folder.path, "none", 1, 102, stage="ppo", stream=stream)
     for step, seconds in ((1, 60.0), (2, 2.0), (3, 4.0)):
         now[0] += seconds
         logger.log(step, {})
@@ -133,9 +137,9 @@ def test_the_first_update_does_not_count_for_the_time_left(folder, monkeypatch):
 
 
 def test_tensorboard_gets_the_same_numbers_and_forgets_what_was_cut(folder):
-    with metrics.MetricLogger(folder.path, ("tensorboard",), 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, ("tensorboard",), 0) as logger:
         logger.log(1, {"loss": 1.0})
-    with metrics.MetricLogger(folder.path, ("tensorboard",), 0, start_step=1) as logger:
+    with metrics_logger.MetricLogger(folder.path, ("tensorboard",), 0, start_step=1) as logger:
         logger.log(2, {"loss": jnp.float32(0.5), "eval/accuracy": 0.75})
     found, starts = events(folder.path + "/tensorboard")
     assert found["loss"] == [(1, 1.0), (2, 0.5)] and found["eval/accuracy"] == [(2, 0.75)]
@@ -150,7 +154,7 @@ def test_a_flushed_update_is_in_tensorboards_file_even_if_the_process_dies_then(
     write = event_file_writer.EventsWriter.write_event
     # A slow disk: what another thread would write is not there yet.
     monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", lambda *args: (time.sleep(0.01), write(*args)))
-    with metrics.MetricLogger(folder.path, ("tensorboard",), 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, ("tensorboard",), 0) as logger:
         for step in (1, 2):
             logger.log(step, {"a": 1.0, "b": 2.0})
             logger.flush()
@@ -178,9 +182,9 @@ def events(path):
 
 
 def test_other_processes_write_and_print_nothing(folder, monkeypatch, capsys):
-    monkeypatch.setattr(metrics, "is_main", lambda: False)
+    monkeypatch.setattr(metrics_logger, "is_main", lambda: False)
     told = []
-    with metrics.MetricLogger(
+    with metrics_logger.MetricLogger(
         folder.path, ("tensorboard",), 1, 2, ("loss",), callback=lambda *update: told.append(update)
     ) as logger:
         logger.log(1, {"loss": 1.0})
@@ -190,7 +194,7 @@ def test_other_processes_write_and_print_nothing(folder, monkeypatch, capsys):
 
 
 def test_what_others_report_needs_no_board(folder):
-    with metrics.MetricLogger(folder.path, ("wandb", "trackio"), 0) as logger:
+    with metrics_logger.MetricLogger(folder.path, ("wandb", "trackio"), 0) as logger:
         logger.log(1, {"loss": 1.0})
     assert not glob.glob(folder.path + "/tensorboard*")
 
@@ -199,18 +203,20 @@ def test_what_others_report_needs_no_board(folder):
     "seconds, said", [(3.21, "3.2s"), (250, "4m10s"), (7500, "2h05m"), (3 * 86400 + 4 * 3600, "3d04h")]
 )
 def test_durations_read_as_people_say_them(seconds, said):
-    assert metrics.duration(seconds) == said
+    assert metrics_logger.duration(seconds) == said
 
 
 def test_json_text_is_strict_for_nested_values():
-    text = metrics.json_text({"a": [np.float32(1.5), math.nan], "b": {"c": (True, None, "é")}, "d": np.arange(2)})
+    text = metrics_logger.json_text(
+        {"a": [np.float32(1.5), math.nan], "b": {"c": (True, None, "é")}, "d": np.arange(2)}
+    )
     assert json.loads(text) == {"a": [1.5, "NaN"], "b": {"c": [True, None, "é"]}, "d": [0, 1]}
 
 
 def test_a_full_disk_loses_no_line(tmp_path, capsys):
     """The system refuses to let the files grow, as on a full disk, and then no more."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    logger = metrics.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
+    logger = metrics_logger.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
     path = tmp_path / "metrics.jsonl"
     logger.log(1, {"loss": 1.0})
     logger.flush()
@@ -225,12 +231,14 @@ def test_a_full_disk_loses_no_line(tmp_path, capsys):
     assert capsys.readouterr().err.count(f"{path} cannot be written to (File too large)") == 1
     logger.log(4, {"loss": 4.0})
     logger.close()
-    assert [(line["step"], line["loss"]) for line in metrics.read_metrics(str(path))] == [(n, n) for n in range(1, 5)]
+    assert [(line["step"], line["loss"]) for line in metrics_logger.read_metrics(str(path))] == [
+        (n, n) for n in range(1, 5)
+    ]
 
 
 def test_lines_that_never_reach_the_disk_are_an_error(tmp_path, capsys):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    logger = metrics.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
+    logger = metrics_logger.MetricLogger(str(tmp_path), report_to=(), logging_steps=0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
     try:
         logger.log(1, {"loss": 1.0})

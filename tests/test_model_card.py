@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_jax import model_card
+from rlhf_jax.runtime import model_card
 
 
 def test_a_curve_goes_from_its_least_to_its_greatest():

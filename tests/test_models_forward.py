@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.models import HEADS, custom_shape, gpt_neox, layers, pythia
-from rlhf_jax.models.gpt_neox_config import PYTHIA_SHAPES
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import HEADS, custom_shape, decoder, layers, pythia
+from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
 from tests.models_common import distance, padded_rows, random_params
 
 MODEL = custom_shape("2x32x4", 61)
@@ -126,11 +126,11 @@ def test_decoding_after_a_shared_prefix_equals_decoding_after_a_copy_of_it():
 def test_scan_over_stacked_params_equals_a_loop_over_layers():
     tokens, mask = padded_rows([9, 4], [0, 3], 9)
     backbone = MODEL.unstack(PARAMS)["backbone"]
-    ids, positions = gpt_neox.prepare(tokens, jnp.asarray(mask))
+    ids, positions = decoder.prepare(tokens, jnp.asarray(mask))
     rope = layers.rotary_angles(positions, MODEL.config.rotary_ndims, MODEL.config.rotary_emb_base)
     x = backbone["embed_in"]["embedding"][ids]
     for layer in backbone["layers"]:
-        x, _ = gpt_neox.Block(MODEL.config).apply(
+        x, _ = decoder.Block(MODEL.config).apply(
             {"params": layer}, x, rope, lambda q, k, v: (layers.causal_attention(q, k, v, mask), None)
         )
     x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + MODEL.config.layer_norm_eps)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
 from tests.models_common import distance, padded_rows, reference, reference_inputs
 
 SETTINGS = settings(max_examples=10, deadline=None, derandomize=True)

@@ -155,7 +155,7 @@ def test_every_mutant_of_the_repository_has_an_id_of_its_own_and_the_tables_name
     mutants = project.mutants()
     assert len({mutant.id for mutant in mutants}) == len({mutant.key for mutant in mutants}) == len(mutants)
     sources = {f"rlhf_jax/{name}.py" for name in ("advantages", "losses", "generate")}
-    sources |= {f"rlhf_jax/trainers/{path.name}" for path in (project.root / "rlhf_jax/trainers").glob("[a-z]*.py")}
+    sources |= {f"rlhf_jax/algorithms/{path.name}" for path in (project.root / "rlhf_jax/algorithms").glob("[a-z]*.py")}
     assert {mutant.file for mutant in mutants} == set(mutate.SUITE) == sources
     tests = {entry.split()[0] for file in mutate.SUITE for entry in project.tests_of(file)}
     assert [name for name in tests if not (project.root / name).exists()] == []

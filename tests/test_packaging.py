@@ -42,8 +42,8 @@ def test_the_wheel_holds_every_module_config_and_the_licence(wheel):
 def test_configs_are_found_from_an_installed_wheel_as_a_package_too(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
-        "import rlhf_jax.configs.tldr_ppo as c; from rlhf_jax import configfile; print(configfile.config_folder()); "
-        "print(configfile.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *configfile.shipped_configs())"
+        "import rlhf_jax.configs.tldr_ppo as c; from rlhf_jax.config import files; print(files.config_folder()); "
+        "print(files.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *files.shipped_configs())"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

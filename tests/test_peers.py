@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROCESS = """
     import json, os, pathlib, sys, time
-    from rlhf_jax import peers
+    from rlhf_jax.parallel import liveness
 
     index, folder, does = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
-    peers.GRACE, peers.SAME_END, peers.LINGER = 0.3, 1.5, 4.0
+    liveness.GRACE, liveness.SAME_END, liveness.LINGER = 0.3, 1.5, 4.0
 
     def from_first(action):
         path = folder / "said"
@@ -28,7 +28,7 @@ PROCESS = """
             time.sleep(0.01)
         return json.loads(path.read_text())
 
-    watch = peers.start(index, 3, from_first)
+    watch = liveness.start(index, 3, from_first)
     (folder / f"ready-{index}").touch()
     while not (folder / "go").exists():
         time.sleep(0.01)
@@ -122,9 +122,9 @@ def test_a_broken_collective_can_wait_for_the_verdict(tmp_path):
 
 
 def test_a_stranger_on_the_port_is_not_a_process(tmp_path):
-    from rlhf_jax import peers
+    from rlhf_jax.parallel import liveness
 
-    watch = peers.Watch(0, 2)
+    watch = liveness.Watch(0, 2)
     port = watch.listen("secret")
     for hello in (b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guess", "process": 1}\n', b"[]\n", b""):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
@@ -136,12 +136,12 @@ def test_a_stranger_on_the_port_is_not_a_process(tmp_path):
 
 
 def test_who_cannot_reach_the_first_process_says_so_and_goes_on(capsys):
-    from rlhf_jax import peers
+    from rlhf_jax.parallel import liveness
 
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         place = {"port": port, "token": "x", "addresses": ["127.0.0.1"], "host": "elsewhere"}
-        watch = peers.start(1, 2, lambda action: place)
+        watch = liveness.start(1, 2, lambda action: place)
     assert "warning: process 1 cannot watch process 0 (127.0.0.1:" in capsys.readouterr().err
     watch.close()

@@ -10,8 +10,8 @@ import pytest
 import rlhf_jax
 from rlhf_jax import data, models
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
 from tests.children import ROOT
 
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from rlhf_jax import advantages as adv
+from rlhf_jax.algorithms import actor_critic, microbatch, ppo, reward_model
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
-from rlhf_jax.trainers import common, forward, ppo, reward
 from rlhf_jax.types import PromptBatch, TrainState
 
 V, C, T, B = 61, 9, 7, 8
@@ -32,7 +32,7 @@ def make_params(seed=0):
 
 
 def make_state(params, config=CONFIG, optimizer=None):
-    optimizer = optimizer or common.make_optimizer(config)
+    optimizer = optimizer or microbatch.make_optimizer(config)
     return optimizer, TrainState(
         params=params,
         opt_state=optimizer.init(params),
@@ -206,7 +206,7 @@ def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
     params, ref, rollout, _ = world
     config = dataclasses.replace(CONFIG, rollout_batch_size=None)
     _, found = experience_of(world, config)
-    kl = jax.jit(lambda p, r: forward.token_kl(NETS, p, r, rollout, config).sum(axis=1))(params, ref)
+    kl = jax.jit(lambda p, r: actor_critic.token_kl(NETS, p, r, rollout, config).sum(axis=1))(params, ref)
     assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
     assert float(kl.mean()) == pytest.approx(float(found["objective/kl"]), rel=1e-4)
 
@@ -346,9 +346,9 @@ def test_each_epoch_has_a_shuffle_of_its_own():
 
 def test_a_rollout_is_scored_at_its_last_token(world):
     params, _, rollout, _ = world
-    scores = jax.jit(lambda p, r: reward.score_rollout(MODEL, p, r, dtype=jnp.float32))(params["value"], rollout)
+    scores = jax.jit(lambda p, r: reward_model.score_rollout(MODEL, p, r, dtype=jnp.float32))(params["value"], rollout)
     for row in range(B):
         n, p = int(rollout.lengths[row]), int(rollout.prompt_lengths[row])
         text = jnp.concatenate([rollout.prompt_tokens[row, C - p :], rollout.response[row, :n]])[None]
-        alone = reward.score_texts(MODEL, params["value"], text, jnp.array([p + n]), dtype=jnp.float32)
+        alone = reward_model.score_texts(MODEL, params["value"], text, jnp.array([p + n]), dtype=jnp.float32)
         np.testing.assert_allclose(scores[row], alone[0], rtol=1e-5, atol=1e-6)

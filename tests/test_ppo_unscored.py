@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from rlhf_jax import models
+from rlhf_jax.algorithms import actor_critic, ppo
 from rlhf_jax.config import PPOConfig
-from rlhf_jax.trainers import forward, ppo
 from rlhf_jax.types import Rollout, TrainState
 from tests.models_common import assert_trees_equal, distance, random_params
 
@@ -18,7 +18,7 @@ V, C, N, T = 61, 5, 6, 7
 EOS = 3
 SCORABLE = np.array([True, False, True, True, False, True])
 MODEL = models.custom_shape("1x16x2", V, 64)
-NETS = forward.Networks(MODEL, MODEL, MODEL)
+NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
 
 
 def batch_of_responses():

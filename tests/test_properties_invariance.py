@@ -16,9 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import models
+from rlhf_jax.algorithms import actor_critic, ppo, reward_model, rloo
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
-from rlhf_jax.trainers import forward, ppo, reward, rloo
 from rlhf_jax.types import PromptBatch, Rollout, TrainState
 from tests.models_common import random_params
 
@@ -26,7 +26,7 @@ V, C, T, B, G = 41, 4, 5, 8, 2
 EOS = 3
 MORE_C, MORE_T = 3, 2
 MODEL = models.custom_shape("1x16x2", V, 64)
-NETS = forward.Networks(MODEL, MODEL, MODEL)
+NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
 PARAMS = {"policy": random_params(MODEL, ("causal",), 0), "value": random_params(MODEL, ("scalar",), 1)}
 REF = random_params(MODEL, ("causal",), 2)
 few = settings(max_examples=10, deadline=None, derandomize=True)
@@ -144,7 +144,7 @@ def ppo_program(config):
     """rollout, scores, order of rows -> (experience, its metrics, gradients of an update, its metrics)."""
     nets, params, moved = NETS, PARAMS, MOVED
     if config.value_model == "shared_backbone":
-        nets = forward.Networks(MODEL, MODEL, None)
+        nets = actor_critic.Networks(MODEL, MODEL, None)
         params, moved = ({"policy": {**p["policy"], "score": p["value"]["score"]}} for p in (PARAMS, MOVED))
 
     @quick_jit
@@ -281,8 +281,8 @@ def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
 
 @quick_jit
 def scores_and_kl(rollout):
-    scores = reward.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
-    return scores, forward.token_kl(NETS, PARAMS, REF, rollout, OF_TOKENS).sum(axis=1)
+    scores = reward_model.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
+    return scores, actor_critic.token_kl(NETS, PARAMS, REF, rollout, OF_TOKENS).sum(axis=1)
 
 
 @few

@@ -18,9 +18,9 @@ import pytest
 
 from rlhf_jax import report
 from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.errors import UserError
 from rlhf_jax.report import __main__ as command
 from rlhf_jax.report import charts, collect, facts, page, parts, samples, series
-from rlhf_jax.types import UserError
 from tests import report_runs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

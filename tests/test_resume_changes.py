@@ -10,7 +10,7 @@ import pytest
 import rlhf_jax
 from rlhf_jax import train
 from rlhf_jax.config import SFTConfig
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 pytestmark = pytest.mark.runs
 

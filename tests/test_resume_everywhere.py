@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import rlhf_jax
-from rlhf_jax.callbacks import Callback
 from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax.runtime.callbacks import Callback
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax.rewards import RewardFailure
+from rlhf_jax.rewards.interface import RewardFailure
 from tests import reward_runs
 from tests.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
 from tests.reward_server import Server, answers, closes, hangs, takes

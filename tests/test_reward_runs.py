@@ -10,8 +10,8 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax import data, models
-from rlhf_jax.models import hf
-from rlhf_jax.trainers import reward
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.models.io import hf
 from tests.reward_runs import B, T, assert_learned_from, judge, lines, means, rloo, table
 from tests.reward_server import serving
 
@@ -125,7 +125,7 @@ def scores_by_hand(path, rows):
     for row, own in enumerate(ids):
         tokens[row, : len(own)] = own
     lengths = np.array([len(own) for own in ids], np.int32)
-    return np.asarray(reward.score_texts(model, params, tokens, lengths, dtype=jnp.float32))
+    return np.asarray(reward_model.score_texts(model, params, tokens, lengths, dtype=jnp.float32))
 
 
 def test_an_ensemble_of_reward_models_drives_a_run(checkpoints, tmp_path):

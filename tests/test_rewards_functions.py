@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import rewards
-from rlhf_jax.rewards import functions
-from rlhf_jax.rewards.functions import HostRewards, RewardFailure, TrainerState
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards import interface, python_functions
+from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
 from tests.optional import optional
 
 torch = optional("torch")
@@ -60,7 +59,7 @@ def test_a_function_gets_trls_keywords_and_every_column_as_lists():
 
     state = TrainerState(global_step=3, max_steps=10, epoch=0.5)
     call(reward, state=state)
-    assert set(seen) == {*functions.KEYWORDS, "answer", "level"}
+    assert set(seen) == {*python_functions.KEYWORDS, "answer", "level"}
     assert seen["prompts"] == PROMPTS and seen["completions"] == COMPLETIONS and seen["completion_ids"] == IDS
     assert seen["answer"] == ["1", "2", "3"] and seen["level"] == [10, 20, 30]
     assert seen["trainer_state"] is state
@@ -90,7 +89,7 @@ def test_messages_are_handed_on_as_they_are():
     host.close()
 
 
-@pytest.mark.parametrize("column", functions.KEYWORDS)
+@pytest.mark.parametrize("column", python_functions.KEYWORDS)
 def test_a_column_named_like_a_keyword_gives_way_to_it(column):
     def reward(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
         assert (prompts, completions, completion_ids) == (PROMPTS, COMPLETIONS, IDS)
@@ -312,7 +311,7 @@ def test_a_bad_entry_fails_by_function_row_value_prompt_and_completion(bad):
         call(length, fixed([1.0, bad, 2.0]))
     said = str(failure.value)
     assert "reward function fixed_reward returned" in said and "for row 1" in said
-    assert rewards.shown(bad) in said and "'second question'" in said and "' two'" in said
+    assert interface.shown(bad) in said and "'second question'" in said and "' two'" in said
     assert "finite number" in said
 
 
@@ -618,13 +617,13 @@ def test_log_metric_wants_a_finite_number(value):
 
 def test_rows_that_every_function_left_out_are_told_with_the_first():
     found = call(fixed([None, 1, None]), fixed([None, None, None]))
-    said = functions.warn_unscored(found, PROMPTS, COMPLETIONS, COLUMNS)
+    said = python_functions.warn_unscored(found, PROMPTS, COMPLETIONS, COLUMNS)
     assert "returned None for 2 of 3 rows" in said and "Row 0: prompt 'first" in said
     assert "' one'" in said and "answer '1'" in said and "level 10" in said
-    assert functions.warn_unscored(call(fixed([1, 1, None]), length), PROMPTS, COMPLETIONS, COLUMNS) == ""
-    assert functions.warn_unscored(call(), PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.warn_unscored(call(fixed([1, 1, None]), length), PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.warn_unscored(call(), PROMPTS, COMPLETIONS, COLUMNS) == ""
     failed = call(fixed(["x", 1, 1]), failure="drop")  # a failed row has its own message
-    assert functions.warn_unscored(failed, PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.warn_unscored(failed, PROMPTS, COMPLETIONS, COLUMNS) == ""
 
 
 # --- names and marks
@@ -638,17 +637,17 @@ def test_names_are_functions_objects_and_classes_and_unique():
             return []
 
     given = [length, functools.partial(functools.partial(length, x=1), y=2), Judge("style"), Nameless(), length]
-    assert functions.unique_names(given) == ("length", "length_2", "style", "Nameless", "length_3")
+    assert python_functions.unique_names(given) == ("length", "length_2", "style", "Nameless", "length_3")
 
     def length_2(**_):
         return []
 
-    assert functions.unique_names([length, length, length_2]) == ("length", "length_2", "length_2_2")
-    assert rewards.function_name(length) == "length"
+    assert python_functions.unique_names([length, length, length_2]) == ("length", "length_2", "length_2_2")
+    assert interface.function_name(length) == "length"
 
 
 def test_marks_of_jax_rewards_survive_jit_and_partial():
-    @functions.jax_reward
+    @python_functions.jax_reward
     def dense(tokens, lengths, scale=1.0):
         return scale * jnp.ones_like(tokens, jnp.float32)
 
@@ -656,12 +655,14 @@ def test_marks_of_jax_rewards_survive_jit_and_partial():
         def score(self, tokens, lengths):
             return lengths
 
-    method = functions.jax_reward(Model().score)
-    assert functions.is_jax_reward(dense) and functions.is_jax_reward(jax.jit(dense))
-    assert functions.is_jax_reward(functools.partial(dense, scale=2.0)) and functions.is_jax_reward(method)
+    method = python_functions.jax_reward(Model().score)
+    assert python_functions.is_jax_reward(dense) and python_functions.is_jax_reward(jax.jit(dense))
+    assert python_functions.is_jax_reward(functools.partial(dense, scale=2.0)) and python_functions.is_jax_reward(
+        method
+    )
     assert method(1, 2) == 2 and dense(jnp.zeros((2, 3)), None).shape == (2, 3)
-    assert functions.is_jax_reward(functions.jax_reward(jax.jit(lambda tokens, lengths: lengths)))
-    assert not functions.is_jax_reward(length) and not functions.is_jax_reward(Judge())
+    assert python_functions.is_jax_reward(python_functions.jax_reward(jax.jit(lambda tokens, lengths: lengths)))
+    assert not python_functions.is_jax_reward(length) and not python_functions.is_jax_reward(Judge())
 
 
 # --- functions by name
@@ -693,21 +694,21 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_modules_files_and_trls_dotted_names_are_found(folder):
-    assert functions.resolve("my_rewards:brevity")(completions=["ab"]) == [-2]
-    assert functions.resolve("my_rewards.py:brevity")(completions=["ab"]) == [-2]
-    assert functions.resolve(f"{folder}/my_rewards.py:brevity").__name__ == "brevity"
-    assert functions.resolve("./my_rewards.py:style.__call__")([""]) == [2.0]
-    assert functions.resolve("reward_package.inner.scores.good")() == [1]
-    assert functions.resolve("reward_package.inner.scores:good")() == [1]
-    assert functions.resolve("rlhf_jax.data.synthetic:gold_reward").__name__ == "gold_reward"
+    assert python_functions.resolve("my_rewards:brevity")(completions=["ab"]) == [-2]
+    assert python_functions.resolve("my_rewards.py:brevity")(completions=["ab"]) == [-2]
+    assert python_functions.resolve(f"{folder}/my_rewards.py:brevity").__name__ == "brevity"
+    assert python_functions.resolve("./my_rewards.py:style.__call__")([""]) == [2.0]
+    assert python_functions.resolve("reward_package.inner.scores.good")() == [1]
+    assert python_functions.resolve("reward_package.inner.scores:good")() == [1]
+    assert python_functions.resolve("rlhf_jax.data.synthetic:gold_reward").__name__ == "gold_reward"
 
 
 def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
-    style = functions.resolve("my_rewards.py:Style")
-    assert style(["x"]) == [2.0] and functions.unique_names([style]) == ("Style",)
-    assert type(style) is type(functions.resolve("my_rewards.py:style"))
+    style = python_functions.resolve("my_rewards.py:Style")
+    assert style(["x"]) == [2.0] and python_functions.unique_names([style]) == ("Style",)
+    assert type(style) is type(python_functions.resolve("my_rewards.py:style"))
     (folder / "my_rewards.py").write_text("def brevity(**_):\n    return 'new'\n")
-    assert functions.resolve("my_rewards.py:brevity")() == "new"  # an edited file is read again
+    assert python_functions.resolve("my_rewards.py:brevity")() == "new"  # an edited file is read again
 
 
 @pytest.mark.parametrize(
@@ -735,7 +736,7 @@ def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
 )
 def test_a_name_that_leads_nowhere_says_where_it_ended(folder, spec, said):
     with pytest.raises(UserError, match=said):
-        functions.resolve(spec)
+        python_functions.resolve(spec)
 
 
 @pytest.mark.parametrize("form", ["{}.py:f", "{}:f", "{}.f"])
@@ -752,8 +753,8 @@ def test_a_module_that_fails_says_its_line(folder, form, code, said):
     stem = folder.name  # of this test alone: Python keeps what it imported
     (folder / f"{stem}.py").write_text(code)
     with pytest.raises(UserError, match=said.format(stem)):
-        functions.resolve(form.format(stem))
+        python_functions.resolve(form.format(stem))
 
 
 def test_ids_of_completions_are_cut_at_their_lengths():
-    assert rewards.completion_ids(np.array([[1, 2, 0], [3, 0, 0]]), np.array([3, 0])) == [[1, 2, 0], []]
+    assert interface.completion_ids(np.array([[1, 2, 0], [3, 0, 0]]), np.array([3, 0])) == [[1, 2, 0], []]

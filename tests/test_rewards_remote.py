@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from rlhf_jax import data, models
+from rlhf_jax.algorithms import reward_model
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import hf
-from rlhf_jax.rewards.functions import HostRewards, RewardFailure, TrainerState
-from rlhf_jax.rewards.remote import RemoteReward
-from rlhf_jax.trainers import reward
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
+from rlhf_jax.rewards.server import RemoteReward
 from tests.reward_server import ROOT, Server, answers, closes, cuts_the_body, hangs, serving, takes, trickles
 
 PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
@@ -274,7 +274,7 @@ def test_rows_are_numbered_through_all_slices(server):
 
 
 def test_an_endless_answer_is_cut(server, monkeypatch):
-    monkeypatch.setattr("rlhf_jax.rewards.remote.MAX_ANSWER", 1 << 20)
+    monkeypatch.setattr("rlhf_jax.rewards.server.MAX_ANSWER", 1 << 20)
     server.forever = answers(200, b" " * (3 << 20))
     with pytest.raises(RewardFailure, match="an answer of over 1 MiB"):
         scores(remote(server))
@@ -451,7 +451,7 @@ def in_process(checkpoint, texts):
     tokens = np.full((len(ids), lengths.max()), tokenizer.pad_id, np.int32)
     for row, own in enumerate(ids):
         tokens[row, : len(own)] = own
-    return np.asarray(reward.score_texts(model, params, tokens, lengths, dtype=jnp.float32))
+    return np.asarray(reward_model.score_texts(model, params, tokens, lengths, dtype=jnp.float32))
 
 
 def test_served_scores_are_those_of_score_texts(served, checkpoint, monkeypatch):

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from rlhf_jax.algorithms import actor_critic, rloo
 from rlhf_jax.config import RLOOConfig
-from rlhf_jax.models import hf
-from rlhf_jax.trainers import forward, rloo
+from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.models_common import PAD, distance, reference, reference_inputs
 from tests.optional import optional
@@ -63,7 +63,7 @@ def world():
         logprobs=jnp.asarray(np.where(INSIDE, rng.normal(size=(B, T)) - 3, 0), jnp.float32),
         response_mask=jnp.ones((B, T), bool),
     )
-    return models, forward.Networks(model, model, None), params, rollout
+    return models, actor_critic.Networks(model, model, None), params, rollout
 
 
 @functools.cache
@@ -521,7 +521,7 @@ def test_a_dropout_mask_belongs_to_a_row_and_to_a_key():
     _, nets, _, _ = world()
     fields = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     model = dataclasses.replace(nets.policy, config=dataclasses.replace(nets.policy.config, **fields))
-    dropping, c = forward.Networks(model, nets.ref, None), config(beta=0.3)
+    dropping, c = actor_critic.Networks(model, nets.ref, None), config(beta=0.3)
     lone = rloo.apart(experience_of(c)[0])
     keys = [jax.random.key(0), jax.random.key(1), None]
     first, second, none = (gradient_of(c, lone, key=key, nets=dropping)[0] for key in keys)

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, explained, folder, metrics
-from rlhf_jax.callbacks import Callback
+from rlhf_jax import data
+from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.models import custom_shape, hf
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics import catalog, logger
+from rlhf_jax.models import custom_shape
+from rlhf_jax.models.io import hf
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.rewards.functions import RewardFailure
+from rlhf_jax.rewards.python_functions import RewardFailure
+from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.stages import RLOOStage
-from rlhf_jax.trainers import reward
-from rlhf_jax.types import UserError
 from tests.models_common import random_params
 from tests.test_data_conversations import bytes_tokenizer
 
@@ -54,7 +57,7 @@ def config(where=None, **options):
 
 
 def lines(result, name="metrics.jsonl"):
-    return metrics.read_metrics(os.path.join(result.run_dir, name))
+    return logger.read_metrics(os.path.join(result.run_dir, name))
 
 
 def rows_of(result, name):
@@ -185,7 +188,7 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
     assert not {*names, "grad_norm", "learning_rate", "epoch"} - set(line)
     assert not {f"eval_{of}_{name}" for of in EVAL_SETS for name in names} - set(line)
     assert {"eval/scores", "eval/kl", "eval/response_length", "eval/eos_rate"} <= set(line)
-    unexplained = {name for name in line if explained.explain(name) is None}
+    unexplained = {name for name in line if catalog.explain(name) is None}
     assert unexplained == {"a_share", *(f"eval_{of}_a_share" for of in EVAL_SETS)}  # which a reward function logs
 
 
@@ -253,11 +256,11 @@ def test_a_killed_run_continues_to_the_same_bits(long_run, models, tmp_path):
 
 
 def test_a_run_that_begins_again_forgets_the_evaluation_at_its_start(tmp_path):
-    run = folder.RunFolder.open(str(tmp_path / "run"), {"stage": "rloo"}, "auto")
+    run = run_folder.RunFolder.open(str(tmp_path / "run"), {"stage": "rloo"}, "auto")
     with open(run.metrics, "w", encoding="utf-8") as file:
         file.write('{"step": 0, "eval_reward": 1.0}\n')
     run.cut(0)
-    assert metrics.read_metrics(run.metrics) == []
+    assert logger.read_metrics(run.metrics) == []
 
 
 # ------------------------------------------------------------------------------------------------- the stage by itself
@@ -438,7 +441,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
         texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
     lengths = np.array([len(ids) for ids in texts])
     tokens = np.array([ids + [0] * (lengths.max() - len(ids)) for ids in texts])
-    alone = jax.jit(lambda *args: reward.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
+    alone = jax.jit(lambda *args: reward_model.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
     np.testing.assert_allclose(found.scores, alone, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="the tokenizer of .*bytes is not the policy's"):
         scored(sampled, reward_model_path=str(models / "bytes"), reward_input="ids")

@@ -20,11 +20,12 @@ import zipfile
 import numpy as np
 import pytest
 
-from rlhf_jax import data, model_card, train
+from rlhf_jax import data, train
 from rlhf_jax.data.chat import ChatTemplate, Unwritable
-from rlhf_jax.models import torch_bin
-from rlhf_jax.rewards.remote import RemoteReward
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import torch_bin
+from rlhf_jax.rewards.server import RemoteReward
+from rlhf_jax.runtime import model_card
 from tests import test_bad_input
 from tests.reward_server import ROOT, Server, answers
 from tests.test_bad_input import arguments, says
@@ -41,10 +42,10 @@ CALLS |= {"pickle.load", "pickle.loads", "subprocess.getoutput", "subprocess.get
 KEYWORDS = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "weights_only": True}
 """Keywords, and the only value that each may have."""
 REASONS = {
-    ("rlhf_jax/models/torch_bin.py", "pickle"): "an unpickler that admits tensors by name and refuses all else",
-    ("rlhf_jax/configfile.py", "exec_module"): "a config is Python that the user names",
-    ("rlhf_jax/rewards/__init__.py", "exec_module"): "a reward function's file, which the user names",
-    ("rlhf_jax/rewards/__init__.py", "import_module"): "a reward function's module, which the user names",
+    ("rlhf_jax/models/io/torch_bin.py", "pickle"): "an unpickler that admits tensors by name and refuses all else",
+    ("rlhf_jax/config/files.py", "exec_module"): "a config is Python that the user names",
+    ("rlhf_jax/rewards/interface.py", "exec_module"): "a reward function's file, which the user names",
+    ("rlhf_jax/rewards/interface.py", "import_module"): "a reward function's module, which the user names",
     ("rlhf_jax/__init__.py", "import_module"): "modules of this package, when they are first used",
     ("scripts/mutants.py", "compile"): "mutation testing of this repository's own source",
     ("scripts/mutate.py", "compile"): "mutation testing of this repository's own source",

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax import models, sharding
-from rlhf_jax.types import UserError
+from rlhf_jax import models
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import sharding
 
 RULES = ((r"dense/kernel$", P(None, "fsdp", "tensor")), (r"^embed/", P("tensor", "fsdp")), (r"bias$", P()))
 
@@ -215,8 +216,8 @@ def test_a_step_on_one_device_compiles_once():
 
 ON_EIGHT = """
     import jax, jax.numpy as jnp, numpy as np, optax, sys
-    from rlhf_jax import sharding
-    from rlhf_jax.checkpoint import Checkpoints
+    from rlhf_jax.parallel import sharding
+    from rlhf_jax.runtime.checkpoint import Checkpoints
     from jax.sharding import NamedSharding, PartitionSpec as P
 
     mesh = sharding.make_mesh(-1, 2, 2)

@@ -10,8 +10,9 @@ import textwrap
 import jax
 import pytest
 
-from rlhf_jax import distributed, train
-from rlhf_jax.types import UserError
+from rlhf_jax import train
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import multihost
 
 CLUSTERS = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri", "PMI_SIZE")
 CLUSTERS += ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "JAX_PLATFORMS", "TPU_ML_PLATFORM")
@@ -29,9 +30,9 @@ def started(monkeypatch):
 
 
 def test_a_laptop_starts_nothing(started):
-    distributed.initialize("auto")
-    distributed.initialize("off")
-    assert started == [] and distributed.is_main()
+    multihost.initialize("auto")
+    multihost.initialize("off")
+    assert started == [] and multihost.is_main()
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
@@ -64,22 +65,22 @@ GKE_TPU = {**TPU, **INDEXED_JOB, "TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTN
 def test_auto_joins_a_cluster_of_more_than_one_process(started, monkeypatch, environment, cluster):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert distributed.cluster() == cluster
-    distributed.initialize("auto")
-    assert started == ([((), distributed.LIMITS)] if cluster else [])
-    distributed.initialize("off")
+    assert multihost.cluster() == cluster
+    multihost.initialize("auto")
+    assert started == ([((), multihost.LIMITS)] if cluster else [])
+    multihost.initialize("off")
     assert len(started) == bool(cluster)
 
 
 def test_kubernetes_without_its_package_is_told_what_to_install_but_not_on_tpus(started, monkeypatch):
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(multihost.importlib.util, "find_spec", lambda name: None)
     for name, value in INDEXED_JOB.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"pip install jax\[k8s\]"):
-        distributed.initialize("auto")
+        multihost.initialize("auto")
     for name, value in GKE_TPU.items():
         monkeypatch.setenv(name, value)
-    distributed.initialize("auto")
+    multihost.initialize("auto")
     assert len(started) == 1
 
 
@@ -95,14 +96,14 @@ def test_an_mpi_that_does_not_name_process_0_is_refused_with_what_to_give(starte
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as refused:
-        distributed.initialize("auto")
+        multihost.initialize("auto")
     for part in (
         "--distributed HOST:PORT",
         f"--num_processes N --process_id I, .* ${numbers}_SIZE",
         "--distributed off",
     ):
         assert re.search(part.replace("$", r"\$"), str(refused.value))
-    distributed.initialize("host:1234", 2, 0)
+    multihost.initialize("host:1234", 2, 0)
     assert len(started) == 1
 
 
@@ -129,9 +130,9 @@ ON_A_MACHINE = """
     (folder / "device").write_text(device + "\\n")
     pci = "/sys/bus/pci/devices/*/vendor"
     glob.glob = lambda pattern, **_: [str(folder / "vendor")] if pattern == pci else [pattern.replace("*", "0")]
-    from rlhf_jax import distributed
+    from rlhf_jax.parallel import multihost
 
-    print(distributed.cluster())
+    print(multihost.cluster())
 """
 
 
@@ -157,47 +158,47 @@ def test_a_tpu_host_is_one_with_chips_and_libtpu_whatever_its_device_files(tmp_p
 
 
 # Within srun or mpirun too HOST:PORT says it all: jax asks no cluster, which would also give each process one device.
-ALONE = {"cluster_detection_method": "deactivate", **distributed.LIMITS}
+ALONE = {"cluster_detection_method": "deactivate", **multihost.LIMITS}
 
 
 def test_a_coordinator_needs_the_number_of_processes(started, monkeypatch):
     with pytest.raises(
         UserError, match="needs --num_processes and --process_id .or JAX_NUM_PROCESSES and JAX_PROCESS_ID"
     ):
-        distributed.initialize("host:1234")
+        multihost.initialize("host:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
-    distributed.initialize("host:1234")
+    multihost.initialize("host:1234")
     assert started.pop() == (("host:1234",), {"num_processes": 2, "process_id": 1, **ALONE})
-    distributed.initialize("host:1234", process_id=0)  # an option goes before the environment
-    distributed.initialize("host:1234", 3, 2)
+    multihost.initialize("host:1234", process_id=0)  # an option goes before the environment
+    multihost.initialize("host:1234", 3, 2)
     assert [(found["num_processes"], found["process_id"]) for _, found in started] == [(2, 0), (3, 2)]
 
 
 def test_numbers_are_refused_where_they_mean_nothing(started):
     with pytest.raises(UserError, match="--process_id 3 of --num_processes 3: processes are numbered from 0 to 2"):
-        distributed.initialize("host:1234", 3, 3)
+        multihost.initialize("host:1234", 3, 3)
     for mode in ("auto", "off"):
         with pytest.raises(UserError, match=f"--num_processes 2 goes with --distributed HOST:PORT.* is {mode}"):
-            distributed.initialize(mode, 2, 0)
+            multihost.initialize(mode, 2, 0)
     assert not started
 
 
 @pytest.mark.parametrize("mode", ["yes", "host", "host:", ":12", "host:port"])
 def test_another_mode_is_refused(started, mode):
     with pytest.raises(UserError, match="give auto, off, or the HOST:PORT"):
-        distributed.initialize(mode)
+        multihost.initialize(mode)
 
 
 ON_TWO = """
     import sys, jax, numpy as np
     from jax.sharding import PartitionSpec as P
-    from rlhf_jax import distributed, sharding
-    from rlhf_jax.checkpoint import Checkpoints
-    from rlhf_jax.folder import RunFolder
-    from rlhf_jax.metrics import MetricLogger
+    from rlhf_jax.parallel import multihost, sharding
+    from rlhf_jax.runtime.checkpoint import Checkpoints
+    from rlhf_jax.runtime.run_folder import RunFolder
+    from rlhf_jax.metrics.logger import MetricLogger
 
-    distributed.initialize(sys.argv[1])
+    multihost.initialize(sys.argv[1])
     assert jax.process_count() == 2 and jax.device_count() == 4
     mesh = sharding.make_mesh(-1, 2, 1)
     host = {"kernel": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": np.ones(4, np.float32)}
@@ -220,7 +221,7 @@ ON_TWO = """
         restored, extra = checkpoints.restore(1, params)
     assert extra == {"a": 1} and restored["kernel"].sharding == params["kernel"].sharding
     np.testing.assert_array_equal(sharding.fetch(restored)["kernel"], host["kernel"])
-    print("done", distributed.is_main())
+    print("done", multihost.is_main())
 """
 
 
@@ -252,12 +253,12 @@ def test_a_process_that_nobody_joins_gives_up_with_a_line_and_code_1(index):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    code = "from rlhf_jax import distributed; distributed.PATIENCE = 2.0; "
-    code += f"distributed.initialize({address!r}, 2, {index})"
+    code = "from rlhf_jax.parallel import multihost; multihost.PATIENCE = 2.0; "
+    code += f"multihost.initialize({address!r}, 2, {index})"
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1
     (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert "not all processes came within 2 s" in error and address in error and f"number {index}" in error
     assert "Traceback" not in run.stderr and "Check failure" not in run.stderr
-    assert distributed.LIMITS["initialization_timeout"] > distributed.PATIENCE
+    assert multihost.LIMITS["initialization_timeout"] > multihost.PATIENCE

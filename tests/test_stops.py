@@ -16,11 +16,12 @@ sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there
 import chaos_compare  # noqa: E402
 
 import rlhf_jax  # noqa: E402
-from rlhf_jax import stops, train  # noqa: E402
-from rlhf_jax.callbacks import Callback  # noqa: E402
+from rlhf_jax import train  # noqa: E402
 from rlhf_jax.config import RLOOConfig, SFTConfig  # noqa: E402
-from rlhf_jax.stops import Asked, Stopped, Stops  # noqa: E402
-from rlhf_jax.types import UserError  # noqa: E402
+from rlhf_jax.errors import UserError  # noqa: E402
+from rlhf_jax.runtime import stopping  # noqa: E402
+from rlhf_jax.runtime.callbacks import Callback  # noqa: E402
+from rlhf_jax.runtime.stopping import Asked, Stopped, Stops  # noqa: E402
 
 pytestmark = pytest.mark.runs
 
@@ -194,16 +195,16 @@ def test_the_command_says_by_its_exit_code_that_it_may_be_started_again(tmp_path
         f"    return SFTConfig(model_name_or_path=None, max_steps=2, max_length=96, **{SHARED!r})\n"
     )
     command = ["--config", str(config), "--run_dir", str(tmp_path / "run")]
-    assert train.main([*command, "--max_minutes", "0.00001"]) == stops.RESUMABLE == 75
+    assert train.main([*command, "--max_minutes", "0.00001"]) == stopping.RESUMABLE == 75
     assert "sft: stopped by --max_minutes 1e-05 before the first update" in capsys.readouterr().err
     assert train.main(command) == 0
 
 
 def test_handlers_are_given_back(tmp_path):
-    before = [signal.getsignal(number) for number in stops.SIGNALS]
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
     with Stops():
         assert signal.getsignal(signal.SIGTERM) not in before
-    assert [signal.getsignal(number) for number in stops.SIGNALS] == before
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
     with Stops(), pytest.raises(Stopped, match="stopped by SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)  # outside the loop there is nothing to save
         time.sleep(1)
@@ -212,7 +213,7 @@ def test_handlers_are_given_back(tmp_path):
 def test_a_second_signal_ends_at_once_whatever_the_process_does():
     program = """
 import sys, time
-from rlhf_jax.stops import Stops
+from rlhf_jax.runtime.stopping import Stops
 with Stops() as stops:
     stops.loop(True)
     print("ready", flush=True)

@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from rlhf_jax import tables
-from rlhf_jax.folder import RunFolder
-from rlhf_jax.metrics import MetricLogger
+from rlhf_jax.metrics.logger import MetricLogger
+from rlhf_jax.runtime import completion_tables
+from rlhf_jax.runtime.run_folder import RunFolder
 
 ROWS = [
     {"prompt": "POST: a", "completion": "[bold]first[/bold] [/nonsense]", "reward": 1.25, "ended": True},
@@ -17,7 +17,7 @@ ROWS = [
 
 def shown(*args, **options) -> str:
     stream = io.StringIO()
-    tables.show(*args, stream=stream, **options)
+    completion_tables.show(*args, stream=stream, **options)
     return stream.getvalue()
 
 
@@ -48,33 +48,33 @@ def test_a_narrow_terminal_folds_texts_and_loses_none(monkeypatch):
     "value, written", [(3, "3"), (2.0, "2.00"), (-0.126, "-0.13"), (True, "True"), ("a", "a"), (None, "None")]
 )
 def test_numbers_have_two_decimals_and_counts_none(value, written):
-    assert tables.cell(value) == written
+    assert completion_tables.cell(value) == written
 
 
 def test_markdown_keeps_bars_backslashes_and_line_ends_inside_a_cell():
-    text = tables.markdown([{"a|b": "x | y\\z\nnext", "n": 1.0}, {"a|b": "plain"}])
+    text = completion_tables.markdown([{"a|b": "x | y\\z\nnext", "n": 1.0}, {"a|b": "plain"}])
     assert text.split("\n") == ["| a\\|b | n |", "| --- | --- |", "| x \\| y\\\\z<br>next | 1.00 |", "| plain |  |"]
-    assert tables.markdown([]) == ""
+    assert completion_tables.markdown([]) == ""
 
 
 def test_html_in_a_completion_stays_text_in_markdown():
-    assert tables.markdown([{"completion": "<s> a & b"}]).endswith("| &lt;s&gt; a &amp; b |")
+    assert completion_tables.markdown([{"completion": "<s> a & b"}]).endswith("| &lt;s&gt; a &amp; b |")
 
 
 def test_unique_prompts_keeps_the_first_row_of_each():
-    assert tables.unique_prompts(ROWS) == ROWS[:2]
+    assert completion_tables.unique_prompts(ROWS) == ROWS[:2]
     samples = [{"query": "q", "model response": text} for text in ("one", "two")]
-    assert tables.unique_prompts(samples) == samples[:1]
+    assert completion_tables.unique_prompts(samples) == samples[:1]
 
 
 def test_tensorboards_text_page_gets_the_table(tmp_path):
     folder = RunFolder.open(str(tmp_path / "ppo"), {"seed": 1})
     with MetricLogger(folder.path, ("tensorboard",), 0) as logger:
-        logger.text(3, "completions/samples", tables.markdown(ROWS))
+        logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
     found = [value for event in events(tmp_path / "ppo" / "tensorboard") for value in texts_of(event)]
-    assert found == [(3, "completions/samples/text_summary", tables.markdown(ROWS))]
+    assert found == [(3, "completions/samples/text_summary", completion_tables.markdown(ROWS))]
     with MetricLogger(folder.path, "none", 0) as logger:
-        logger.text(3, "completions/samples", tables.markdown(ROWS))
+        logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
 
 
 def events(folder):

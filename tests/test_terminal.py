@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlhf_jax import metrics, terminal
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
-from rlhf_jax.folder import RunFolder
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.runtime import progress
+from rlhf_jax.runtime.run_folder import RunFolder
 from rlhf_jax.train import Result
 from tests.children import QUICK, ROOT
 
@@ -26,8 +27,8 @@ from tests.children import QUICK, ROOT
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics_logger.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -36,7 +37,7 @@ def logger(tmp_path, monkeypatch, clock):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder.open("run", {"stage": "ppo"})
     names = ("objective/scores", "objective/kl")
-    with metrics.MetricLogger(folder.path, "none", 0, 48, names, stage="ppo") as made:
+    with metrics_logger.MetricLogger(folder.path, "none", 0, 48, names, stage="ppo") as made:
         yield made
     folder.close()
 
@@ -45,7 +46,7 @@ def panel(logger, now, width=200):
     config = SimpleNamespace(batch_size=128)
     stage = SimpleNamespace(name="ppo", total_steps=48, config=config)
     stream = io.StringIO()
-    return terminal.Panel(stage, logger, lambda: now[0], Console(file=stream, force_terminal=True, width=width)), stream
+    return progress.Panel(stage, logger, lambda: now[0], Console(file=stream, force_terminal=True, width=width)), stream
 
 
 def test_the_panel_tells_update_phase_metrics_time_left_tokens_episodes_and_memory(logger, clock):
@@ -77,7 +78,7 @@ def test_the_panel_is_one_line_at_any_width_and_goes_away(logger):
 
 
 def test_there_is_no_panel_where_output_is_no_terminal(logger, capsys):
-    with terminal.Panel(SimpleNamespace(), logger, lambda: (0, "")):
+    with progress.Panel(SimpleNamespace(), logger, lambda: (0, "")):
         print("plain")
     assert capsys.readouterr().out == "plain\n"
 
@@ -85,7 +86,7 @@ def test_there_is_no_panel_where_output_is_no_terminal(logger, capsys):
 def test_the_summary_says_where_all_lies_and_what_is_next(tmp_path):
     place = tmp_path / "it's mine"
     result = Result(str(place), {}, {"policy": f"{place}/policy", "value": f"{place}/value"})
-    lines = terminal.summary(PPOConfig(run_dir=str(place)), result, 250.0)
+    lines = progress.summary(PPOConfig(run_dir=str(place)), result, 250.0)
     assert lines[1] == f"done in 4m10s; everything is in {place}"
     assert lines[2:5] == [
         f"  policy   {place}/policy",
@@ -103,14 +104,14 @@ def test_the_summary_says_where_all_lies_and_what_is_next(tmp_path):
 
 def test_the_summary_of_a_reward_model_offers_no_answers_and_a_pipelines_has_all_stages(tmp_path):
     model = Result("r/reward", {}, {"reward_model": "r/reward/reward_model"})
-    assert not any("load_policy" in line for line in terminal.summary(RewardConfig(run_dir="r/reward"), model, 1.0))
+    assert not any("load_policy" in line for line in progress.summary(RewardConfig(run_dir="r/reward"), model, 1.0))
     stages = {
         "sft": Result("r/sft", {}, {"policy": "r/sft/policy"}),
         "reward": model,
         "ppo": Result("r/ppo", {}, {"policy": "r/ppo/policy", "value": "r/ppo/value"}),
     }
     config = Pipeline(run_dir="r", sft=SFTConfig(), reward=RewardConfig(), ppo=PPOConfig())
-    lines = terminal.summary(config, Result("r", {}, {}, stages), 1.0)
+    lines = progress.summary(config, Result("r", {}, {}, stages), 1.0)
     assert [line.split() for line in lines[2:8]] == [
         ["sft/policy", "r/sft/policy"],
         ["reward/reward_model", "r/reward/reward_model"],

@@ -7,11 +7,12 @@ import types
 
 import pytest
 
-from rlhf_jax import trackers, train
-from rlhf_jax.callbacks import Control
+from rlhf_jax import train
 from rlhf_jax.config import SFTConfig
-from rlhf_jax.metrics import read_metrics
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics.logger import read_metrics
+from rlhf_jax.runtime import trackers
+from rlhf_jax.runtime.callbacks import Control
 from tests.children import ROOT
 from tests.test_train import KillAt, Killed, ppo_config, sft_config, wordiness
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import command, data, explained, metrics, train
+from rlhf_jax import data, train
 from rlhf_jax import report as report_of_runs
-from rlhf_jax.callbacks import Callback
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.models import hf
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, command_line
+from rlhf_jax.metrics import catalog, logger
+from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
+from rlhf_jax.runtime.callbacks import Callback
 
 SHARED = {
     "dataset_name": "synthetic",
@@ -88,7 +89,7 @@ def sft(tmp_path_factory):
 
 
 def lines(folder, name="metrics.jsonl"):
-    return metrics.read_metrics(os.path.join(folder, name))
+    return logger.read_metrics(os.path.join(folder, name))
 
 
 def tensors(path):
@@ -311,7 +312,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
             num_ppo_epochs=1,
         ),
     )
-    result = rlhf_jax.run(small, recipe=command.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
+    result = rlhf_jax.run(small, recipe=command_line.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
     report = json.load(open(tmp_path / "run" / "ppo" / "comparison.json"))
@@ -356,7 +357,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     for stage in ("sft", "reward", "ppo", "rloo"):
         for file in ("metrics.jsonl", "timings.jsonl"):
             names = {name for line in lines(tmp_path / "run" / stage, file) for name in line}
-            assert names and not [name for name in names if explained.explain(name) is None]
+            assert names and not [name for name in names if catalog.explain(name) is None]
     _, groups = report_of_runs.read([str(tmp_path / "run")])
     assert [group.label for group in groups] == ["run/sft", "run/reward", "run/ppo", "run/rloo"]
     assert not [note for group in groups for run in group.runs for note in run.notes]

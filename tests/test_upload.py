@@ -7,9 +7,10 @@ import huggingface_hub.constants
 import pytest
 
 import rlhf_jax
-from rlhf_jax import train, upload
+from rlhf_jax import train
 from rlhf_jax.config import SFTConfig
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import hub_upload
 from tests.hub import Hub
 
 TOKEN = "hf_0a1b2c3d4e"
@@ -47,7 +48,7 @@ def config(folder, **options):
 
 def named(run_dir, **options):
     given = {"push_to_hub": True, "hub_model_id": None, "run_dir": run_dir, **options}
-    return upload.repository(SimpleNamespace(**given))
+    return hub_upload.repository(SimpleNamespace(**given))
 
 
 def test_a_finished_run_uploads_its_policy_with_tokenizer_and_card(hub, tmp_path, capsys):

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_jax import data, distributed, models, sharding
+from rlhf_jax import data, models
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.models import hf, shards, weight_files
+from rlhf_jax.models.io import hf, safetensors, shards
+from rlhf_jax.models.placement import PlannedWeights, Weights
+from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.stages import STAGES
-from rlhf_jax.stages.weights import PlannedWeights, Weights
 from tests.children import child
 from tests.models_common import assert_trees_equal, random_params
 from tests.optional import optional
@@ -52,14 +53,14 @@ def nbytes(tree) -> int:
 
 def counted(monkeypatch) -> list[tuple[str, int]]:
     """(tensor, bytes as float32) of every read from now on."""
-    reads, read = [], weight_files.Source.read
+    reads, read = [], safetensors.Source.read
 
     def noted(self, index):
         found = read(self, index)
         reads.append((self.name, found.nbytes))
         return found
 
-    monkeypatch.setattr(weight_files.Source, "read", noted)
+    monkeypatch.setattr(safetensors.Source, "read", noted)
     return reads
 
 
@@ -156,7 +157,7 @@ def on_eight(folder: pathlib.Path) -> dict:
     model, params = hf.load(folder / "single")
     placed = weights.load(model, str(folder / "single"), "causal", None)
     held, peaks = [0], []
-    write, gathered = weight_files.safetensors.numpy.save_file, shards.gathered
+    write, gathered = safetensors.safetensors.numpy.save_file, shards.gathered
 
     def noted_gather(leaf, layer=None):
         array = gathered(leaf, layer)
@@ -169,7 +170,7 @@ def on_eight(folder: pathlib.Path) -> dict:
         write(tensors, *args, **options)
 
     patch.setattr(hf, "gathered", noted_gather)
-    patch.setattr(weight_files.safetensors.numpy, "save_file", noted_write)
+    patch.setattr(safetensors.safetensors.numpy, "save_file", noted_write)
     for form, size in FORMS.items():
         hf.save(folder / f"out-{form}", model, placed, kind="causal", max_shard_bytes=size)
     found["held"] = peaks
@@ -192,7 +193,7 @@ def on_eight(folder: pathlib.Path) -> dict:
 
 def on_two(folder: pathlib.Path, address: str) -> dict:
     """Two devices each, fsdp x tensor = 2 x 2: a process holds half of what is split."""
-    distributed.initialize(address)
+    multihost.initialize(address)
     mesh = sharding.make_mesh(1, 2, 2)
     weights, patch = Weights(mesh), pytest.MonkeyPatch()
     reads = counted(patch)
@@ -210,7 +211,7 @@ def on_two(folder: pathlib.Path, address: str) -> dict:
             np.testing.assert_array_equal(part.data, np.asarray(y)[part.index])
     hf.save(folder / "out-two" / str(jax.process_index()), model, placed, kind="causal", max_shard_bytes=20_000)
     programs = shards._gather(sharding.replicated(mesh), True)._cache_size()
-    distributed.wait_for_all("the end")
+    multihost.wait_for_all("the end")
     return {"read": sum(size for _, size in reads), "mine": mine, "replicated": whole, "programs": programs}
 
 
@@ -236,13 +237,13 @@ def folder(tmp_path_factory):
     hf.save(folder / "reward", MODEL, params_of("reward"), kind="scalar")
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))
     hf.save(folder / "bin", MODEL, params_of("bin"), kind="causal")
-    tensors = weight_files.safetensors.numpy.load_file(folder / "bin" / "model.safetensors")
+    tensors = safetensors.safetensors.numpy.load_file(folder / "bin" / "model.safetensors")
     torch.save({name: torch.tensor(x) for name, x in tensors.items()}, folder / "bin" / "pytorch_model.bin")
     (folder / "bin" / "model.safetensors").unlink()
     tensors = {f"lm_backbone.{k.removeprefix('gpt_neox.')}": v for k, v in tensors.items() if k != "embed_out.weight"}
     tensors |= {"scalar_head.weight": np.ones((1, 32), np.float32), "scalar_head.bias": np.ones(1, np.float32)}
     (folder / "scalar_model").mkdir()
-    weight_files.safetensors.numpy.save_file(tensors, folder / "scalar_model" / "model.safetensors")
+    safetensors.safetensors.numpy.save_file(tensors, folder / "scalar_model" / "model.safetensors")
     config = {"architectures": ["ScalarModel"], "bias": 0.5, "base_config": MODEL.to_hf_config("causal")}
     (folder / "scalar_model" / "config.json").write_text(json.dumps(config))
     return folder

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlhf_jax.config.policy import PolicyConfig, PPOConfig, RLOOConfig
 from rlhf_jax.config.stage import RewardConfig, SFTConfig, StageConfig
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 __all__ = [
     "STAGES",

@@ -13,9 +13,9 @@ from rlhf_jax.data.demonstrations import (
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows
 from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_of
 from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_of
-from rlhf_jax.data.scoring import reward_tokens
+from rlhf_jax.data.reward_tokens import reward_tokens
 from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.data.tokens import (
+from rlhf_jax.data.tokenizer import (
     Tokenizer,
     check_made_for,
     check_same_tokenizer,

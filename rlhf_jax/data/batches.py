@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 Batch = TypeVar("Batch")
 _ALL = slice(None)

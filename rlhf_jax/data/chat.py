@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_jax.data.fields import string_fault
 from rlhf_jax.data.files import Malformed, Rows, kind_of
-from rlhf_jax.data.tokens import Tokenizer
-from rlhf_jax.types import UserError
+from rlhf_jax.data.row_texts import string_fault
+from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.errors import UserError
 
 Message = dict[str, Any]
 Conversation = list[Message]

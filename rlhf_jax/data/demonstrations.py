@@ -8,10 +8,10 @@ from typing import Any
 import flax
 import numpy as np
 
-from rlhf_jax.data import batches, fields
+from rlhf_jax.data import batches, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
-from rlhf_jax.data.tokens import Tokenizer
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import Array
 
 
@@ -61,7 +61,7 @@ def join(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
 
 def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> str:
     """The column with completions. OpenAI's posts come with a 'summary', which the template puts a space before."""
-    if column == "completion" and column not in rows.column_names and columns == fields.TEMPLATE_COLUMNS:
+    if column == "completion" and column not in rows.column_names and columns == row_texts.TEMPLATE_COLUMNS:
         column = "summary"
     require_columns(rows, {"completion_column": column})
     return column
@@ -86,12 +86,12 @@ def make_demonstrations(
     Raises:
       UserError: a column is missing, a row is bad, all rows are too long, or no bucket holds the longest.
     """
-    columns = fields.prompt_columns(rows, prompt_column)
+    columns = row_texts.prompt_columns(rows, prompt_column)
     answer = completion_column_of(rows, columns, completion_column)
     space = " " if answer == "summary" and completion_column != "summary" else ""
-    found = fields.sort_rows(rows, lambda row: fields.text_fault(row, (*columns, answer)), on_bad_row)
-    texts = [fields.prompt_text(row, columns) for row in found.good]
-    prompts, _ = fields.fit_prompts(texts, tokenizer, query_length, query_overflow)
+    found = row_texts.sort_rows(rows, lambda row: row_texts.text_fault(row, (*columns, answer)), on_bad_row)
+    texts = [row_texts.prompt_text(row, columns) for row in found.good]
+    prompts, _ = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
     completions = tokenizer.encode_batch([space + row[answer] for row in found.good])
     tokens, prompt_lengths, truncated = [], [], 0
     for text, prompt, completion in zip(tokenizer.encode_batch(texts), prompts, completions, strict=True):
@@ -103,8 +103,10 @@ def make_demonstrations(
         truncated += len(whole) > max_length or len(prompt) < len(text)
         tokens.append(np.asarray(whole[:max_length], np.int32))
         prompt_lengths.append(len(prompt))
-    fields.refuse_nothing_left(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
-    buckets, report = fields.measure(rows, found, tokens, length_buckets=length_buckets, truncated=truncated)
+    row_texts.refuse_nothing_left(
+        rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens"
+    )
+    buckets, report = row_texts.measure(rows, found, tokens, length_buckets=length_buckets, truncated=truncated)
     return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
 
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_jax.text import parse_json
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.utils.text import parse_json
 
 SUFFIXES = {
     ".jsonl": "json lines",

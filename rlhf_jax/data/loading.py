@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.data.files import SUFFIXES, Malformed, Rows, from_dataset, from_list, pick, quiet, read_file, read_folder
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """What an evaluation set may be called: a part of metrics' names."""

@@ -9,11 +9,11 @@ from typing import Any
 import flax
 import numpy as np
 
-from rlhf_jax.data import batches, fields
+from rlhf_jax.data import batches, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import join
 from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
-from rlhf_jax.data.tokens import Tokenizer
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import Array
 
 
@@ -58,7 +58,7 @@ class PairData(batches.Batched[PairBatch]):
 
 
 def _pair_fault(row: Any, columns: tuple[str, ...], chosen: str, rejected: str, margin: str | None) -> str | None:
-    fault = fields.text_fault(row, (*columns, chosen, rejected))
+    fault = row_texts.text_fault(row, (*columns, chosen, rejected))
     if fault is None and row[chosen] == row[rejected]:
         return f"{chosen!r} and {rejected!r} are the same"
     if fault is None and margin is not None:
@@ -91,12 +91,12 @@ def make_pairs(
     wanted = {"chosen_column": chosen_column, "rejected_column": rejected_column}
     require_columns(rows, wanted if margin_column is None else {**wanted, "margin_column": margin_column})
     whole_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
-    columns = () if whole_texts else fields.prompt_columns(rows, prompt_column)
-    found = fields.sort_rows(
+    columns = () if whole_texts else row_texts.prompt_columns(rows, prompt_column)
+    found = row_texts.sort_rows(
         rows, lambda row: _pair_fault(row, columns, chosen_column, rejected_column, margin_column), on_bad_row
     )
-    texts = [fields.prompt_text(row, columns) for row in found.good]
-    prompts, truncated = fields.fit_prompts(texts, tokenizer, query_length, query_overflow)
+    texts = [row_texts.prompt_text(row, columns) for row in found.good]
+    prompts, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
     answers = (tokenizer.encode_batch([row[name] for row in found.good]) for name in (chosen_column, rejected_column))
     better, worse, margins = [], [], []
     for row, prompt, *pair in zip(found.good, prompts, *answers, strict=True):
@@ -108,8 +108,10 @@ def make_pairs(
         better.append(sequences[0])
         worse.append(sequences[1])
         margins.append(0.0 if margin_column is None else row[margin_column])
-    fields.refuse_nothing_left(rows, len(better), f"max_length = {max_length} or query_length = {query_length} tokens")
-    buckets, report = fields.measure(rows, found, better, worse, length_buckets=length_buckets, truncated=truncated)
+    row_texts.refuse_nothing_left(
+        rows, len(better), f"max_length = {max_length} or query_length = {query_length} tokens"
+    )
+    buckets, report = row_texts.measure(rows, found, better, worse, length_buckets=length_buckets, truncated=truncated)
     return PairData(better, worse, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data import batches, chat, fields
+from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_split
-from rlhf_jax.data.tokens import Tokenizer
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import PromptBatch
 
 
@@ -85,7 +85,7 @@ class PromptData(batches.Batched[PromptBatch]):
 
 def _write_conversations(
     rows: Rows, column: str, template: chat.ChatTemplate, on_bad_row: str
-) -> tuple[fields.Sorted, list[str]]:
+) -> tuple[row_texts.Sorted, list[str]]:
     """(good and bad rows, the text of each good one up to where the assistant's answer begins)."""
     texts: list[str] = []
 
@@ -98,7 +98,7 @@ def _write_conversations(
                 return f"{column!r}: {error}"
         return wrong
 
-    return fields.sort_rows(rows, fault, on_bad_row), texts
+    return row_texts.sort_rows(rows, fault, on_bad_row), texts
 
 
 def make_prompts(
@@ -123,17 +123,17 @@ def make_prompts(
       UserError: a column is missing, a row is bad, all rows are too long, no bucket holds the longest, or there are
         conversations and no chat template.
     """
-    columns = fields.prompt_columns(rows, prompt_column)
+    columns = row_texts.prompt_columns(rows, prompt_column)
     conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
     if conversational:
         template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
         found, texts = _write_conversations(rows, columns[0], template, on_bad_row)
     else:
-        found = fields.sort_rows(rows, lambda row: fields.text_fault(row, columns), on_bad_row)
-        texts = [fields.prompt_text(row, columns) for row in found.good]
-    ids, truncated = fields.fit_prompts(texts, tokenizer, query_length, "drop" if conversational else query_overflow)
+        found = row_texts.sort_rows(rows, lambda row: row_texts.text_fault(row, columns), on_bad_row)
+        texts = [row_texts.prompt_text(row, columns) for row in found.good]
+    ids, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, "drop" if conversational else query_overflow)
     kept = [i for i, tokens in enumerate(ids) if tokens is not None]
-    fields.refuse_nothing_left(rows, len(kept), f"query_length = {query_length} tokens")
+    row_texts.refuse_nothing_left(rows, len(kept), f"query_length = {query_length} tokens")
     tokens = [np.asarray(ids[i], np.int32) for i in kept]
     texts = [texts[i] for i in kept]
     good = [found.good[i] for i in kept]
@@ -144,7 +144,7 @@ def make_prompts(
             for part, whole, text in zip(tokens, tokenizer.encode_batch(texts), texts, strict=True)
         ]
     cut_was_asked = conversational and len(kept) < len(ids) and query_overflow == "truncate"
-    buckets, report = fields.measure(
+    buckets, report = row_texts.measure(
         rows,
         found,
         tokens,

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 Kind = Literal["prompts", "demonstrations", "pairs"]
 
@@ -274,7 +274,7 @@ def build_tokenizer():
     gives the text back exactly; eos has id 0."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    from rlhf_jax.data.tokens import fast_tokenizer
+    from rlhf_jax.data.fast_tokenizer import fast_tokenizer
 
     tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary())}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")

@@ -1,8 +1,15 @@
 """Evaluation of policies and reward models: `python -m rlhf_jax.evaluate` (docs/evaluation.md), and its statistics."""
 
-from rlhf_jax.evaluate.best import best_of_n, kl_bound
-from rlhf_jax.evaluate.reliability import calibration, calibration_error, reliability
-from rlhf_jax.evaluate.statistics import (
+from rlhf_jax.evaluate.best_of_n import best_of_n, kl_bound
+from rlhf_jax.evaluate.tables import (
+    comparison_table,
+    print_comparison,
+    side_by_side,
+    summarize,
+    write_comparison,
+)
+from rlhf_jax.metrics.calibration import calibration, calibration_error, reliability
+from rlhf_jax.metrics.statistics import (
     Z95,
     bootstrap,
     fit_length,
@@ -14,13 +21,6 @@ from rlhf_jax.evaluate.statistics import (
     preferences,
     unigram_entropy,
     win_rate,
-)
-from rlhf_jax.evaluate.tables import (
-    comparison_table,
-    print_comparison,
-    side_by_side,
-    summarize,
-    write_comparison,
 )
 
 __all__ = [

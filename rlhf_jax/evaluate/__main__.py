@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlhf_jax import compile_cache, text
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import options
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.types import UserError
+from rlhf_jax.runtime import compile_cache
+from rlhf_jax.utils import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

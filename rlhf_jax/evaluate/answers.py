@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import sharding
+from rlhf_jax.algorithms import actor_critic
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches
+from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling
-from rlhf_jax.policy import Policy
-from rlhf_jax.rewards import TrainerState, completion_ids
+from rlhf_jax.inference import Policy
+from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
 from rlhf_jax.stages.policy import sampling_of
-from rlhf_jax.trainers import forward
-from rlhf_jax.types import PromptBatch, Rollout, UserError
+from rlhf_jax.types import PromptBatch, Rollout
 
 
 @dataclasses.dataclass
@@ -131,11 +132,11 @@ class Sampler:
         return Answers(name, policy.path, texts, np.concatenate(lengths), np.concatenate(ended), kl, kept)
 
     def _kl(self, policy: Policy):
-        nets = forward.Networks(policy.model, self._ref.model, None)
+        nets = actor_critic.Networks(policy.model, self._ref.model, None)
         config = self._config
 
         def kl(params, ref, rollout):
-            return forward.token_kl(nets, {"policy": params}, ref, rollout, config).sum(axis=1)
+            return actor_critic.token_kl(nets, {"policy": params}, ref, rollout, config).sum(axis=1)
 
         return jax.jit(kl)
 

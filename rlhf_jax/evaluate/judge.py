@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.rewards import RewardFailure, TrainerState, function_name, show_row, shown
-from rlhf_jax.rewards.functions import HostRewards
-from rlhf_jax.rewards.remote import FIRST_BACKOFF, LONGEST_BACKOFF, Server
-from rlhf_jax.text import parse_json
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards.interface import RewardFailure, TrainerState, function_name, show_row, shown
+from rlhf_jax.rewards.python_functions import HostRewards
+from rlhf_jax.rewards.server import FIRST_BACKOFF, LONGEST_BACKOFF, Server
+from rlhf_jax.utils.text import parse_json
 
 PROMPT = """\
 Two assistants were given the same text. Decide which of their answers is the better one.

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from rlhf_jax import command, configfile
-from rlhf_jax.checks import RANGES
-from rlhf_jax.text import has_password
-from rlhf_jax.types import UserError
+from rlhf_jax.config import command_line
+from rlhf_jax.config import files as config_files
+from rlhf_jax.config.validation import RANGES
+from rlhf_jax.errors import UserError
+from rlhf_jax.utils.text import has_password
 
 PROG = "python -m rlhf_jax.evaluate"
 ALIASES = {
@@ -169,11 +170,11 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
     Raises:
       UserError: an option is unknown, or of another type or range, or needs another one.
     """
-    flags = command.split_flags(argv)
+    flags = command_line.split_flags(argv)
     if not flags or any(name in ("help", "h") for name, _ in flags):
-        command.print_help(EvaluateConfig(), PROG)
+        command_line.print_help(EvaluateConfig(), PROG)
         raise SystemExit(0 if flags else 2)
-    hints, values = configfile.field_types(EvaluateConfig), {}
+    hints, values = config_files.field_types(EvaluateConfig), {}
     for given, words in flags:
         name = ALIASES.get(given, given)
         if name != given:
@@ -182,10 +183,10 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
         if name not in hints and hints.get(positive) is bool and not words:
             name, words = positive, ["false"]
         if name not in hints:
-            hint = configfile.nearest(given, [*hints, *ALIASES])
+            hint = config_files.nearest(given, [*hints, *ALIASES])
             raise UserError(f"unknown option --{given}.{hint} (--help lists all.)")
         nobody = name == "against" and [word.lower() for word in words] == ["none"]
-        values[name] = () if nobody else configfile.value_from_words(f"--{name}", hints[name], words)
+        values[name] = () if nobody else config_files.value_from_words(f"--{name}", hints[name], words)
     config = EvaluateConfig(**values)
     check(config)
     return config

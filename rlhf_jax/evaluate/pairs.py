@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data
+from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import RewardConfig
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.answers import batch_prompts, in_batches
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.evaluate.reliability import calibration
-from rlhf_jax.models import hf
+from rlhf_jax.metrics.calibration import calibration
+from rlhf_jax.models.io import hf
+from rlhf_jax.models.placement import Weights
+from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import base
-from rlhf_jax.stages.weights import Weights
-from rlhf_jax.trainers import reward
-from rlhf_jax.types import UserError
 
 
 class Pairs:
@@ -47,7 +48,7 @@ class Pairs:
         say(str(self.source.report))
         params = self.weights.load(self.model, self.c.model_name_or_path, "scalar", self.c.model_revision)
         dtype = jnp.dtype(self.c.dtype)
-        pair_scores = jax.jit(lambda params, batch: reward.pair_scores(self.model, params, batch, dtype=dtype))
+        pair_scores = jax.jit(lambda params, batch: reward_model.pair_scores(self.model, params, batch, dtype=dtype))
         size = batch_prompts(self.size, 1, len(self.source), sharding.row_shards(self.weights.mesh))
         parts = []
         for batch, real in in_batches(self.source, size):

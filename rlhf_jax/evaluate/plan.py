@@ -6,12 +6,22 @@ import dataclasses
 import os
 from typing import Any
 
-from rlhf_jax import checks, configfile, folder
-from rlhf_jax.config import PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig, stage_name
+from rlhf_jax.config import (
+    PolicyConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    StageConfig,
+    stage_name,
+    validation,
+)
+from rlhf_jax.config import files as config_files
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.policy import policy_folder
+from rlhf_jax.inference import policy_folder
+from rlhf_jax.runtime import run_folder
 from rlhf_jax.stages import adapters
-from rlhf_jax.types import UserError
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
 
@@ -107,10 +117,10 @@ def _stages(run_dir: str) -> dict[str, StageConfig]:
     for place in folders:
         if not os.path.isfile(os.path.join(place, "config.json")):
             continue
-        config = configfile.load_config(place)
+        config = config_files.load_config(place)
         if not isinstance(config, StageConfig):
             raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage_name(config)}, not of one stage")
-        if folder.RunFolder(os.path.abspath(place)).finished() is None:
+        if run_folder.RunFolder(os.path.abspath(place)).finished() is None:
             raise UserError(
                 f"--run_dir {run_dir}: the run in {place} is not finished, so its model is not written yet. Let the "
                 "same command finish it, or give a checkpoint by --model"
@@ -271,7 +281,7 @@ def _check(plan: Plan) -> None:
     problems = []
     for config in (plan.prompts, plan.pairs):
         if config is not None:
-            problems += [*checks.out_of_range(config)] or [*checks.combinations(config)]
+            problems += [*validation.out_of_range(config)] or [*validation.combinations(config)]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     nearest = os.path.abspath(plan.output_dir)

@@ -7,21 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax import data, sharding
+from rlhf_jax import data
 from rlhf_jax.data import synthetic
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate import report, rouge
 from rlhf_jax.evaluate.answers import Answers, Sampler, reference_answers, reference_texts
 from rlhf_jax.evaluate.answers import score as add_scores
 from rlhf_jax.evaluate.judge import Judged
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.folder import write_atomically
-from rlhf_jax.metrics import json_text
-from rlhf_jax.policy import Policy
+from rlhf_jax.inference import Policy
+from rlhf_jax.metrics.logger import json_text
+from rlhf_jax.models.placement import Weights
+from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
+from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.stages import base
-from rlhf_jax.stages.weights import Weights
-from rlhf_jax.types import UserError
 
 
 class Policies:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.evaluate.answers import Answers
-from rlhf_jax.evaluate.best import best_of_n, kl_bound
+from rlhf_jax.evaluate.best_of_n import best_of_n, kl_bound
 from rlhf_jax.evaluate.judge import Judged
-from rlhf_jax.evaluate.statistics import (
+from rlhf_jax.metrics.statistics import (
     bootstrap,
     length_controlled_win_rate,
     mean_and_standard_error,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 

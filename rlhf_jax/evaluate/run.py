@@ -7,18 +7,18 @@ import dataclasses
 import os
 from typing import Any
 
-from rlhf_jax import sharding
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import plan as planning
-from rlhf_jax.evaluate import rouge, shown
+from rlhf_jax.evaluate import rouge, terminal
 from rlhf_jax.evaluate.judge import PROMPT, FunctionJudge, RemoteJudge, check_prompt
 from rlhf_jax.evaluate.options import EvaluateConfig, check
 from rlhf_jax.evaluate.pairs import Pairs
 from rlhf_jax.evaluate.policies import Policies
-from rlhf_jax.folder import write_atomically
-from rlhf_jax.metrics import json_text
-from rlhf_jax.rewards.functions import resolve
-from rlhf_jax.stages.weights import Weights
-from rlhf_jax.types import UserError
+from rlhf_jax.metrics.logger import json_text
+from rlhf_jax.models.placement import Weights
+from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards.python_functions import resolve
+from rlhf_jax.runtime.run_folder import write_atomically
 
 
 def run(config: EvaluateConfig, say=print) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def run(config: EvaluateConfig, say=print) -> dict[str, Any]:
         found["reward_model"] = {"path": plan.pairs.model_name_or_path} | pairs.run(options, say)
     path = os.path.join(plan.output_dir, "evaluation.json")
     write_atomically(path, json_text(found, indent=2) + "\n")
-    for block in shown.blocks(found, samples, config.num_completions_to_print):
+    for block in terminal.blocks(found, samples, config.num_completions_to_print):
         say(block)
     files = ["evaluation.json"] + (["samples.jsonl"] if samples else [])
     say(f"written: {' and '.join(os.path.join(plan.output_dir, name) for name in files)}")

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.int8 import is_narrow, widened
-from rlhf_jax.sharding import Layout, constrain
+from rlhf_jax.models.quantization import is_narrow, widened
+from rlhf_jax.parallel.sharding import Layout, constrain
 from rlhf_jax.types import Array
 
 # Queries a block of causal attention; measured best on CPU for 512 + 53 tokens (64 and 256 are slower backward).

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.int8 import is_narrow, widened
-from rlhf_jax.types import Array, Params, UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.quantization import is_narrow, widened
+from rlhf_jax.types import Array, Params
 
 A, B = "lora_a", "lora_b"
 ALL_LINEAR = "all-linear"

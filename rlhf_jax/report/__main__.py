@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlhf_jax import report, text
+from rlhf_jax import report
+from rlhf_jax.errors import UserError
 from rlhf_jax.report import pictures
-from rlhf_jax.types import UserError
+from rlhf_jax.utils import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_jax.config import STAGES
-from rlhf_jax.text import parse_json, shown
-from rlhf_jax.types import UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.utils.text import parse_json, shown
 
 MOST_ROWS = 64
 """Rows of a file of samples that are read; its first ones."""

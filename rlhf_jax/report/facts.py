@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.config import STAGES, StageConfig
 from rlhf_jax.evaluate import calibration_error
-from rlhf_jax.explained import explain
+from rlhf_jax.metrics.catalog import explain
 from rlhf_jax.report import collect
 from rlhf_jax.report.collect import Run
 from rlhf_jax.report.series import Group, number, options_of

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, numbers
-from rlhf_jax.rewards import numbered
+from rlhf_jax.rewards.interface import numbered
 
 FEWEST = 6
 """Points of a fit."""

@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.folder import write_atomically
-from rlhf_jax.metrics import json_text
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.report import charts, facts, measured, parts, samples
 from rlhf_jax.report.series import Group
-from rlhf_jax.types import UserError
+from rlhf_jax.runtime.run_folder import write_atomically
 
 _HERE = pathlib.Path(__file__).parent
 _STYLES = ("uplot/uPlot.min.css", "page.css")

@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.metrics import duration
+from rlhf_jax.metrics.logger import duration
 from rlhf_jax.report import charts, collect, facts
 from rlhf_jax.report.collect import Run
 from rlhf_jax.report.series import Group
-from rlhf_jax.text import printable
+from rlhf_jax.utils.text import printable
 
 
 def e(value: Any) -> str:

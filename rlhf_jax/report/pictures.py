@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf_jax.errors import UserError
 from rlhf_jax.report import charts, measured
 from rlhf_jax.report.series import Group, thinned
-from rlhf_jax.types import UserError
 
 NEEDED = "matplotlib is not installed (pip install 'rlhf_jax[report]', or give --no_png)"
 PANELS = {

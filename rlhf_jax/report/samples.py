@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_jax.report.collect import Run, number, objects
 from rlhf_jax.report.series import number as short
-from rlhf_jax.text import printable
+from rlhf_jax.utils.text import printable
 
 MOST_CHARACTERS = 1_500_000
 """Of all samples of a page, about."""

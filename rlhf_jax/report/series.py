@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.differences import MAY_DIFFER, matches
+from rlhf_jax.config.diff import MAY_DIFFER, matches
 from rlhf_jax.report.collect import Run
 
 MOST_POINTS = 600

@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import advantages as adv
-from rlhf_jax import data, distributed, rewards, sharding, shares
-from rlhf_jax.data.scoring import reward_tokens
+from rlhf_jax import data
+from rlhf_jax.algorithms import microbatch, reward_model
+from rlhf_jax.data.reward_tokens import reward_tokens
+from rlhf_jax.errors import UserError
 from rlhf_jax.generate import in_chunks
-from rlhf_jax.models import hf
-from rlhf_jax.rewards import functions as on_host
-from rlhf_jax.rewards.remote import RemoteReward
-from rlhf_jax.text import printable
-from rlhf_jax.trainers import common, reward
-from rlhf_jax.types import Array, Params, Rollout, UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import local_rows, multihost, sharding
+from rlhf_jax.rewards import interface
+from rlhf_jax.rewards import python_functions as on_host
+from rlhf_jax.rewards.server import RemoteReward
+from rlhf_jax.types import Array, Params, Rollout
+from rlhf_jax.utils.text import printable
 
 
 @dataclasses.dataclass
@@ -72,7 +75,7 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     places = [(config.reward_model_path, config.reward_model_revision)]
     places += [(path, "main") for path in config.more_reward_models]
     # The last part of each path, as TRL names them.
-    names = rewards.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
+    names = interface.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
     found = []
     for (path, revision), name in zip(places, names):
         model = hf.load_model(path, revision=revision)
@@ -179,13 +182,13 @@ class Scorer:
         def some(groups):
             part = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), groups)
             scores = [
-                reward.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group=group)
+                reward_model.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group=group)
                 for model, p in zip(readers, params)
             ]
             return [x.reshape(-1, group) for x in scores]
 
         groups = jax.tree.map(lambda x: x.reshape((-1, group) + x.shape[1:]), rollout)
-        at_once = common.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
+        at_once = microbatch.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
         scores = [x.reshape(-1) for x in in_chunks(some, groups, at_once)] if readers else []
         b, t = rollout.response.shape
         dense = []
@@ -205,7 +208,7 @@ class Scorer:
     def _pure_texts(self, index: int, params: Params, tokens: Array, lengths: Array) -> Array:
         model, dtype = self.models[index].model, jnp.dtype(self.config.dtype)
         return in_chunks(
-            lambda part: reward.score_texts(model, params, *part, dtype=dtype),
+            lambda part: reward_model.score_texts(model, params, *part, dtype=dtype),
             (tokens, lengths),
             self.config.rollout_batch_size,
         )
@@ -273,12 +276,12 @@ class Scorer:
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
-        here, owners = shares.here(self._mesh, b), shares.owners(self._mesh, b)
+        here, owners = local_rows.here(self._mesh, b), local_rows.owners(self._mesh, b)
         owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
         wanted = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
-        host, finite = shares.fetch((wanted, finite), self._mesh)
+        host, finite = local_rows.fetch((wanted, finite), self._mesh)
         names = [m.name for m in readers] + self._device_names
         if names:
             seconds["device"] = time.perf_counter() - began
@@ -286,7 +289,7 @@ class Scorer:
         ids = texts = None
         if self.needs_text:
             response, lengths, ended = host
-            ids = rewards.completion_ids(response, np.maximum(lengths, 0))
+            ids = interface.completion_ids(response, np.maximum(lengths, 0))
             texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         for i, model in enumerate(self.models):
             if model.tokenizer is not None:
@@ -294,7 +297,7 @@ class Scorer:
                 placed = self._tokens(model, source, rows[here], texts, ended, b)
                 by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
                 names.append(model.name)
-                finite.append(np.isfinite(shares.fetch(by_model[model.name], self._mesh)))
+                finite.append(np.isfinite(local_rows.fetch(by_model[model.name], self._mesh)))
                 seconds[model.name] = time.perf_counter() - began
         said = error = None
         try:
@@ -302,7 +305,7 @@ class Scorer:
         except UserError as wrong:
             error = wrong
         failed, broken, host_columns, metrics, extra = self._together(
-            distributed.agree(said, error, on_host.RewardFailure), owned, b, limit, seconds
+            multihost.agree(said, error, on_host.RewardFailure), owned, b, limit, seconds
         )
         columns = [by_model[m.name] for m in self.models]
         placed = sharding.shard_batch((failed, host_columns, broken), self._mesh)
@@ -336,9 +339,9 @@ class Scorer:
             )
         except UserError as wrong:
             error = wrong
-        width = max(distributed.agree(None if error else tokens.shape[1], error))
+        width = max(multihost.agree(None if error else tokens.shape[1], error))
         tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=model.tokenizer.pad_id)
-        return shares.place((tokens, lengths), self._mesh, count)
+        return local_rows.place((tokens, lengths), self._mesh, count)
 
     def _own(self, names, finite, source, rows, here, owned, texts, ids, state) -> dict[str, Any]:
         """What this process has to say of the rows that it answers for, as JSON holds it."""
@@ -386,7 +389,7 @@ class Scorer:
                     values.setdefault(name, []).append((value, len(rows)))
             for name, value in said["seconds"].items():
                 seconds[name] = max(value, seconds.get(name, 0.0))
-            if distributed.is_main():
+            if multihost.is_main():
                 for line in said["told"]:
                     who = f"process {index}: " if len(parts) > 1 else ""
                     warnings.warn(printable(f"{who}{line}"), stacklevel=3)

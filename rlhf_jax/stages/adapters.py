@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import distributed
 from rlhf_jax.data import save_tokenizer
-from rlhf_jax.models import Model, hf, lora, lora_hf
-from rlhf_jax.types import Params, UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import Model, lora
+from rlhf_jax.models.io import hf, peft
+from rlhf_jax.parallel import multihost
+from rlhf_jax.types import Params
 
 Origin = tuple[str, str | None]
 """A checkpoint and its revision on the hub."""
@@ -164,10 +166,10 @@ def write(
         # PEFT's classifier has no bias either: it goes into the last layer norm, as in hf.save.
         norm = model.joined(base, params)["backbone"]["final_layer_norm"]
         norm = hf.with_score_bias(norm, params["score"])
-    lora_hf.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
-    if distributed.is_main():
+    peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
+    if multihost.is_main():
         save_tokenizer(stage.tokenizer, adapter)
-    distributed.wait_for_all("export of adapters")
+    multihost.wait_for_all("export of adapters")
     if merged_too:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
         merged = stage.weights.turned(plain, lambda both: lora.merged(model.joined(*both), dtype), (base, params))

@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import arithmetic, distributed, models, sharding, shares, stops
+from rlhf_jax import models
+from rlhf_jax.algorithms import microbatch
+from rlhf_jax.config import batch_sizes
 from rlhf_jax.data import check_made_for, load_tokenizer, save_tokenizer
-from rlhf_jax.models import hf, int8
-from rlhf_jax.stages.weights import Weights
-from rlhf_jax.trainers import common
-from rlhf_jax.types import Array, Params, TrainState, UserError
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import quantization
+from rlhf_jax.models.io import hf
+from rlhf_jax.models.placement import Weights
+from rlhf_jax.parallel import local_rows, multihost, sharding
+from rlhf_jax.runtime import stopping
+from rlhf_jax.types import Array, Params, TrainState
 
 Shown = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Rows of completions, and what there is to say of the tokens of the first of them."""
@@ -45,20 +50,20 @@ class Stage:
     def __init__(self, config, *, optimizer=None, weights: Weights | None = None):
         """`weights`: where params come from, and the mesh that they lie on; None: real ones on the config's mesh."""
         if config.load_in_8bit:
-            int8.check_installed("load_in_8bit")
+            quantization.check_installed("load_in_8bit")
         if weights is None:
             weights = Weights(sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor))
         self.weights, self.mesh = weights, weights.mesh
         platform = self.mesh.devices.flat[0].platform
-        self.config = config = arithmetic.with_micro_batch(config, sharding.row_shards(self.mesh), platform)
+        self.config = config = batch_sizes.with_micro_batch(config, sharding.row_shards(self.mesh), platform)
         self.batch_sharding = sharding.batch_sharding(self.mesh)
         self.custom_optimizer = optimizer is not None
-        self.optimizer = optimizer if self.custom_optimizer else common.make_optimizer(config)
+        self.optimizer = optimizer if self.custom_optimizer else microbatch.make_optimizer(config)
         self.total_steps = 0
         self.state: TrainState | None = None
         self.base: dict[str, Params] | None = None
         self.report: list[str] = []
-        self.tick: stops.Tick = stops.no_tick
+        self.tick: stopping.Tick = stopping.no_tick
         self.phase = "update"
 
     # --- to be defined by each stage
@@ -141,9 +146,9 @@ class Stage:
         """A Hugging Face checkpoint of placed params with the tokenizer. One process writes it, and all wait for it."""
         ids = {"pad_token_id": self.tokenizer.pad_id, "eos_token_id": self.tokenizer.eos_id}
         hf.save(path, model, params, kind=kind, extra_config=ids)
-        if distributed.is_main():
+        if multihost.is_main():
             save_tokenizer(self.tokenizer, path)
-        distributed.wait_for_all("export")
+        multihost.wait_for_all("export")
 
     def key(self, state_seed: Array, step: int | Array) -> Array:
         """The key of an update: fold_in(key(seed), step)."""
@@ -153,7 +158,7 @@ class Stage:
         """Learning rate of update `step`; an optimizer given by the user brings its own, with optax's sign."""
         if self.custom_optimizer:
             return jnp.float32(-1.0)
-        return common.learning_rate(self.config, step, self.total_steps)
+        return microbatch.learning_rate(self.config, step, self.total_steps)
 
     def clock_metrics(self, state: TrainState, rate: Array) -> dict[str, Array]:
         """Where the run stands after an update: learning rate, episodes, passes over the data."""
@@ -202,11 +207,11 @@ class Stage:
 
     def here(self, count: int) -> np.ndarray:
         """The rows of a batch of so many that this process prepares."""
-        return shares.here(self.mesh, count)
+        return local_rows.here(self.mesh, count)
 
     def place_share(self, batch: Any, count: int) -> Any:
         """This process' rows of a batch of `count` onto the mesh, with those of the others."""
-        return shares.place(batch, self.mesh, count)
+        return local_rows.place(batch, self.mesh, count)
 
     def initial_state(self, params: Params, rules, seed: int) -> TrainState:
         """A fresh TrainState around placed params; the optimizer state is created in its shards."""

@@ -15,17 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, distributed, sharding
-from rlhf_jax.arithmetic import batch_arithmetic, sampling_options
+from rlhf_jax import data
+from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
+from rlhf_jax.config.batch_sizes import batch_arithmetic, sampling_options
+from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, in_chunks, respond
-from rlhf_jax.models import hf
-from rlhf_jax.rewards import TrainerState
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
+from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.stages import adapters, base
-from rlhf_jax.stages.clock import Clock
-from rlhf_jax.stages.looking import Batch, LookingStage
-from rlhf_jax.trainers import common, forward, guard, rollouts
-from rlhf_jax.types import PromptBatch, UserError
+from rlhf_jax.stages.evaluator import Batch, LookingStage
+from rlhf_jax.types import PromptBatch
+from rlhf_jax.utils.clock import Clock
 
 
 class PolicyStage(LookingStage):
@@ -230,10 +232,10 @@ class PolicyStage(LookingStage):
                 prompts, rows = part
                 options = {"group": together, "rows": rows.reshape(-1), "dtype": dtype}
                 found = respond(self.policy, layers, prompts, key, sampling, **options)
-                return jax.tree.map(lambda x: rollouts.grouped(x, together), found)
+                return jax.tree.map(lambda x: rollout_metrics.grouped(x, together), found)
 
-            at_once = common.groups_at_once(c.rollout_batch_size, together, rows.shape[0] // together)
-            found = in_chunks(some, (batch, rollouts.grouped(rows, together)), at_once)
+            at_once = microbatch.groups_at_once(c.rollout_batch_size, together, rows.shape[0] // together)
+            found = in_chunks(some, (batch, rollout_metrics.grouped(rows, together)), at_once)
             found = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
             return sharding.spread_rows(found, self.mesh)
 
@@ -241,12 +243,12 @@ class PolicyStage(LookingStage):
             params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
             made, found = self.experience(params, ref, rollout, scores, scorable, token_rewards, kl_coef, group)
             # As the rewards gave them: what is made of them may hide it, a clip an infinity.
-            causes = guard.causes(score=jnp.where(scorable, scores, 0.0))
-            return made, {**rollouts.length_metrics(rollout), "nonfinite/causes": causes, **found}
+            causes = nonfinite.causes(score=jnp.where(scorable, scores, 0.0))
+            return made, {**rollout_metrics.length_metrics(rollout), "nonfinite/causes": causes, **found}
 
         def ended(before, state, found, metrics):
             found = dict(found)
-            state = guard.tick(state, c, tokens=found.pop("rollout/tokens"))
+            state = nonfinite.tick(state, c, tokens=found.pop("rollout/tokens"))
             clock = self.clock_metrics(state, self.shown_rate(before.step))
             counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
             return state, {**found, **metrics, **clock, **counts}
@@ -256,13 +258,13 @@ class PolicyStage(LookingStage):
             return ended(state, after, found, metrics)
 
         def skip(state, rollout):
-            after = guard.tick(state, c, step=1, episodes=c.batch_size)
-            return ended(state, after, rollouts.length_metrics(rollout), {})
+            after = nonfinite.tick(state, c, step=1, episodes=c.batch_size)
+            return ended(state, after, rollout_metrics.length_metrics(rollout), {})
 
         def kl_of(params, base, ref, rollout):
             params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
             return in_chunks(
-                lambda part: forward.token_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
+                lambda part: actor_critic.token_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
             )
 
         where = (self.state_shardings(), None)
@@ -386,7 +388,7 @@ class PolicyStage(LookingStage):
             num_train_epochs=self.config.num_train_epochs,
             episode=episodes,
             is_eval=is_eval,
-            is_world_process_zero=distributed.is_main(),
+            is_world_process_zero=multihost.is_main(),
         )
 
     def export_policy(self, state, folder) -> dict[str, str]:

@@ -8,11 +8,11 @@ import os
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import hf
+from rlhf_jax.algorithms import actor_critic, ppo
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
 from rlhf_jax.stages import adapters, base
 from rlhf_jax.stages.policy import PolicyStage
-from rlhf_jax.trainers import forward, ppo
-from rlhf_jax.types import UserError
 
 
 class PPOStage(PolicyStage):
@@ -48,7 +48,7 @@ class PPOStage(PolicyStage):
             form = None if c.lora_value == "full" else adapters.form_of(c, value, "scalar")
             value = dataclasses.replace(value, lora=form)
             self._check_same_ids(value, "value_model_path")
-        self.nets = forward.Networks(self.policy, self.ref, value, self.mesh)
+        self.nets = actor_critic.Networks(self.policy, self.ref, value, self.mesh)
 
     def copied(self):
         """As `PolicyStage.copied`: a value model in full, or modules of it, may start from either."""

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, evaluate, sharding
+from rlhf_jax import data
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.metrics import calibration
+from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.supervised import SupervisedStage
-from rlhf_jax.trainers import reward
 
 
 class RewardStage(SupervisedStage):
@@ -34,17 +36,17 @@ class RewardStage(SupervisedStage):
         dtype = jnp.dtype(self.config.dtype)
 
         def pairs(beneath, params, batch):
-            return reward.pair_scores(self.model, self.model.joined(beneath, params), batch, dtype=dtype)
+            return reward_model.pair_scores(self.model, self.model.joined(beneath, params), batch, dtype=dtype)
 
         def texts(beneath, params, tokens, lengths):
             whole = self.model.joined(beneath, params)
-            return reward.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
+            return reward_model.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
 
         self._pairs, self._texts = jax.jit(pairs), jax.jit(texts)
 
     def learn(self, state, beneath, batch, key, rate):
         """`reward.update`."""
-        return reward.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
+        return reward_model.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
 
     def shown(self, batch, row):
         """{"chosen", "rejected", "margin"}: both texts with their prompt."""
@@ -66,7 +68,7 @@ class RewardStage(SupervisedStage):
         return {
             "accuracy": float(np.mean(margin > 0)),
             "margin": float(np.mean(margin)),
-            "calibration_error": evaluate.calibration_error(evaluate.reliability(margin)),
+            "calibration_error": calibration.calibration_error(calibration.reliability(margin)),
             "loss": float(np.mean(np.logaddexp(0.0, -margin))),
             "mean_reward": float(np.mean(np.concatenate([chosen, rejected]))),
             "min_reward": float(min(chosen.min(), rejected.min())),
@@ -89,7 +91,7 @@ class RewardStage(SupervisedStage):
         """reward_model/: GPTNeoXForSequenceClassification with its tokenizer, the offset folded in."""
         params, path = state.params["model"], os.path.join(folder, "reward_model")
         if self.normalizing is not None:
-            params = reward.subtract_offset(params, self._offset(params))
+            params = reward_model.subtract_offset(params, self._offset(params))
         if self.base is not None:
             return self._write_adapted(folder, "reward_model", params, "scalar")
         self.save(path, self.model, params, "scalar")

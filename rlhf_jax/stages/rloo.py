@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.arithmetic import batch_arithmetic
+from rlhf_jax.algorithms import actor_critic, microbatch, rloo
+from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.stages import base
 from rlhf_jax.stages.policy import PolicyStage
-from rlhf_jax.trainers import common, forward, rloo
 
 
 class RLOOStage(PolicyStage):
@@ -32,7 +32,7 @@ class RLOOStage(PolicyStage):
             self.report.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
-        self.nets = forward.Networks(self.policy, self.ref, None, self.mesh)
+        self.nets = actor_critic.Networks(self.policy, self.ref, None, self.mesh)
 
     def _load_weights(self):
         c = self.config
@@ -58,7 +58,7 @@ class RLOOStage(PolicyStage):
         if self.custom_optimizer or c.lr_scheduler_unit == "update":
             return jnp.broadcast_to(self.rate(step), (steps,))
         total = batch_arithmetic(c, self.rows).optimizer_steps
-        return jax.vmap(lambda i: common.learning_rate(c, step * steps + i, total))(jnp.arange(steps))
+        return jax.vmap(lambda i: microbatch.learning_rate(c, step * steps + i, total))(jnp.arange(steps))
 
     def shown_rate(self, step):
         """The learning rate of the first optimizer step of update `step`."""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data
+from rlhf_jax.algorithms import sft
 from rlhf_jax.stages.supervised import SupervisedStage, eval_name
-from rlhf_jax.trainers import sft
 
 
 class SFTStage(SupervisedStage):

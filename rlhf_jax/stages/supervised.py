@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import evaluate, sharding
-from rlhf_jax.arithmetic import batch_arithmetic
-from rlhf_jax.models import hf
+from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.metrics import calibration
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import adapters, base
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
@@ -136,12 +137,12 @@ class SupervisedStage(base.Stage):
         return [{"row": int(row), **self.shown(batch, i)} for i, row in enumerate(rows)]
 
     def calibration(self):
-        """`evaluate.reliability` of each evaluation set of pairs: {"set": its name, ...} each."""
+        """`calibration.reliability` of each evaluation set of pairs: {"set": its name, ...} each."""
         sets = {name: margins for name, margins in self._judged.items() if margins is not None}
         return [
             {"set": name, **row}
             for name, margins in sets.items()
-            for row in evaluate.reliability(margins)
+            for row in calibration.reliability(margins)
             if row["pairs"]
         ]
 

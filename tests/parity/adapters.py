@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.models import Model, hf, lora, lora_hf
+from rlhf_jax.models import Model, lora
+from rlhf_jax.models.io import hf
+from rlhf_jax.models.io import peft as peft_files
+from rlhf_jax.models.io.safetensors import read_json
 from rlhf_jax.models.lora import Lora
-from rlhf_jax.models.weight_files import read_json
 from tests.parity.options import NESTED, Refused
 
 # TRL's names of PEFT's options, and short forms in a dict of their own.
@@ -91,7 +93,7 @@ def start_of(folder: Path, options: dict[str, Any], trains_on: bool = False) -> 
     name, beside = options.get("model_adapter_name"), options.get("ref_adapter_name")
     where = _named(folder / "adapter", name, beside)
     if where is None:
-        raise Refused(f"{folder.name}: adapter/ has no {lora_hf.CONFIG}, nor has a folder in it")
+        raise Refused(f"{folder.name}: adapter/ has no {peft_files.CONFIG}, nor has a folder in it")
     form, trained = _read(where, policy)
     _agree(folder, where, given, form, policy)
     adapted = dataclasses.replace(policy, lora=form)
@@ -130,12 +132,12 @@ def ended(start: Start, params: Any) -> tuple[Any, Any]:
 
 def _holds(folder: Path) -> bool:
     """Whether an adapter lies in the folder itself."""
-    return (folder / lora_hf.CONFIG).is_file()
+    return (folder / peft_files.CONFIG).is_file()
 
 
 def _inside(folder: Path) -> list[Path]:
     """The adapters in folders of their names."""
-    return sorted(path.parent for path in folder.glob(f"*/{lora_hf.CONFIG}"))
+    return sorted(path.parent for path in folder.glob(f"*/{peft_files.CONFIG}"))
 
 
 def _named(folder: Path, name: str | None, beside: str | None) -> Path | None:
@@ -166,8 +168,8 @@ def _reference(folder: Path, options: dict[str, Any], trained: Path, trains_on: 
         return found
     if name:
         raise Refused(
-            f"{folder.name}: option ref_adapter_name={name!r}: no {lora_hf.CONFIG} in adapter/{name}, ref_adapter/ or "
-            "ref/"
+            f"{folder.name}: option ref_adapter_name={name!r}: no {peft_files.CONFIG} in adapter/{name}, ref_adapter/ "
+            "or ref/"
         )
     # Where the option is not listed, an adapter that was recorded beside the trained one can be nothing else.
     others = [path for path in _inside(folder / "adapter") if path != trained]
@@ -183,7 +185,7 @@ def _reference(folder: Path, options: dict[str, Any], trained: Path, trains_on: 
 
 def _read(folder: Path, model: Model) -> tuple[Lora, Any]:
     """An adapter: (its form, its params)."""
-    return lora_hf.read(lora_hf.read_config(folder), model)
+    return peft_files.read(peft_files.read_config(folder), model)
 
 
 def _given(options: dict[str, Any]) -> list[tuple[str, str, Any]]:
@@ -201,7 +203,7 @@ def _given(options: dict[str, Any]) -> list[tuple[str, str, Any]]:
 
 def _agree(folder: Path, where: Path, given: Iterable[tuple[str, str, Any]], form: Lora, model: Model) -> None:
     """Refused for an option that contradicts the adapter."""
-    config = read_json(where / lora_hf.CONFIG)
+    config = read_json(where / peft_files.CONFIG)
     own = {
         "r": form.r,
         "lora_alpha": form.alpha,
@@ -220,7 +222,7 @@ def _agree(folder: Path, where: Path, given: Iterable[tuple[str, str, Any]], for
             said = {HEADS.get(last, last) for last in (item.split(".")[-1] for item in _listed(value))}
         if said != own[peft]:
             raise Refused(
-                f"{folder.name}: option {name} is {value!r}, but {where.relative_to(folder)}/{lora_hf.CONFIG} says "
+                f"{folder.name}: option {name} is {value!r}, but {where.relative_to(folder)}/{peft_files.CONFIG} says "
                 f"{peft} {config.get(peft)!r}"
             )
 

@@ -28,9 +28,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.models import hf
-from rlhf_jax.trainers import common, ppo, reward
-from rlhf_jax.types import Rollout, TrainState, UserError
+from rlhf_jax.algorithms import microbatch, ppo, reward_model
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.types import Rollout, TrainState
 from tests.parity import adapters, rloo
 from tests.parity import options as opt
 from tests.parity.options import Refused
@@ -69,7 +70,7 @@ class Replay:
         self.reward_model, self.reward_params = hf.load(folder / "reward", kind="scalar")
         self.nets = ppo.Networks(self.start.policy, self.start.ref, value)
         self.base, self.ref_params = self.start.base, self.start.ref_params
-        self.optimizer = common.make_optimizer(self.config)
+        self.optimizer = microbatch.make_optimizer(self.config)
         self.start_params = {"policy": self.start.params, "value": value_params}
         self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
         self.programs = {}
@@ -97,7 +98,7 @@ class Replay:
         return self.programs[key]
 
     def _score(self, params, rollout):
-        return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
+        return reward_model.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
 
     def _experience(self, state, base, ref, rollout, scores):
         params, ref = self.nets.whole(base, state.params), self.nets.reference(base, ref)
@@ -210,7 +211,7 @@ class Replay:
         """The update, with the shuffles that TRL drew, and its metrics; `every`: a step after every micro-batch."""
         epochs = self.config.num_ppo_epochs
         shuffles = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
-        rate = common.learning_rate(self.config, jnp.int32(update), len(self.logs))
+        rate = microbatch.learning_rate(self.config, jnp.int32(update), len(self.logs))
         learn = self.program("_learn", *self.cut.stepped(every))
         self.state, metrics = learn(self.state, self.base, experience, jnp.asarray(shuffles), rate)
         metrics |= {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
+from rlhf_jax.algorithms import actor_critic, microbatch, reward_model, rloo, rollout_metrics
 from rlhf_jax.config import RLOOConfig
-from rlhf_jax.models import hf
-from rlhf_jax.trainers import common, forward, reward, rloo, rollouts
+from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.parity import adapters
 from tests.parity import options as opt
@@ -62,8 +62,8 @@ class RLOOReplay:
         self.check_adapter()
         self.base = self.start.base
         self.ref_params = self.start.ref_params if self.config.beta or self.always_ref else None
-        self.nets = forward.Networks(self.start.policy, self.start.ref, None)
-        self.optimizer = common.make_optimizer(self.config)
+        self.nets = actor_critic.Networks(self.start.policy, self.start.ref, None)
+        self.optimizer = microbatch.make_optimizer(self.config)
         self.start_params = {"policy": self.start.params}
         self.programs: dict[Any, Any] = {}
 
@@ -232,7 +232,7 @@ class Current(RLOOReplay):
         """
         config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
         loss_fn, micros, _ = rloo.by_micro_batch(self.nets, rows, config, base)
-        share = common.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
+        share = microbatch.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
         order = jnp.arange(self.micro * self.accum)[None]
         optimizer = accumulating(self.optimizer, 1)
         state, stats = rloo.update(self.nets, optimizer, state, rows, order, rate[None], config, base=base)
@@ -257,7 +257,7 @@ class Current(RLOOReplay):
         rewards = np.asarray(scores) / self.divisor(params, ref, rollout, scores, scorable)
         size = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(rewards)))
         self.report.add("advantages", absolute(ours, theirs) / (size or 1.0), ARRAYS, where)
-        found = {**rollouts.length_metrics(rollout), **found, **self.reward_metrics(each)}
+        found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
         size = max(float(np.mean(np.abs(theirs))), float(np.mean(np.abs(rewards))))
         metrics = {name: float(x) for name, x in found.items()}
         return Generation(rloo.apart(experience), self.order(generation), size), metrics
@@ -292,7 +292,7 @@ class Current(RLOOReplay):
                 chosen = current.order.reshape(-1, self.micro)[micro % a_generation]
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
             rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-            rate = common.learning_rate(self.config, jnp.int32(step), len(self.logs))
+            rate = microbatch.learning_rate(self.config, jnp.int32(step), len(self.logs))
             self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate)
             size = current.size
             for i, loss in enumerate(np.asarray(ours)):
@@ -371,7 +371,7 @@ class Legacy(RLOOReplay):
         return state, rloo.averaged(stats, config)
 
     def _score(self, params, rollout):
-        return reward.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
+        return reward_model.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
 
     def rollout(self, update: int) -> Rollout:
         """TRL's samples, groups side by side, see `samples.rollout_of`."""
@@ -409,7 +409,7 @@ class Legacy(RLOOReplay):
             epochs = c.num_iterations
             shuffles = np.stack([back[self.trace[f"permutation_{update * epochs + i}"]] for i in range(epochs)])
             shuffles = jnp.asarray(shuffles, jnp.int32)
-            rate = common.learning_rate(c, jnp.int32(update), len(self.logs))
+            rate = microbatch.learning_rate(c, jnp.int32(update), len(self.logs))
             learn = self.program("_learn", *self.cut.stepped(pass_ends(update, period)))
             self.state, metrics = learn(self.state, self.base, experience, shuffles, rate)
             metrics |= {**found, "lr": rate, "episode": (update + 1) * c.batch_size}

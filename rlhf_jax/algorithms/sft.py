@@ -1,0 +1,116 @@
+"""Supervised fine-tuning: next-token cross-entropy on demonstrations."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from rlhf_jax import losses
+from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite
+from rlhf_jax.types import Array, Metrics, Params, TrainState
+
+
+def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: bool) -> Array:
+    """Which tokens are learned: position i + 1 is the label of position i.
+
+    Args:
+      lengths: [B] int32, prompt + completion + eos.
+      prompt_lengths: [B] int32.
+      s: S.
+      completion_only: leave the prompt's tokens out.
+
+    Returns:
+      [B, S - 1] bool.
+    """
+    label = jnp.arange(1, s)[None, :]
+    mask = label < lengths[:, None]
+    return mask & (label >= prompt_lengths[:, None]) if completion_only else mask
+
+
+def token_losses(
+    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat="none", dropout_key=None
+) -> Array:
+    """Cross-entropy of every next token.
+
+    Args:
+      model, params: a causal head.
+      tokens: [B, S] int32, right-padded.
+      lengths: [B] int32.
+      dtype: compute dtype.
+      remat: recompute activations in the backward pass.
+      dropout_key: [B] typed keys, or None for no dropout.
+
+    Returns:
+      [B, S - 1] float32, to be masked.
+    """
+    s = tokens.shape[1]
+    mask = jnp.arange(s)[None, :] < lengths[:, None]
+    hidden = model.hidden(params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key)
+
+    def logprobs(rows):
+        return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
+
+    return -actor_critic.by_positions(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
+
+
+def update(
+    model, optimizer, state: TrainState, batch, key: Array, rate: Array, config, base: Params | None = None
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step on a batch of demonstrations: the mean over all its learned tokens.
+
+    Args:
+      model: a causal head; its params are state.params["model"].
+      optimizer: from `common.make_optimizer`.
+      state: donate it.
+      batch: with tokens [B, S], prompt_lengths [B], lengths [B].
+      key: typed key of this step's dropout.
+      rate: [] float32.
+      config: an SFTConfig.
+      base: what the model's adapters stand on; None: it is trained in full.
+
+    Returns:
+      (state, {"loss", "grad_norm"} and what `guard.attempt` reports); where something is not finite the params and the
+      optimizer state are those of before
+    """
+    s = batch.tokens.shape[1]
+    mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss)
+    count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
+    keys = microbatch.row_keys(key, batch.lengths.shape[0])
+    micros = microbatch.split_micro((batch.tokens, batch.lengths, mask, keys), config.micro_batch_size)
+
+    def loss_fn(params, micro, index):
+        tokens, lengths, mask, keys = micro
+        per_token = token_losses(
+            model,
+            model.joined(base, params["model"]),
+            tokens,
+            lengths,
+            dtype=jnp.dtype(config.dtype),
+            remat=config.remat,
+            dropout_key=None if config.disable_dropout else keys,
+        )
+        loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
+        return loss, {"loss": loss}
+
+    grads, metrics = microbatch.accumulate(loss_fn, state.params, micros)
+    alive = nonfinite.may_learn(state, jnp.int32(0), config)
+    params, opt_state, _, report = nonfinite.attempt(
+        optimizer, state.params, state.opt_state, grads, rate, metrics["loss"], alive
+    )
+    trained, clock = {"params": params, "opt_state": opt_state}, {"step": 1, "episodes": batch.lengths.shape[0]}
+    return nonfinite.settle(state, report["nonfinite/causes"], config, trained, clock), {**metrics, **report}
+
+
+def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
+    """Summed loss and number of learned tokens of an evaluation batch.
+
+    Args:
+      model, params: a causal head.
+      batch: as in `update`; rows of length 0 count for nothing.
+      config: an SFTConfig.
+
+    Returns:
+      (sum [] float32, count [] float32)
+    """
+    mask = label_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1], config.completion_only_loss)
+    per_token = token_losses(model, params, batch.tokens, batch.lengths, dtype=jnp.dtype(config.dtype))
+    return jnp.sum(jnp.where(mask, per_token, 0.0)), jnp.sum(mask).astype(jnp.float32)

@@ -1,0 +1,73 @@
+"""In what two configs of a run differ, and which options may."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_jax.parallel import multihost
+
+# How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
+NOT_KEPT = (*multihost.OPTIONS, "topology")
+# Options that change nothing that a run computes, so that it may be continued with others.
+MAY_DIFFER = (
+    *(
+        "run_dir",
+        "resume",
+        "override_resume",
+        "dry_run",
+        "logging_steps",
+        "report_to",
+        "run_name",
+        "project",
+        "push_to_hub",
+        "hub_*",
+        "save_*",
+        "max_minutes",
+    ),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
+)
+# And what is to be done, or said, where a run goes wrong.
+MAY_DIFFER += ("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop")
+# Options that change where and in which parts it is computed: the same but for rounding.
+ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
+ROUNDING += ("deterministic",)
+
+
+def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
+    """Whether an option is one of `patterns`, in which `*` stands for anything."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as {'a.b': value}, values as JSON has them (tuples are lists)."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = json.loads(json.dumps(value))
+    return flat
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
+    """What distinguishes two configs, one line an option: 'name: old -> new'.
+
+    Args:
+      old, new: configs as dicts, nested or not.
+      may_differ: options to pass over; `*` stands for anything.
+
+    Returns:
+      Lines in the order of the new config, options that only the old one has last.
+    """
+    old, new = flatten(old), flatten(new)
+    lines = []
+    for name in dict.fromkeys([*new, *old]):
+        if matches(name.split(".")[-1], may_differ):
+            continue
+        before, after = (json.dumps(c[name]) if name in c else "(no such option)" for c in (old, new))
+        if before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines

@@ -1,0 +1,238 @@
+"""A trained policy to use: `load_policy(path).generate(texts)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import data
+from rlhf_jax.config.validation import RANGES
+from rlhf_jax.data import batches
+from rlhf_jax.data.chat import ChatTemplate, conversation_fault
+from rlhf_jax.errors import UserError
+from rlhf_jax.generate import Sampling, respond
+from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.placement import Weights
+from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards.interface import completion_ids
+from rlhf_jax.types import Params, PromptBatch, Rollout
+
+STAGES = ("ppo", "rloo", "sft")
+_NARROWEST = 32  # columns of the shortest padded prompt
+
+
+def policy_folder(path: str) -> str:
+    """Where the policy of a run's folder lies: RUN/policy, or in a pipeline's that of its last stage. Other paths, a
+    checkpoint's or a hub name, are given back as they are."""
+    for part in ("", *STAGES):
+        inside = os.path.join(path, part, "policy")
+        if any(os.path.isfile(os.path.join(inside, name)) for name in (hf.CONFIG, peft.CONFIG)):
+            return inside
+    return path
+
+
+def load_policy(
+    path: str, *, revision: str | None = None, tokenizer: str | None = None, dtype: str = "float32"
+) -> Policy:
+    """A policy with its weights, spread over all devices' rows.
+
+    Args:
+      path: a run's folder, a checkpoint's folder or a hub name.
+      revision: of the hub.
+      tokenizer: a folder or hub name, where the checkpoint has none of its own; 'synthetic' is the built-in one.
+      dtype: compute dtype, 'float32' or 'bfloat16'.
+
+    Returns:
+      Policy.
+
+    Raises:
+      UserError: nothing loads from there, by file or tensor.
+    """
+    policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype)
+    policy.load()
+    return policy
+
+
+class Policy:
+    """A causal model with its tokenizer. Without `load` only its config and tokenizer have been read.
+
+    Attributes:
+      path, revision: of the checkpoint.
+      model: the models.Model, on `mesh`.
+      tokenizer: data.Tokenizer.
+      params: on the mesh; None before `load` and after `release`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        revision: str | None = None,
+        tokenizer: str | None = None,
+        dtype: str = "float32",
+        weights: Weights | None = None,
+    ):
+        """`weights`: what loads them and has the mesh; default: a new mesh of all devices, rows over them."""
+        if dtype not in ("float32", "bfloat16"):
+            raise UserError(f"dtype is {dtype!r}; it must be 'float32' or 'bfloat16'")
+        self.path, self.revision = policy_folder(str(path)), revision
+        self.weights = weights or Weights(sharding.make_mesh())
+        self.mesh, self.dtype = self.weights.mesh, jnp.dtype(dtype)
+        self.model = hf.load_model(self.path, revision=revision).on(self.mesh)
+        rows = self.model.config.vocab_size
+        source = (tokenizer, None) if tokenizer else (self.path, revision)
+        self.tokenizer = data.load_tokenizer(*source, vocab_size=rows)
+        self.params: Params | None = None
+        self._sample = jax.jit(self._pure_sample, static_argnums=(4, 5))
+
+    def load(self) -> None:
+        """Reads the weights."""
+        if self.params is None:
+            self.params = self.weights.load(self.model, self.path, "causal", self.revision)
+
+    def release(self) -> None:
+        """Lets go of the weights."""
+        self.params = None
+
+    # --- tokens
+
+    def _pure_sample(self, params, prompts, seed, rows, sampling, group):
+        layers = self.model.unstack(params, self.dtype)
+        options = {"group": group, "rows": rows, "dtype": self.dtype}
+        found = respond(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
+        return sharding.spread_rows(found, self.mesh)
+
+    def sample(
+        self, prompts: PromptBatch, seed: int, sampling: Sampling, group: int = 1, rows: np.ndarray | None = None
+    ) -> Rollout:
+        """`group` responses to each prompt of a batch.
+
+        Args:
+          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P]; P divides over the devices.
+          seed: with a row's number it decides what is drawn.
+          sampling: how.
+          group: G.
+          rows: [P * G] int32, the numbers of the rows; default: 0, 1, ...
+
+        Returns:
+          Rollout of P * G rows on the devices.
+        """
+        rows = np.arange(len(prompts.lengths) * group, dtype=np.int32) if rows is None else rows
+        prompts, rows = sharding.shard_batch((prompts, rows), self.mesh)
+        return self._sample(self.params, prompts, np.uint32(seed), rows, sampling, group)
+
+    # --- texts
+
+    def generate(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+        seed: int = 0,
+        batch_size: int = 32,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str] | str:
+        """A response to each text. The same texts, options and seed give the same responses, in batches of any size.
+
+        Args:
+          texts: texts to go on from; or conversations, lists of {"role", "content"}, which the tokenizer's chat
+            template writes. A single text gives a single response.
+          max_new_tokens: most tokens of a response, its end included.
+          temperature: logits are divided by it; 0 takes the likeliest token.
+          top_k, top_p, min_p, repetition_penalty: as in Hugging Face's generate.
+          stop: texts before which a response ends, beside the tokenizer's eos. What comes after is cut off.
+          seed: 0 to 2^32 - 1.
+          batch_size: responses at a time.
+          chat_template_kwargs: for conversations.
+
+        Returns:
+          Responses in the order of `texts`, without prompt, special tokens or stop text.
+
+        Raises:
+          UserError: an option is out of its range, or a text is empty or too long for the model's context.
+        """
+        single = isinstance(texts, str)
+        options = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        self._check(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size, **options)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise UserError(f"stop is {stop!r}; it must be a text or a list of texts, none of them empty")
+        ids = self._encoded([texts] if single else texts, max_new_tokens, chat_template_kwargs)
+        eos = self.tokenizer.eos_id
+        sampling = Sampling(max_new_tokens, temperature=temperature, stop_id=eos, fill_id=eos, **options)
+        found: list[str] = [""] * len(ids)
+        order, shards = sorted(range(len(ids)), key=lambda i: len(ids[i])), sharding.row_shards(self.mesh)
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            # Few shapes, so that few programs are compiled: rows and columns double.
+            rows = np.asarray(chosen + chosen[-1:] * (shards * _doubled(-(-len(chosen) // shards)) - len(chosen)))
+            longest = max(len(ids[i]) for i in chosen)
+            width = min(_NARROWEST * _doubled(-(-longest // _NARROWEST)), self._context - max_new_tokens)
+            tokens = [np.asarray(ids[i], np.int32) for i in rows]
+            lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
+            prompts = PromptBatch(batches.pad_left(tokens, width, self.tokenizer.pad_id), lengths, rows)
+            rollout = self.sample(prompts, seed, sampling, rows=rows)
+            response, lengths = jax.device_get((rollout.response, rollout.lengths))
+            for i, own in zip(chosen, completion_ids(response, lengths)):
+                found[i] = _before(self.tokenizer.decode(own, skip_special_tokens=True), stops)
+        return found[0] if single else found
+
+    @property
+    def _context(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    def _check(self, **options: Any) -> None:
+        if self.params is None:
+            raise UserError(f"policy {self.path} has no weights: call load() first")
+        at_least = {"max_new_tokens": 1, "batch_size": 1, "temperature": 0}
+        for name, value in options.items():
+            whole = name in ("max_new_tokens", "batch_size", "top_k", "seed")
+            if value is None and name == "min_p":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | (int if whole else float)) or value != value:
+                raise UserError(f"{name} is {value!r}; it must be a {'whole ' if whole else ''}number")
+            if name in at_least and value < at_least[name]:
+                raise UserError(f"{name} is {value}; it must be at least {at_least[name]}")
+            if name not in at_least and not RANGES[name][1](value):
+                raise UserError(f"{name} is {value}; it must be {RANGES[name][0]}")
+
+    def _encoded(self, texts, max_new_tokens: int, chat_template_kwargs) -> list[list[int]]:
+        """Ids of each text or conversation."""
+        written = list(texts)
+        if any(not isinstance(text, str) for text in written):
+            template = ChatTemplate(self.tokenizer, chat_template_kwargs)
+            for i, messages in enumerate(written):
+                if (fault := conversation_fault({"text": messages}, "text")) is not None:
+                    raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
+                written[i] = template.write(messages, generation_prompt=True)
+        ids = self.tokenizer.encode_batch(written) if written else []
+        for i, own in enumerate(ids):
+            if not own:
+                raise UserError(f"text {i} is empty: there is nothing to go on from")
+            if len(own) + max_new_tokens > self._context:
+                raise UserError(
+                    f"text {i} has {len(own)} tokens, and with max_new_tokens {max_new_tokens} that makes "
+                    f"{len(own) + max_new_tokens}; the model's context has {self._context}"
+                )
+        return ids
+
+
+def _doubled(least: int) -> int:
+    """The smallest power of 2 that is at least so much."""
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stops."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]

@@ -1,0 +1,84 @@
+"""How far a reward model's preferences can be believed: accuracy and calibration on preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from rlhf_jax.metrics.statistics import mean_and_standard_error, mean_interval
+
+
+def reliability(margins: Sequence[float], bins: int = 10) -> list[dict[str, Any]]:
+    """How often a reward model was right about pairs, by how sure it was: the bars of a reliability diagram.
+
+    Its confidence in a pair is sigmoid(|margin|), as Bradley and Terry's model means it, in [0.5, 1].
+
+    Args:
+      margins: [N] score of the chosen response less that of the rejected one.
+      bins: of equal width; a confidence on an edge is of the upper one.
+
+    Returns:
+      [{"low", "high": the bin's edges, "pairs", "confidence": mean, "accuracy": share that is ranked right, a tie half;
+      the last two None where no pair is}]
+    """
+    margins = np.asarray(margins, np.float64)
+    confidence, right = special.expit(np.abs(margins)), (margins > 0) + 0.5 * (margins == 0)
+    edges = np.linspace(0.5, 1.0, bins + 1)
+    place = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, bins - 1)
+    rows = []
+    for i in range(bins):
+        inside = place == i
+        row = {"low": float(edges[i]), "high": float(edges[i + 1]), "pairs": int(inside.sum())}
+        row |= {"confidence": None, "accuracy": None}
+        if row["pairs"]:
+            row |= {"confidence": float(confidence[inside].mean()), "accuracy": float(right[inside].mean())}
+        rows.append(row)
+    return rows
+
+
+def calibration_error(rows: Sequence[dict[str, Any]]) -> float:
+    """The expected calibration error of `reliability`'s rows: the mean over pairs of |share right - mean confidence| of
+    their bin (Naeini et al. 2015; Guo et al. 2017, On Calibration of Modern Neural Networks); 0 without pairs."""
+    there = [row for row in rows if row["pairs"]]
+    total = sum(row["pairs"] for row in there)
+    return sum(row["pairs"] * abs(row["accuracy"] - row["confidence"]) for row in there) / max(total, 1)
+
+
+def calibration(chosen: Sequence[float], rejected: Sequence[float], bins: int = 10, **options: Any) -> dict[str, Any]:
+    """Accuracy and calibration of scores on pairs of which people preferred the chosen one.
+
+    A model of Bradley and Terry says that chosen wins with probability sigmoid(chosen - rejected); see `reliability`.
+
+    Args:
+      chosen, rejected: [N] scores, N >= 1.
+      bins: as `reliability`.
+      **options: of `bootstrap`, for the accuracy's interval.
+
+    Returns:
+      {"pairs", "accuracy": chosen > rejected, "accuracy_se", "accuracy_low", "accuracy_high", "ties": count, "margin":
+      mean, "margin_se", "loss": mean of -log sigmoid(margin), "brier": mean of (1 - sigmoid(margin))^2, "confidence":
+      mean, "ece": the expected calibration error, "bins": as `reliability`}
+    """
+    margin = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
+    rows = reliability(margin, bins)
+    accuracy, error = mean_and_standard_error(margin > 0)
+    low, high = mean_interval(margin > 0, **options)
+    mean_margin, margin_error = mean_and_standard_error(margin)
+    return {
+        "pairs": int(margin.size),
+        "accuracy": accuracy,
+        "accuracy_se": error,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "ties": int((margin == 0).sum()),
+        "margin": mean_margin,
+        "margin_se": margin_error,
+        "loss": float(np.mean(np.logaddexp(0.0, -margin))),
+        "brier": float(np.mean(special.expit(-margin) ** 2)),
+        "confidence": float(special.expit(np.abs(margin)).mean()),
+        "ece": calibration_error(rows),
+        "bins": rows,
+    }

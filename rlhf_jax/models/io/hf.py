@@ -1,0 +1,413 @@
+"""Hugging Face checkpoints in and out, without torch.
+
+In: hub names with a revision or local folders; safetensors or old .bin files, single or sharded; causal models,
+`GPTNeoXForSequenceClassification` (`score`), and the N+ implementation's `ScalarModel` (`lm_backbone.*`,
+`scalar_head` with a bias, and an offset `bias` in the config that is taken off every score; Huang et al. 2024,
+arXiv:2403.17031). Out: what transformers 4 and 5 load with the same logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jax
+import numpy as np
+from huggingface_hub import errors as hub_errors
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import peft
+from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
+from rlhf_jax.models.io.shards import Filed, Given, gathered, read_shards, read_whole
+from rlhf_jax.models.registry import FAMILIES, HEADS, Model
+from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.types import Params
+
+CONFIG = "config.json"
+KINDS = ("causal", "scalar", "backbone", "causal+scalar")
+_CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and that of transformers 5's module
+_SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
+_HEAD_NAMES = (*_CAUSAL_HEADS, _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS)
+_SCALAR_PREFIX = "lm_backbone."
+# A nested config is saved as its difference from transformers' defaults, so these are what its absent keys mean.
+_NESTED_DEFAULTS = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+}
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    name_or_path: str | Path, revision: str | None = None, subfolder: str | None = None, *, weights: bool = True
+) -> Path:
+    """The local folder of a checkpoint: the folder itself, or the hub repository downloaded to the cache.
+
+    Downloads JSON files and, with `weights`, safetensors, or .bin files where there are no safetensors. HF_ENDPOINT and
+    HF_HUB_OFFLINE are huggingface_hub's. UserError when it is neither a folder nor found on the hub.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        folder = path
+    elif path.exists():
+        raise UserError(f"{path} is a file; give the folder of the checkpoint, or a hub name.")
+    else:
+        folder = _download(str(name_or_path), revision, subfolder, weights)
+    folder = folder / subfolder if subfolder else folder
+    if not folder.is_dir():
+        raise UserError(f"{name_or_path} has no folder {subfolder!r}.")
+    return folder
+
+
+def _download(name: str, revision: str | None, subfolder: str | None, weights: bool) -> Path:
+    neither = f"{name!r} is neither a local folder nor a model on the hub"
+    at = f" at revision {revision!r}" if revision else ""
+    prefix = f"{subfolder}/" if subfolder else ""
+    # The pattern's star also matches slashes: without a subfolder, leave out the files of every folder.
+    ignore = f"{prefix}*/*"
+
+    def snapshot(*patterns: str) -> Path:
+        allow = [f"{prefix}{pattern}" for pattern in patterns]
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=allow, ignore_patterns=[ignore])
+        )
+
+    try:
+        if not weights:
+            return snapshot("*.json")
+        folder = snapshot("*.json", "*.safetensors")
+        if not any((folder / prefix).glob("*.safetensors")):
+            folder = snapshot("*.json", "pytorch_model*.bin")
+        return folder
+    except hub_errors.HFValidationError as error:
+        raise UserError(f"{neither}: no such folder here, and a hub name is OWNER/NAME.") from error
+    except hub_errors.GatedRepoError as error:
+        raise UserError(f"{name!r} on the hub asks you to accept its terms and log in (hf auth login).") from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise UserError(f"{name!r} on the hub has no revision {revision!r}.") from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise UserError(f"{neither}: no such folder here, no such public repository there.") from error
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{neither}{at} that can be reached: no such folder here, and the hub gave: {reason}"
+        ) from error
+
+
+# --- in --------------------------------------------------------------------------------------------------------------
+
+
+def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
+    """Only the shape of a checkpoint, from its config.json; of an adapter that of its base. UserError as `load`."""
+    path = under(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
+    return _model(read_json(path), path)[0]
+
+
+def under(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
+    """What lies under a folder: (the folder of the model, the adapters on it, the lowest first).
+
+    Args:
+      folder: of a model, or of an adapter in PEFT's form.
+      weights: as `resolve`, of the model.
+
+    Raises:
+      UserError: an adapter that is not plain LoRA, or whose base is not to be found.
+    """
+    adapters: list[peft.Config] = []
+    while is_adapter(folder):
+        adapter = peft.read_config(folder)
+        where = folder / peft.CONFIG
+        if adapter.base is None:
+            raise UserError(f"{where}: base_model_name_or_path is missing, so there is no model to put it on.")
+        if any(adapter.folder == other.folder for other in adapters):
+            raise UserError(f"{where}: base_model_name_or_path leads back to the adapter itself.")
+        adapters.insert(0, adapter)
+        try:
+            folder = resolve(adapter.base, adapter.revision, weights=weights)
+        except UserError as error:
+            raise UserError(f"{where}: base_model_name_or_path: {error}") from error
+    return folder, adapters
+
+
+def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
+    """Whether a path or hub name is an adapter in PEFT's form. UserError as `resolve`."""
+    folder = resolve(name_or_path, revision, weights=False)
+    return (folder / peft.CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
+def base_of(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+    """(checkpoint, its revision) that an adapter belongs on."""
+    folder = resolve(name_or_path, revision, weights=False)
+    adapter = peft.read_config(folder)
+    if adapter.base is None:
+        raise UserError(f"{folder / peft.CONFIG}: base_model_name_or_path is missing.")
+    return adapter.base, adapter.revision
+
+
+def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:
+    """An adapter in PEFT's form, for `model`: (its `lora.Lora`, numpy params). UserError as `lora_hf.read`."""
+    folder = resolve(name_or_path, revision)
+    if not is_adapter(folder):
+        raise UserError(f"{name_or_path} is no adapter: a folder with {peft.CONFIG} and no {CONFIG}.")
+    return peft.read(peft.read_config(folder), model)
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    kind: str = "causal",
+    revision: str | None = None,
+    subfolder: str | None = None,
+    new_head: bool = False,
+    head_seed: int = 0,
+    head_std: float | None = None,
+    where: Callable[[Model, Params], Any] | None = None,
+    as_read: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
+) -> tuple[Model, Params]:
+    """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
+
+    kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
+    normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
+    without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
+    `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
+    own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
+    `as_read` with it: what becomes of each param, by its path, before the next is read.
+    An adapter in PEFT's form is merged into its base as it is read. UserError names the file and the key, or the tensor
+    that is missing, extra or misshapen.
+    """
+    _check_kind(kind)
+    folder, adapters = under(resolve(name_or_path, revision, subfolder))
+    hf = read_json(folder / CONFIG)
+    model, offset = _model(hf, folder / CONFIG)
+    sources = open_weights(folder)
+    read = [peft.read(adapter, model) for adapter in adapters]
+    own = {name for form, _ in read for name in form.saved}
+    leaves: Params = {"backbone": _backbone(model, sources, folder)}
+    heads = kind.split("+")
+    if "causal" in heads and not model.config.tie_word_embeddings:
+        leaves["embed_out"] = {} if "embed_out" in own else {"kernel": _causal_head(model, sources, folder)}
+    if "scalar" in heads:
+        if "score" in own and not new_head:
+            leaves["score"] = {}
+        elif new_head:
+            std = model.config.initializer_range if head_std is None else head_std
+            # The same on every process.
+            noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
+            leaves["score"] = {"kernel": Given((std * noise).astype(np.float32))}
+        else:
+            leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
+    for form, adapter in read:
+        if new_head:
+            adapter = {key: value for key, value in adapter.items() if key != "score"}
+        leaves = peft.merged_into(leaves, form, adapter)
+    if where is None:
+        return model, jax.tree.map(read_whole, leaves)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
+
+    def placed(path: tuple, leaf: Any, where: Any) -> Any:
+        read = read_shards(leaf, where)
+        return read if as_read is None else as_read(tuple(entry.key for entry in path), read)
+
+    return model, jax.tree_util.tree_map_with_path(placed, leaves, where(model, shapes))
+
+
+def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
+    """Which checkpoint this is, whatever it is called; see `weight_files.fingerprint_of`. UserError as `load`."""
+    folder, adapters = under(resolve(name_or_path, revision=revision))
+    return "+".join(fingerprint_of(path) for path in (folder, *(adapter.folder for adapter in adapters)))
+
+
+def load_shapes(
+    name_or_path: str | Path, *, kind: str = "causal", revision: str | None = None, new_head: bool = False
+) -> tuple[Model, Params]:
+    """What `load` would give, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
+    _check_kind(kind)
+    path = under(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
+    hf = read_json(path)
+    model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
+    shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
+    if "scalar" in heads and _is_scalar_model(hf) and not new_head:
+        shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
+    return model, shapes
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise UserError(f"kind={kind!r} is not supported; kinds: {', '.join(KINDS)}.")
+
+
+def _is_scalar_model(hf: dict[str, Any]) -> bool:
+    architectures = hf.get("architectures") or []
+    return "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf)
+
+
+def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
+    """The model of a config.json and the offset taken off its scores (0 but for a ScalarModel)."""
+    architectures = hf.get("architectures") or []
+    if isinstance(architectures, str):
+        architectures = [architectures]
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f"{path}: architectures is {architectures!r}; it must be a list of class names.")
+    known = {name for family in FAMILIES.values() for name in family.architectures}
+    if unknown := [name for name in architectures if name not in known]:
+        raise UserError(
+            f"{path}: architectures {unknown[0]!r} is not supported; supported: {', '.join(sorted(known))}."
+        )
+    base, offset = hf, 0.0
+    if _is_scalar_model(hf):
+        offset = hf.get("bias") or 0.0
+        if not isinstance(offset, int | float):
+            raise UserError(f"{path}: bias is {offset!r}; a ScalarModel's offset must be a number.")
+        nested = hf.get("base_config")
+        if isinstance(nested, dict):
+            base = {**(_NESTED_DEFAULTS if nested.get("model_type") == "gpt_neox" else {}), **nested}
+        elif hf.get("num_hidden_layers") is not None:
+            base = {**hf, "model_type": "gpt_neox"}
+        else:
+            raise UserError(f"{path}: base_config, the backbone's config of a ScalarModel, is missing.")
+    return Model.from_hf_config(base, str(path)), float(offset)
+
+
+def _prefix(model: Model, sources: dict[str, Source]) -> str:
+    for prefix in (model.family.prefix, _SCALAR_PREFIX):
+        if any(name.startswith(prefix) for name in sources):
+            return prefix
+    return ""
+
+
+def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
+    """The backbone's params, not yet read; UserError for the first missing, extra or misshapen tensor."""
+    prefix = _prefix(model, sources)
+    specs = model.family.tensors(model.config)
+    wanted = {prefix + spec.name for spec in specs}
+    ignored = re.compile("|".join(model.family.ignored))
+    for name in sorted(set(sources) - wanted - set(_HEAD_NAMES)):
+        if not ignored.match(name.removeprefix(prefix)):
+            raise UserError(
+                f"{sources[name].file}: tensor {name} is not one that {CONFIG} gives the model a place for."
+            )
+    found: dict[tuple[str, ...], dict[int | None, Source]] = {}
+    backbone: Params = {}
+    for spec in specs:
+        layers = found.setdefault(spec.path, {})
+        layers[spec.layer] = _found(sources, prefix + spec.name, spec.shape, folder)
+        *parents, leaf = spec.path
+        node = backbone
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        tensors = tuple(layers[layer] for layer in sorted(layers)) if spec.layer is not None else (layers[None],)
+        node[leaf] = Filed(tensors, spec.transpose, stacked=spec.layer is not None)
+    return backbone
+
+
+def _found(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder: Path) -> Source:
+    if name not in sources:
+        files = sorted({source.file.name for source in sources.values()})
+        where = folder / files[0] if len(files) == 1 else f"{folder} ({len(files)} weight files)"
+        raise UserError(f"{where}: tensor {name} is missing; {CONFIG} asks for it with shape {list(shape)}.")
+    sources[name].check(shape, CONFIG)
+    return sources[name]
+
+
+def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> Filed:
+    name = next((name for name in _CAUSAL_HEADS if name in sources), None)
+    if name is None:
+        raise UserError(
+            f"{folder} has no causal head (tensor {_CAUSAL_HEADS[0]}): it is not a language model. "
+            "A policy, a reference or an SFT model needs one."
+        )
+    shape = (model.config.vocab_size, model.config.hidden_size)
+    return Filed((_found(sources, name, shape, folder),), transpose=True)
+
+
+def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dict[str, Any], offset: float) -> Params:
+    shape = (1, model.config.hidden_size)
+    if _SCALAR_WEIGHT in sources:
+        bias = read_whole(Filed((_found(sources, _SCALAR_BIAS, (1,), folder),)))
+        kernel = Filed((_found(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
+        return {"kernel": kernel, "bias": Given((bias.astype(np.float64) - offset).astype(np.float32))}
+    if _SCORE not in sources:
+        raise UserError(
+            f"{folder} has no scalar head (tensor {_SCORE}, or {_SCALAR_WEIGHT}): it is not a reward model. "
+            "Train one with the reward stage, or give another path."
+        )
+    labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
+    if labels != 1:
+        raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
+    return {"kernel": Filed((_found(sources, _SCORE, shape, folder),), transpose=True)}
+
+
+# --- out -------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    path: str | Path,
+    model: Model,
+    params: Params,
+    *,
+    kind: str,
+    extra_config: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write config.json and safetensors that transformers 4 and 5 load: kind 'causal' or 'scalar'.
+
+    params: stacked arrays of numpy, or of JAX in any shards; heads of the other kind are left out. Tensors come to the
+    host one by one, and no more than one file's are held. With several processes every one must call it: all take part
+    in the gathering, the first writes. `extra_config` goes into config.json (token ids: bos_token_id, eos_token_id,
+    pad_token_id). dtype 'float32', 'bfloat16' or 'float16'; max_shard_bytes: of a file.
+    transformers' classifier has no bias, so the bias c of a scalar head w is folded into the final layer norm's,
+    b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} cannot be exported; use one of {', '.join(DTYPES)}.")
+    # Both names of the dtype: transformers 4 reads torch_dtype, 5 reads dtype.
+    config = model.to_hf_config(kind, torch_dtype=dtype, dtype=dtype, **(extra_config or {}))
+    backbone = params["backbone"]
+    tensors = {}  # by name: leaf, layer, whether the file has it transposed
+    if kind == "scalar" and "bias" in params["score"]:
+        backbone = {**backbone, "final_layer_norm": with_score_bias(backbone["final_layer_norm"], params["score"])}
+    for spec in model.family.tensors(model.config):
+        leaf = functools.reduce(lambda node, key: node[key], spec.path, backbone)
+        tensors[model.family.prefix + spec.name] = leaf, spec.layer, spec.transpose
+    if kind == "scalar":
+        tensors[_SCORE] = params["score"]["kernel"], None, True
+    elif not model.config.tie_word_embeddings:
+        tensors[_CAUSAL_HEADS[0]] = params["embed_out"]["kernel"], None, True
+
+    def size(leaf, layer, _) -> int:
+        return math.prod(leaf.shape if layer is None else leaf.shape[1:]) * DTYPES[dtype].itemsize
+
+    def read(name: str) -> np.ndarray:
+        leaf, layer, transpose = tensors[name]
+        array = gathered(leaf, layer)
+        return np.ascontiguousarray((array.T if transpose else array).astype(DTYPES[dtype]))
+
+    folder = Path(path)
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+    sizes = {name: size(*tensor) for name, tensor in tensors.items()}
+    write_weights(folder, sizes, read, max_shard_bytes, write=is_main())
+    if is_main():
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def with_score_bias(norm: Params, score: Params) -> Params:
+    """The last layer norm {"scale", "bias"} [D] with the bias of the scalar head after it folded into its own, on the
+    host; see `save`. Every process must call it."""
+    kernel, bias = (gathered(score[key]) for key in ("kernel", "bias"))
+    weight = kernel[:, 0].astype(np.float64)
+    if not weight.any():
+        raise UserError("the scalar head is all zeros and has a bias, which a Hugging Face classifier cannot express.")
+    more = float(bias[0]) * weight / (weight @ weight)
+    return {**norm, "bias": (gathered(norm["bias"]).astype(np.float64) + more).astype(np.float32)}

@@ -1,0 +1,308 @@
+"""The seam between model families and the rest: what a family must bring, and `Model`, which the trainers see."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import decoder, lora, quantization
+from rlhf_jax.models.families import gpt_neox
+from rlhf_jax.models.families.gpt_neox_config import LINEARS, MODULES, PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
+from rlhf_jax.models.initializers import normal
+from rlhf_jax.models.layers import product
+from rlhf_jax.parallel.sharding import Layout, constrain, rules_of, shardings
+from rlhf_jax.types import Array, Params
+
+HEADS = ("causal", "scalar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one family of decoders brings; all functions are pure. `gpt_neox` documents the shapes of each."""
+
+    name: str  # model_type in config.json
+    init_backbone: Callable  # config, key -> params
+    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout=, lora=, last= -> [B, S, D]
+    hidden_after_prompts: (
+        Callable  # config, backbone, prompts, mask, responses, mask and the options of `hidden` -> [P, D], [B, T, D]
+    )
+    prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype, layout -> [P, D], prefix
+    empty_cache: Callable  # config, rows, slots, dtype, layout -> cache
+    decode: Callable  # config, backbone, prefix, mask, cache, tokens, positions, index, dtype, layout -> [B, D], cache
+    config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
+    config_to_hf: Callable  # config, kind -> dict
+    tensors: Callable  # config -> the checkpoint's backbone tensors and where each goes
+    prefix: str  # of the backbone's tensors in a checkpoint with a head
+    ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
+    architectures: tuple[str, ...]  # class names in config.json that are understood
+    param_rules: tuple[tuple[str, tuple], ...]  # regular expression on the path -> names of its axes (`Layout`)
+    # A layer's linears by the checkpoint's names, their paths in the backbone.
+    linears: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
+    # What may be trained in full beside adapters, its path in the params.
+    modules: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
+    lora_targets: tuple[str, ...]  # the linears that PEFT adapts unless told
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(
+        name="gpt_neox",
+        init_backbone=decoder.init_backbone,
+        hidden=decoder.hidden,
+        hidden_after_prompts=decoder.hidden_after_prompts,
+        prefill=decoder.prefill,
+        empty_cache=decoder.empty_cache,
+        decode=decoder.decode,
+        config_from_hf=gpt_neox.config_from_hf,
+        config_to_hf=gpt_neox.config_to_hf,
+        tensors=gpt_neox.tensors,
+        prefix=gpt_neox.PREFIX,
+        ignored=gpt_neox.IGNORED,
+        architectures=gpt_neox.ARCHITECTURES,
+        param_rules=PARAM_RULES,
+        linears=LINEARS,
+        modules=MODULES,
+        lora_targets=("query_key_value",),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A family and a shape, without weights: hashable, static under jit. Params are an argument of every method.
+
+    Params: {"backbone": ..., "embed_out": {"kernel" [D, V]}, "score": {"kernel" [D, 1], optional "bias" [1]}}, with
+    the heads that the model has; without "embed_out" logits come from the tied embedding.
+    """
+
+    family: Family
+    config: Any
+    layout: Layout | None = None
+    """Where its arrays lie in a run; None: on one device."""
+    lora: lora.Lora | None = None
+    """The form of its adapters: its kernels are frozen, and its params those of `joined`. None: trained in full."""
+
+    def joined(self, base: Params, adapters: Params) -> Params:
+        """The params of a model with adapters. Without them its params are whole: `adapters`, and no `base` is used."""
+        return adapters if self.lora is None else lora.joined(self.lora, base, adapters)
+
+    def on(self, mesh: Mesh) -> Model:
+        """The model laid out on a mesh; where its heads do not divide by the axis `tensor`, that is folded into `fsdp`,
+        so that a small model does not limit the mesh of a large one."""
+        folded = self.config.num_attention_heads % mesh.shape["tensor"] != 0
+        return dataclasses.replace(self, layout=Layout(mesh, folded))
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
+        """The model of a config.json; UserError names the key, the value and `where` for what we cannot run."""
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise UserError(
+                f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
+            )
+        family = FAMILIES[model_type]
+        return cls(family, family.config_from_hf(config, where))
+
+    def to_hf_config(self, kind: str = "causal", **extra: Any) -> dict[str, Any]:
+        """config.json for transformers 4 and 5; kind 'causal' or 'scalar'; `extra` (token ids, say) overrides."""
+        if kind not in HEADS:
+            raise UserError(f"kind={kind!r} has no Hugging Face form; use 'causal' or 'scalar'.")
+        return {**self.family.config_to_hf(self.config, kind), **extra}
+
+    def init(
+        self,
+        key: Array,
+        *,
+        heads: Sequence[str] = ("causal",),
+        dtype: Any = jnp.float32,
+        score_std: float | None = None,
+    ) -> Params:
+        """Random params with transformers' initialisation; heads from 'causal' and 'scalar'.
+
+        `score_std` is the standard deviation of the scalar head (default initializer_range, as transformers; N+ uses
+        1/sqrt(D + 1)); it starts without a bias. A tied model has no causal head of its own.
+        """
+        if unknown := [head for head in heads if head not in HEADS]:
+            raise UserError(f"head {unknown[0]!r} is not supported; supported: {', '.join(HEADS)}.")
+        config = self.config
+        backbone_key, out_key, score_key = jax.random.split(key, 3)
+        params = {"backbone": self.family.init_backbone(config, backbone_key)}
+        if "causal" in heads and not config.tie_word_embeddings:
+            shape = (config.hidden_size, config.vocab_size)
+            params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
+        if "scalar" in heads:
+            params["score"] = self.init_score(score_key, score_std)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def init_score(self, key: Array, std: float | None = None) -> Params:
+        """A fresh scalar head, {"kernel": [D, 1] float32}; std defaults to initializer_range."""
+        std = self.config.initializer_range if std is None else std
+        return {"kernel": normal(key, (self.config.hidden_size, 1), std=std)}
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Array,
+        mask: Array,
+        *,
+        dtype: Any = jnp.float32,
+        remat: str = "none",
+        dropout_key: Array | None = None,
+        last: int | None = None,
+    ) -> Array:
+        """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
+
+        Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
+        changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
+        the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'. `last`: only
+        so many last columns come out, [B, last, D]; on one device the last layer makes no more than they need.
+        """
+        options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
+        options |= {"lora": self.lora, "last": last}
+        return self.family.hidden(self.config, params["backbone"], tokens, mask, **options)
+
+    def hidden_after_prompts(
+        self,
+        params: Params,
+        prompts: Array,
+        prompt_mask: Array,
+        responses: Array,
+        mask: Array,
+        *,
+        dtype: Any = jnp.float32,
+        remat: str = "none",
+    ) -> tuple[Array, Array]:
+        """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
+        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
+        options = {"dtype": dtype, "remat": remat, "layout": self.layout, "lora": self.lora}
+        given = (params["backbone"], prompts, prompt_mask, responses, mask)
+        return self.family.hidden_after_prompts(self.config, *given, **options)
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
+        # Each device makes its columns for the rows of all: rows are small, the kernel is not.
+        hidden = constrain(self.layout, hidden, "data")
+        names = (None, "vocabulary")
+        kernel = constrain(self.layout, self._causal_kernel(params), *names)
+        logits = product(self.layout, names, jnp.dtype(jnp.float32), hidden, kernel, None)
+        return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
+
+    def next_logits(self, unstacked: Params, hidden: Array) -> Array:
+        """`logits` of one position a row, from `unstack`ed params, all columns of a row on one device: [B, D] ->
+        float32 [B, V]."""
+        kernel = self._causal_kernel(unstacked)
+        logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
+
+    def _causal_kernel(self, params: Params) -> Array:
+        return params["embed_out"]["kernel"] if "embed_out" in params else params["backbone"]["embed_in"]["embedding"].T
+
+    def scalars(self, params: Params, hidden: Array) -> Array:
+        """Scores or values: hidden [..., D] -> float32 [...], computed in float32."""
+        score = params["score"]
+        out = jnp.einsum("...d,do->...o", hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
+        return out + score["bias"][0].astype(jnp.float32) if "bias" in score else out
+
+    def rounded(self, params: Params, dtype: Any) -> Params:
+        """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
+
+        Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too. So do adapters,
+        which are small and are added to their kernels in float32, and kernels in int8.
+        """
+
+        def cast(path: tuple, leaf: Array) -> Array:
+            names = [getattr(entry, "key", "") for entry in path]
+            keep = "score" in names or any("norm" in name or name in (lora.A, lora.B) for name in names)
+            return leaf if keep or quantization.is_narrow(leaf) else leaf.astype(dtype)
+
+        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=quantization.is_narrow)
+
+    def narrowed(self, params: Params, dtype: Any) -> Params:
+        """`rounded` params with the kernels of the layers in int8, for adapters to stand on; see `int8.narrowed`."""
+        paths = [("backbone", *path) for path in self.family.linears.values()]
+        return self.rounded(quantization.narrowed(params, paths), dtype)
+
+    def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
+        """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
+        gathered, once: `tensor` alone splits the weights that make tokens. Adapters are merged, a layer at a time."""
+        params = self.rounded(params, dtype)
+
+        if self.layout is not None and self.layout.mesh.size > 1:
+            gathered = {"fsdp": None, "vocabulary": "tensor"}
+            names = [(rule, tuple(gathered.get(name, name) for name in row)) for rule, row in self.family.param_rules]
+            where = shardings(params, rules_of(names, self.layout.folded), self.layout.mesh)
+            params = jax.lax.with_sharding_constraint(params, where)
+        layers = params["backbone"]["layers"]
+        count = self.config.num_hidden_layers
+        layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
+        layers = [lora.merged(layer, dtype) for layer in layers]
+        return {**params, "backbone": {**params["backbone"], "layers": layers}}
+
+    def prefill(
+        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
+    ) -> tuple[Array, list[Params]]:
+        """Run prompts [P, C]: last column's hidden states [P, D], and per layer {"k", "v"} [P, H, C, K]."""
+        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, dtype, self.layout)
+
+    def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
+        """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K]."""
+        return self.family.empty_cache(self.config, rows, slots, dtype, self.layout)
+
+    def decode(
+        self,
+        unstacked: Params,
+        prefix: list[Params],
+        prefix_mask: Array,
+        cache: list[Params],
+        tokens: Array,
+        positions: Array,
+        index: Array,
+        dtype: Any = jnp.float32,
+    ) -> tuple[Array, list[Params]]:
+        """A token a row into cache slot `index`: tokens, positions [B], prefix_mask [P, C] -> [B, D], cache.
+
+        B is a multiple of P: row i answers prompt i // (B / P)."""
+        given = (unstacked["backbone"], prefix, prefix_mask, cache, tokens, positions, index, dtype)
+        return self.family.decode(self.config, *given, self.layout)
+
+    @property
+    def param_rules(self) -> tuple[tuple[str, P], ...]:
+        """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
+        return rules_of(self.family.param_rules, self.layout is not None and self.layout.folded)
+
+
+def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:
+    """A model of the Pythia suite by size, '14m' to '12b'; vocab_size defaults to the published rows.
+
+    `overrides` are fields of the family's config. UserError for an unknown size.
+    """
+    if shape not in PYTHIA_SHAPES:
+        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(PYTHIA_SHAPES)}.")
+    layers, width, heads, rows = PYTHIA_SHAPES[shape]
+    return _gpt_neox(layers, width, heads, vocab_size=rows if vocab_size is None else vocab_size, **overrides)
+
+
+def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overrides: Any) -> Model:
+    """A GPT-NeoX of shape 'LAYERSxWIDTHxHEADS', such as '4x128x4'; UserError if it is not one."""
+    try:
+        layers, width, heads = (int(part) for part in spec.lower().split("x"))
+    except ValueError:
+        raise UserError(f"model shape {spec!r} is not LAYERSxWIDTHxHEADS, such as 4x128x4.") from None
+    if min(layers, width, heads) < 1 or width % heads:
+        raise UserError(
+            f"model shape {spec!r}: numbers must be positive and the width {width} divisible by {heads} heads."
+        )
+    return _gpt_neox(layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides)
+
+
+def _gpt_neox(layers: int, width: int, heads: int, **fields: Any) -> Model:
+    fields = {"intermediate_size": 4 * width, **fields}
+    config = GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
+    gpt_neox.check(config, f"model shape {layers}x{width}x{heads}")
+    return Model(FAMILIES["gpt_neox"], config)

@@ -1,0 +1,403 @@
+"""Checkpoints of the TrainState. The only room that knows orbax."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import multihost
+from rlhf_jax.runtime.checksums import checksums
+
+# What orbax and tensorstore raise for files that are missing or broken.
+_DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError)
+_SLACK = 1 << 20  # bytes beside the arrays: names, shapes, indices
+MOST_SECONDS = 1200
+"""After which a save that does not end is given up."""
+DAMAGED = ".damaged"
+"""What the name of a checkpoint that cannot be used ends with."""
+
+
+class Damaged(UserError):
+    """A checkpoint that is there, but is not what was saved."""
+
+
+def _names(tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
+def _tensors(tree: Any) -> dict[str, list]:
+    """{path: [shape, dtype]} of every leaf."""
+    return {name: [list(np.shape(x)), str(x.dtype)] for name, x in zip(_names(tree), jax.tree.leaves(tree))}
+
+
+def _check_tensors(saved: dict[str, list], wanted: dict[str, list], where: str) -> None:
+    """Raises a UserError that names the first few tensors in which a checkpoint is not what the run needs."""
+    problems = []
+    for name in dict.fromkeys([*wanted, *saved]):
+        if name not in saved:
+            problems.append(f"{name} is missing in the checkpoint")
+        elif name not in wanted:
+            problems.append(f"{name} is in the checkpoint, but not in this run")
+        elif saved[name] != wanted[name]:
+            (old_shape, old_dtype), (shape, dtype) = saved[name], wanted[name]
+            problems.append(f"{name} is {old_dtype}{old_shape} in the checkpoint, but {dtype}{shape} in this run")
+    if problems:
+        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UserError(f"{where} does not fit this run:\n  " + "\n  ".join(problems[:5]) + more)
+
+
+class Keep:
+    """Which checkpoints stay: the newest few and the best one. orbax asks once a new one is there, then deletes."""
+
+    def __init__(self, newest: int | None, greater: bool):
+        self.newest, self.greater = newest, greater
+        self.scores: dict[int, float] = {}
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """The step with the best score, the first of equals; None where none has one."""
+        sign = 1 if self.greater else -1
+        scored = [step for step in sorted(steps) if np.isfinite(self.scores.get(step, np.nan))]
+        return max(scored, key=lambda step: (sign * self.scores[step], -step), default=None)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """orbax's question: one answer a checkpoint, in order of steps."""
+        del context
+        stays = self.preserved([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in stays for checkpoint in checkpoints]
+
+    def preserved(self, steps: Sequence[int]) -> set[int]:
+        """Those that stay, of steps in order."""
+        newest = steps if self.newest is None else steps[-self.newest :]
+        return {*newest, *([] if self.best(steps) is None else [self.best(steps)])}
+
+
+class Checkpoints:
+    """The checkpoints of a run, FOLDER/STEP/.
+
+    A step's folder appears whole or not at all: it is written under another name and renamed when complete, and only
+    then do older ones go. Saving goes on in the background after the arrays have been copied, so the state may be
+    donated at once. A disk that is full or gone costs a checkpoint and a warning, not the run. With several processes
+    every one of them makes the same calls.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        keep: int | None = None,
+        *,
+        greater_is_better: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ):
+        """Opens a folder for saving and restoring, and removes what an interrupted save left in it.
+
+        Args:
+          folder: made when missing; a local path.
+          keep: the newest so many are kept, beside the one with the best score; None: all.
+          greater_is_better: which score is the best.
+          warn: is called with what went wrong without ending the run; default: a line on standard error.
+
+        Raises:
+          UserError: keep is below 1.
+        """
+        if keep is not None and keep < 1:
+            raise UserError(f"--save_total_limit {keep}: keep at least 1 checkpoint, or None for all")
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        threading.excepthook = _quiet
+        self.folder = os.path.abspath(folder)
+        self._warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+        self._keep = Keep(keep, greater_is_better)
+        self._saving: int | None = None
+        self._manager = self._open()
+        for step in self.steps():
+            self._keep.scores[step] = self._score(step)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what is over the limit: a kill may have come before that, or in the middle of it."""
+        stays = self._keep.preserved(self.steps())
+        gone = [step for step in self.steps() if step not in stays]
+        if not gone:
+            return
+        if multihost.is_main():
+            for step in gone:
+                shutil.rmtree(os.path.join(self.folder, str(step)), ignore_errors=True)
+        multihost.wait_for_all("old checkpoints")
+        self._manager.reload()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(timeout_secs=MOST_SECONDS),
+        )
+        return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
+
+    # --- out
+
+    def room(self, state: Any) -> tuple[int, int | None]:
+        """(bytes that a checkpoint of `state` takes at most, bytes free where it would lie; None where unknown)."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) + _SLACK
+        try:
+            usage = shutil.disk_usage(self.folder)
+        except OSError:
+            return needed, None
+        return needed, usage.free if usage.total else None
+
+    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, score: float | None = None) -> bool:
+        """Saves the state after `step` updates; older checkpoints over the limit are removed once it is there.
+
+        Args:
+          step: updates done.
+          state: pytree of jax.Arrays (no typed PRNG keys).
+          extra: what is no array, of values that JSON has.
+          score: by which the best checkpoint is known; None: this one is not it.
+
+        Returns:
+          False when that step is there already, or cannot be written, which has been said then; True otherwise.
+        """
+        self._settle()
+        if step in self.steps():
+            return False
+        problem = multihost.from_first(lambda: self._hindrance(state))
+        if problem is not None:
+            self._failed(step, problem)
+            return False
+        notes = {"tensors": _tensors(state), "extra": extra or {}, "score": score}
+        notes["sums"] = np.asarray(checksums(state)).tolist()
+        text = json.dumps(notes)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            extra=ocp.args.JsonSave({"notes": text, "crc": zlib.crc32(text.encode())}),
+        )
+        self._keep.scores[step] = np.nan if score is None else float(score)
+        error = None
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as raised:
+            error = raised
+        if any(multihost.gather_objects(error is not None)):
+            self._failed(step, _reason(error))
+            self._reopen()
+            return False
+        self._saving = step
+        return True
+
+    def _hindrance(self, state: Any) -> str | None:
+        """Why nothing can be written here, found out with a file of a few bytes; None: it can."""
+        probe = os.path.join(self.folder, ".writable")
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(probe, "wb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+            os.remove(probe)
+        except OSError as error:
+            return _reason(error)
+        needed, free = self.room(state)
+        if free is not None and free < needed:
+            return f"it takes up to {_size(needed)}, and {_size(free)} are free"
+        return None
+
+    def _settle(self) -> None:
+        """Waits for the save in progress; where it failed on any process, says so and cleans up."""
+        if self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        error = None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as raised:
+            error = raised
+        if not any(multihost.gather_objects(error is not None)):
+            return
+        if os.path.isdir(os.path.join(self.folder, str(step))):
+            self._warn(f"checkpoint {step} is saved, but an older one could not be removed: {_reason(error)}")
+        else:
+            self._failed(step, _reason(error))
+        self._reopen()
+
+    def _failed(self, step: int, reason: str) -> None:
+        newest = max((other for other in self._on_disk() if other != step), default=None)
+        left = "there is none yet" if newest is None else f"the newest is that of update {newest}"
+        where = os.path.join(self.folder, str(step))
+        self._warn(f"checkpoint {where} could not be written: {reason}. The run goes on; {left}")
+
+    def _on_disk(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            return sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
+        return []
+
+    def _reopen(self) -> None:
+        """A manager that knows what is there: after an error orbax's own list is not to be relied on."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
+        try:
+            self._manager = self._open()
+        except OSError as error:  # the folder is gone or may not be written to
+            self._warn(f"checkpoints cannot be kept in {self.folder} at present: {_reason(error)}")
+
+    # --- in
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """All complete steps, in order."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """The step with the best score among those that are there, or None."""
+        return self._keep.best(self.steps())
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads a checkpoint, bit for bit, onto the devices that `like` names, whatever mesh it was saved from.
+
+        Args:
+          step: one of `steps()`.
+          like: the state's pytree of jax.Arrays or of ShapeDtypeStructs with shardings.
+
+        Returns:
+          (state, extra)
+
+        Raises:
+          UserError: no such step; or a tensor that is missing, extra, or of another shape or dtype, by name.
+          Damaged: it cannot be read, or an array is not the one that was saved.
+        """
+        where = os.path.join(self.folder, str(step))
+        if step not in self.steps():
+            raise UserError(f"no checkpoint {where}; there are {self.steps() or 'none'}")
+        notes = self._notes(step)
+        _check_tensors(notes["tensors"], _tensors(like), where)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        error = None
+        try:
+            state = self._manager.restore(step, args=items)["state"]
+        except jax.errors.JaxRuntimeError:
+            raise  # the device's, not the disk's
+        except Exception as raised:  # tensorstore's and orbax's errors share no class
+            error = raised
+        if any(multihost.gather_objects(error is not None)):
+            raise self._damaged(step, error or OSError("on another process")) from error
+        sums = np.asarray(checksums(state)).tolist()
+        for name, saved, found in zip(_names(like), notes["sums"], sums, strict=True):
+            if saved != found:
+                raise self._damaged(step, ValueError(f"{name} is not what was saved: its checksum is another"))
+        return state, notes["extra"]
+
+    def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
+        """The newest checkpoint that is whole; damaged ones are named, and moved out of the way.
+
+        Args:
+          like: as `restore`.
+
+        Returns:
+          (state, extra, step), or None where there is no checkpoint.
+
+        Raises:
+          UserError: as `restore`; or all checkpoints are damaged: a run is never begun anew without a word.
+        """
+        damaged = []
+        while (step := self.latest()) is not None:
+            try:
+                return *self.restore(step, like), step
+            except Damaged as error:
+                damaged.append(str(error))
+                older = max((other for other in self.steps() if other < step), default=None)
+                if older is None:
+                    break
+                self._set_aside(step)
+                self._warn(f"{error}. It is {step}{DAMAGED} now; going on from update {older}")
+        if damaged:
+            raise UserError(
+                f"{damaged[-1]}. No other checkpoint is left to go on from. Remove {self.folder} to start anew"
+            )
+        return None
+
+    def _set_aside(self, step: int) -> None:
+        """Renames a damaged checkpoint, so that its update can be saved again and what is there can be looked at."""
+        if multihost.is_main():
+            aside = os.path.join(self.folder, f"{step}{DAMAGED}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(os.path.join(self.folder, str(step)), aside)
+        multihost.wait_for_all("damaged checkpoint")
+        self._keep.scores.pop(step, None)
+        self._manager.reload()
+
+    def _notes(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays; Damaged where it is not what was written."""
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+            text = found["notes"]
+            if zlib.crc32(text.encode()) != found["crc"]:
+                raise ValueError("its notes are not what was saved: their checksum is another")
+            return json.loads(text)
+        except _DAMAGE as error:
+            raise self._damaged(step, error) from error
+
+    def _score(self, step: int) -> float:
+        with contextlib.suppress(Damaged):
+            score = self._notes(step)["score"]
+            return np.nan if score is None else score
+        return np.nan
+
+    def _damaged(self, step: int, error: Exception) -> Damaged:
+        where = os.path.join(self.folder, str(step))
+        return Damaged(f"checkpoint {where} is damaged ({type(error).__name__}: {_reason(error)})")
+
+    # --- the end
+
+    def wait(self) -> None:
+        """Returns when everything saved is on disk, or it has been said that it is not."""
+        self._settle()
+
+    def close(self) -> None:
+        """Waits, and lets go of the folder."""
+        self.wait()
+        self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _reason(error: Exception | None) -> str:
+    """The first line of an error, shortened; tensorstore's says why at its end."""
+    if error is None:
+        return "it failed on another process"
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text if len(text) <= 300 else f"{text[:120]} ... {text[-170:]}"
+
+
+def _size(count: int) -> str:
+    unit = 30 if count >= 2**30 else 20
+    return f"{count / 2**unit:.1f} {'GiB' if unit == 30 else 'MiB'}"
+
+
+def _quiet(args: Any) -> None:
+    """orbax's threads hand their errors on to who waits for them; Python would print their stack traces as well."""
+    if not type(args.thread).__module__.startswith("orbax."):
+        _hook(args)
+
+
+_hook = threading.excepthook

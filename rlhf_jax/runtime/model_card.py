@@ -1,0 +1,189 @@
+"""The README.md of an exported model: where it comes from and how it was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.config.diff import matches
+from rlhf_jax.metrics.logger import short_number
+from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.text import printable, without_queries
+
+_METHODS = {
+    "sft": "supervised fine-tuning",
+    "reward": "pairwise preference learning",
+    "ppo": "PPO",
+    "rloo": "RLOO",
+}
+_BARS, _WIDTH = "▁▂▃▄▅▆▇█", 40
+_ROLES = {"policy": "Policy", "value": "Value model", "reward_model": "Reward model"}
+
+_CITATIONS = {
+    "ppo": """\
+@article{schulman2017proximal,
+  title   = {Proximal Policy Optimization Algorithms},
+  author  = {Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg},
+  journal = {arXiv preprint arXiv:1707.06347},
+  year    = {2017}
+}
+@article{ziegler2019finetuning,
+  title   = {Fine-Tuning Language Models from Human Preferences},
+  author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec
+             and Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
+  journal = {arXiv preprint arXiv:1909.08593},
+  year    = {2019}
+}""",
+    "rloo": """\
+@article{ahmadian2024back,
+  title   = {Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs},
+  author  = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and Fadaee, Marzieh and Kreutzer, Julia
+             and Pietquin, Olivier and {\\"U}st{\\"u}n, Ahmet and Hooker, Sara},
+  journal = {arXiv preprint arXiv:2402.14740},
+  year    = {2024}
+}""",
+    "summarize": """\
+@article{stiennon2020learning,
+  title   = {Learning to summarize from human feedback},
+  author  = {Stiennon, Nisan and Ouyang, Long and Wu, Jeff and Ziegler, Daniel M. and Lowe, Ryan and Voss, Chelsea
+             and Radford, Alec and Amodei, Dario and Christiano, Paul},
+  journal = {arXiv preprint arXiv:2009.01325},
+  year    = {2020}
+}""",
+}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in ("rlhf_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def model_card(
+    role: str,
+    stage: str,
+    config: dict[str, Any],
+    metrics: dict[str, Any],
+    *,
+    base_model: str | None = None,
+    adapter: bool = False,
+    recipe: str | None = None,
+    curves: Mapping[str, Sequence[float]] | None = None,
+) -> str:
+    """A model card in Hugging Face's form: YAML for the hub, then text.
+
+    Args:
+      role: what the exported model is: 'policy', 'value' or 'reward_model'.
+      stage: 'sft', 'reward', 'ppo' or 'rloo'.
+      config: the stage's resolved options.
+      metrics: scalars, of the last update and the final evaluations.
+      base_model: what training started from, a hub name or a folder; None for random weights.
+      adapter: it is an adapter in PEFT's form.
+      recipe: what `--config` named.
+      curves: values of a metric over the run, by its name.
+
+    Returns:
+      The text of README.md.
+    """
+    dataset = config.get("dataset_name")
+    origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
+    data = "the built-in synthetic task" if dataset == "synthetic" else f"`{dataset}`"
+    library = "peft" if adapter else "transformers"
+    head = ["---", f"library_name: {library}", "tags:", "- rlhf_jax", f"- {stage}", *(["- lora"] if adapter else [])]
+    if _on_hub(base_model):
+        head.append(f"base_model: {base_model}")
+    if _on_hub(dataset):
+        head += ["datasets:", f"- {dataset}"]
+    # What changes nothing that was computed (folders, logging) says nothing about the model.
+    chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
+    options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
+    numbers = [f"| {k} | {short_number(v)} |" for k, v in metrics.items() if isinstance(v, (int, float))]
+    drawn = [
+        f"| {k} | {short_number(v[0])} | {sparkline(v)} | {short_number(v[-1])} |"
+        for k, v in (curves or {}).items()
+        if len(v) > 1
+    ]
+    cited = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
+    parts = [
+        "\n".join([*head, "---"]),
+        f"# {_ROLES[role]} by {_METHODS[stage]}" + (", as an adapter" if adapter else ""),
+        f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}."
+        + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
+        _loading(role, adapter),
+        "The `config.json` of the run's folder repeats it: `python -m rlhf_jax.train --config RUN/config.json`.",
+        "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
+        "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *drawn])
+        if drawn
+        else "",
+        "\n".join(["## Options\n", "| option | value |", "|---|---|", *options]),
+        "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "## Citation\n\n```bibtex\n" + "\n".join(cited) + "\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line of text, from its least to its greatest value, a character for each stretch's mean; a dot
+    where nothing is finite."""
+    edges = np.linspace(0, len(values), min(len(values), _WIDTH) + 1).astype(int)
+    parts = [np.asarray(values[a:b], float) for a, b in zip(edges[:-1], edges[1:])]
+    means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts]
+    low, high = np.nanmin([*means, np.inf]), np.nanmax([*means, -np.inf])
+    top = len(_BARS) - 1
+    levels = [0.5 if high <= low else (mean - low) / (high - low) for mean in means]
+    return "".join("·" if np.isnan(mean) else _BARS[round(level * top)] for mean, level in zip(means, levels))
+
+
+def _loading(role: str, adapter: bool) -> str:
+    """How the model is loaded, in Python."""
+    kind = "CausalLM" if role == "policy" else "SequenceClassification"
+    loader, library = (f"AutoPeftModelFor{kind}", "peft") if adapter else (f"AutoModelFor{kind}", "transformers")
+    more = "" if role == "policy" or not adapter else ", num_labels=1"
+    imports = f"from {library} import {loader}" + ("\nfrom transformers import" if adapter else ",") + " AutoTokenizer"
+    return (
+        f'```python\n{imports}\n\nmodel = {loader}.from_pretrained("PATH"{more})\n'
+        'tokenizer = AutoTokenizer.from_pretrained("PATH")\n```'
+    )
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether a name can be the hub's: the hub checks those in a card's head, so paths of this machine stay out."""
+    return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
+
+
+def _cell(value: Any) -> str:
+    text = without_queries(str(value))
+    return printable(text).replace("|", "\\|").replace("\n", " ")
+
+
+def write_model_card(folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], **more: Any) -> None:
+    """Writes README.md into the folder of an exported model, with the recipe's name as recipe.json beside it has it.
+
+    Args:
+      folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with _adapter or _base behind; its name says
+        what the model is.
+      stage, config, metrics: as `model_card`.
+      **more: base_model and curves, as there.
+    """
+    role = re.sub(r"_(adapter|base)$", "", os.path.basename(os.path.normpath(folder)))
+    if role not in _ROLES:
+        raise ValueError(f"{folder} is none of {', '.join(_ROLES)}")
+    adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
+    beside = os.path.join(os.path.dirname(os.path.normpath(folder)), "recipe.json")
+    if os.path.exists(beside):
+        with open(beside, encoding="utf-8") as file:
+            more["recipe"] = json.load(file)["config"]
+    text = model_card(role, stage, config, metrics, adapter=adapter, **more)
+    write_atomically(os.path.join(folder, "README.md"), text)
