@@ -19,7 +19,7 @@ from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.xla_flags import quick_flags  # noqa: E402
+from tests.children import QUICK  # noqa: E402
 
 UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or the rest of several processes, is said to hang
@@ -122,7 +122,7 @@ class Leg:
         env |= {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "JAX_NUM_CPU_DEVICES": str(devices)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         if short:
-            env["XLA_FLAGS"] = quick_flags()
+            env["XLA_FLAGS"] = QUICK
         address = f"127.0.0.1:{free_port()}"
         self.began, self.processes, self.reader = time.monotonic(), [], None
         folder.mkdir(parents=True, exist_ok=True)
