@@ -121,10 +121,12 @@ def generate(
     Returns:
       Rollout of B rows with T = sampling.max_new_tokens.
     """
-    return respond(model, model.unstack(params, dtype), prompts, key, sampling, group=group, rows=rows, dtype=dtype)
+    return generate_unstacked(
+        model, model.unstack(params, dtype), prompts, key, sampling, group=group, rows=rows, dtype=dtype
+    )
 
 
-def respond(
+def generate_unstacked(
     model, layers, prompts: PromptBatch, key: Array, sampling: Sampling, *, group: int = 1, rows=None, dtype=jnp.float32
 ):
     """`generate` with params by `model.unstack`, which a rollout of several chunks lays out for decoding only once."""
@@ -196,7 +198,7 @@ def respond(
     )
 
 
-def in_chunks(function, batch, rows_per_chunk: int | None):
+def map_in_chunks(function, batch, rows_per_chunk: int | None):
     """Applies `function` to slices of `rows_per_chunk` rows one after another, to bound its memory.
 
     Chunks are strided (row i goes to chunk i mod n), so that each spans all devices of a sharded batch.

@@ -15,7 +15,7 @@ from rlhf_jax.config.validation import RANGES
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.errors import UserError
-from rlhf_jax.generate import Sampling, respond
+from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
@@ -104,7 +104,7 @@ class Policy:
     def _pure_sample(self, params, prompts, seed, rows, sampling, group):
         layers = self.model.unstack(params, self.dtype)
         options = {"group": group, "rows": rows, "dtype": self.dtype}
-        found = respond(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
+        found = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(found, self.mesh)
 
     def sample(
@@ -215,7 +215,7 @@ class Policy:
             for i, messages in enumerate(written):
                 if (fault := conversation_fault({"text": messages}, "text")) is not None:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
-                written[i] = template.write(messages, generation_prompt=True)
+                written[i] = template.render(messages, generation_prompt=True)
         ids = self.tokenizer.encode_batch(written) if written else []
         for i, own in enumerate(ids):
             if not own:

@@ -57,7 +57,7 @@ class Result:
     """
 
     run_dir: str
-    metrics_logger: dict[str, float]
+    metrics: dict[str, float]
     paths: dict[str, str]
     stages: dict[str, Result] = dataclasses.field(default_factory=dict)
 
@@ -202,7 +202,7 @@ def run_stage(
         report.show(config, say)  # all of them: who only waits for the first gives up after a minute
         return Result(config.run_dir, {}, {})
     # Micro-batches that show in the numbers may not change; those that do not, may.
-    same = () if config.micro_batches_show else diff.ROUNDING
+    same = () if config.depends_on_micro_batching else diff.ROUNDING
     whose = (config.run_dir, options, config.resume, (*diff.MAY_DIFFER, *same), config.override_resume)
     finished = multihost.from_first(lambda: run_folders.check(*whose))
     if finished is not None:
@@ -254,15 +254,15 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
     watch = Watch(stage, run_folder)
     state = watch.resumed(state)
     control = Control()
-    logger = metrics_logger.MetricLogger(
+    terminal = progress.TerminalLines(
+        stage=name, total_steps=stage.total_steps, logging_steps=config.logging_steps, names=stage.progress
+    )
+    logger = metrics_logger.MetricLogger.open(
         run_folder.path,
-        config.report_to,
-        config.logging_steps,
-        stage.total_steps,
-        stage.progress,
-        written,
-        stage=name,
-        watch=watch,
+        report_to=config.report_to,
+        start_step=written,
+        terminal=terminal,
+        monitor=watch,
         callback=lambda step, values: [callback.on_step_end(step, values, control) for callback in callbacks],
     )
 
@@ -271,7 +271,7 @@ def run_in(run_folder, stage, stops: Stops, options: dict[str, Any], callbacks: 
         callback.on_train_begin(stage, control)
     loop = Loop(stage, start, control, run_folder, checkpoints, logger, callbacks, stops, watch)
     try:
-        with progress.Panel(stage, logger, lambda: (loop.step, loop.doing)):
+        with progress.Panel(stage, terminal, lambda: (loop.step, loop.doing)):
             end = start
             if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
                 state, end = loop.train(state, due)

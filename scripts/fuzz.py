@@ -3,7 +3,7 @@
     python scripts/fuzz.py --examples 10000
 
 Each may be read, or refused by a UserError; anything else is a finding, shown at its smallest. The tests are those of
-tests/test_fuzz.py, which the suite runs with few examples.
+tests/robustness/test_fuzz.py, which the suite runs with few examples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     if args.examples < 1:
         parser.error(f"--examples is {args.examples}; it must be at least 1")
     environment = {**os.environ, "RLHF_JAX_FUZZ_EXAMPLES": str(args.examples)}
-    tests = [str(ROOT / "tests" / "test_fuzz.py"), "-k", args.only]
+    tests = [str(ROOT / "tests" / "robustness" / "test_fuzz.py"), "-k", args.only]
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--durations=0", "--tb=short", *tests]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 

@@ -45,25 +45,32 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from mutants import Mutant, mutants_of, sample, why_equivalent  # noqa: E402
 
 REPLAY = "tests/parity/test_replay.py -k"
-PPO = ["tests/test_ppo_unscored.py", "tests/test_ppo.py", f"{REPLAY} 'ppo_options or ppo_crafted'"]
-RLOO = ["tests/test_rloo.py", f"{REPLAY} 'rloo_options or rloo_crafted or legacy_options'"]
+PPO = [
+    "tests/algorithms/test_ppo_unscored.py",
+    "tests/algorithms/test_ppo.py",
+    f"{REPLAY} 'ppo_options or ppo_crafted'",
+]
+RLOO = ["tests/algorithms/test_rloo.py", f"{REPLAY} 'rloo_options or rloo_crafted or legacy_options'"]
 SUITE = {  # file -> test files, the fastest and sharpest first; a pattern may match none
     "rlhf_jax/advantages.py": [
-        *("tests/test_advantages.py", "tests/test_advantages_torch.py", "tests/test_properties_advantages*.py"),
+        *("tests/test_advantages.py", "tests/test_advantages_torch.py", "tests/test_advantages_properties*.py"),
         *(*RLOO, *PPO),
     ],
     "rlhf_jax/losses.py": [
-        *("tests/test_losses.py", "tests/test_losses_torch.py", "tests/test_properties_losses*.py"),
+        *("tests/test_losses.py", "tests/test_losses_torch.py", "tests/test_losses_properties*.py"),
         *(*RLOO, *PPO, "tests/test_train.py"),
     ],
     "rlhf_jax/generate.py": ["tests/test_generate.py", *PPO, *RLOO],
-    "rlhf_jax/algorithms/microbatch.py": ["tests/test_common.py", *PPO, *RLOO, "tests/test_train.py"],
-    "rlhf_jax/algorithms/actor_critic.py": [*PPO, *RLOO, "tests/test_rloo_stage.py"],
-    "rlhf_jax/algorithms/nonfinite.py": ["tests/test_guard.py", "tests/test_guard_runs.py"],
+    "rlhf_jax/algorithms/microbatch.py": ["tests/algorithms/test_microbatch.py", *PPO, *RLOO, "tests/test_train.py"],
+    "rlhf_jax/algorithms/actor_critic.py": [*PPO, *RLOO, "tests/stages/test_rloo.py"],
+    "rlhf_jax/algorithms/nonfinite.py": [
+        "tests/algorithms/test_nonfinite.py",
+        "tests/robustness/test_nonfinite_runs.py",
+    ],
     "rlhf_jax/algorithms/ppo.py": [*PPO, "tests/test_train.py"],
-    "rlhf_jax/algorithms/reward_model.py": [*PPO, "tests/test_rloo_stage.py", "tests/test_train.py"],
-    "rlhf_jax/algorithms/rloo.py": [*RLOO, "tests/test_rloo_stage.py"],
-    "rlhf_jax/algorithms/rollout_metrics.py": [*RLOO, *PPO, "tests/test_rloo_stage.py"],
+    "rlhf_jax/algorithms/reward_model.py": [*PPO, "tests/stages/test_rloo.py", "tests/test_train.py"],
+    "rlhf_jax/algorithms/rloo.py": [*RLOO, "tests/stages/test_rloo.py"],
+    "rlhf_jax/algorithms/rollout_metrics.py": [*RLOO, *PPO, "tests/stages/test_rloo.py"],
     "rlhf_jax/algorithms/sft.py": ["tests/test_train.py"],
 }
 PRELOADED = [
@@ -111,7 +118,7 @@ EQUIVALENT: list[tuple[str, str, str, str, str]] = [
         "an index beyond the one micro-batch is clamped to it",
     ),
     (
-        *("rlhf_jax/generate.py", "respond.body", "(0, t - 1), (b, 1)", "(1, t - 1), (b, 1)"),
+        *("rlhf_jax/generate.py", "generate_unstacked.body", "(0, t - 1), (b, 1)", "(1, t - 1), (b, 1)"),
         "a slice of all rows is clamped to begin at the first",
     ),
     (

@@ -37,10 +37,16 @@ REASONS = (  # what a command's words hold, and why it is not run
     (("real/sft", "real/ppo", "real/rloo", "XDG_CACHE_HOME"), "measures on real posts, or compiling: its page"),
     (("EleutherAI", "MODEL", "NAME", "REWARD_MODEL", "runs/tldr"), "needs a model or a judge of the reader's"),
     (("tldr_ppo", "tldr_reward", "tldr_rloo", "tldr_sft", "my_ppo.py"), "needs the hub"),
-    (("sbatch", "srun", "kubectl", "mpirun"), "needs a cluster, or scripts/*_one_machine.sh"),
+    (("sbatch", "srun", "kubectl", "mpirun"), "needs a cluster, or scripts/launch/*_one_machine.sh"),
     (("JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK", "FIRST_MACHINE:12345"), "needs several machines"),
-    (("scripts/benchmark.py", "scripts/growth.py", "scripts/count_work.py", "PYTHIA"), "measures: docs/benchmarks.md"),
-    (("scripts/scaling.py", "scripts/parity_sweep.py", "scripts/record_trl.py"), "hours, or TRL: docs/ has its result"),
+    (
+        ("scripts/bench/", "PYTHIA"),
+        "measures: docs/benchmarks.md",
+    ),
+    (
+        ("scripts/scaling/", "scripts/parity/"),
+        "hours, or TRL: docs/ has its result",
+    ),
     (("venv",), "the page's own tests: .ci/run"),
 )
 
@@ -70,7 +76,7 @@ def runnable(words: list[str]) -> list[str]:
         at = found.index("--model_name_or_path")
         found = [*found[:at], *TINY.split(), *found[at + 2 :]]
     for name, flags in SHORT_SCRIPTS.items():
-        if any(word.endswith(f"scripts/{name}") for word in found):
+        if any(pathlib.PurePath(word).name == name for word in found):
             found = [*found[:2], *flags.split()]
     return found
 

@@ -14,7 +14,7 @@ from rlhf_jax import generate as gen
 from rlhf_jax.models import custom_shape
 from rlhf_jax.models.io.hf import load
 from rlhf_jax.types import PromptBatch
-from tests.optional import optional
+from tests.helpers.optional import optional
 
 torch = optional("torch")
 V = 97
@@ -70,7 +70,7 @@ def test_samples_do_not_depend_on_the_other_rows_nor_on_chunks(model, params):
     def part(x):
         return run(model, params, x[0], jax.random.key(3), sampling, rows=x[1])
 
-    chunked = jax.jit(lambda x: gen.in_chunks(part, x, 2))((batch, jnp.arange(6)))
+    chunked = jax.jit(lambda x: gen.map_in_chunks(part, x, 2))((batch, jnp.arange(6)))
     np.testing.assert_array_equal(whole.response, chunked.response)
     one = jax.tree.map(lambda x: x[4:5], batch)
     alone = run(model, params, one, jax.random.key(3), sampling, rows=jnp.array([4]))

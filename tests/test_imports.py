@@ -36,7 +36,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "jax.distributed": {"parallel/multihost.py"},
     "jax.experimental.multihost_utils": {"parallel/multihost.py"},
     "socket": {"parallel/liveness.py", "rewards/server.py"},
-    "tensorboardX": {"metrics/logger.py"},
+    "tensorboardX": {"metrics/tensorboard.py"},
     "wandb": {"runtime/trackers.py"},
     "trackio": {"runtime/trackers.py"},
     "rouge_score": {"evaluate/rouge.py"},

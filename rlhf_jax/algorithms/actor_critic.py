@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.generate import in_chunks
+from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
@@ -35,11 +35,13 @@ class Networks:
         """The params that the models take, {role: params}, of those that are trained."""
         if base is None:
             return params
-        return {role: getattr(self, role).joined(base.get(role, base["policy"]), part) for role, part in params.items()}
+        return {
+            role: getattr(self, role).with_lora(base.get(role, base["policy"]), part) for role, part in params.items()
+        }
 
     def reference(self, base: Params | None, ref: Params | None) -> Params | None:
         """The params that the reference takes; None where there is none."""
-        return ref if base is None or ref is None else self.ref.joined(base["policy"], ref)
+        return ref if base is None or ref is None else self.ref.with_lora(base["policy"], ref)
 
 
 def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
@@ -98,7 +100,7 @@ def by_positions(function, rows, layout=None):
     if b * t <= most:
         return function(rows)
     chunk = max(r for r in range(unit, b + 1, unit) if b % r == 0 and (r == unit or r * t <= most))
-    return in_chunks(jax.checkpoint(function), rows, chunk)
+    return map_in_chunks(jax.checkpoint(function), rows, chunk)
 
 
 def response_hidden(model, params, tokens, mask, t, config):

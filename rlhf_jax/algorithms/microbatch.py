@@ -210,7 +210,7 @@ def together_by_length(lengths: Array, config) -> Array:
     Returns:
       [M] int32.
     """
-    if config.micro_batches_show:
+    if config.depends_on_micro_batching:
         return jnp.arange(lengths.shape[0])
     return jnp.argsort(lengths)
 

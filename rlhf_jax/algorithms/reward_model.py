@@ -123,7 +123,7 @@ def update(
         both_keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
         chosen, rejected = pair_scores(
             model,
-            model.joined(base, params["model"]),
+            model.with_lora(base, params["model"]),
             micro,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,

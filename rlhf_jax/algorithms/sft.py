@@ -81,7 +81,7 @@ def update(
         tokens, lengths, mask, keys = micro
         per_token = token_losses(
             model,
-            model.joined(base, params["model"]),
+            model.with_lora(base, params["model"]),
             tokens,
             lengths,
             dtype=jnp.dtype(config.dtype),

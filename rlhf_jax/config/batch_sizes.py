@@ -146,7 +146,7 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
       row_shards: devices that rows are spread over.
       platform: of the devices, 'cpu', 'gpu' or 'tpu'.
     """
-    if config.micro_batch_size is not None or config.micro_batches_show:
+    if config.micro_batch_size is not None or config.depends_on_micro_batching:
         return config
     width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
     # A pair is two sequences; a group goes through together.

@@ -143,7 +143,7 @@ class PolicyConfig(StageConfig):
     """trl: metrics that TRL leaves unmasked or takes after the KL, as TRL logs them."""
 
     @property
-    def micro_batches_show(self) -> bool:
+    def depends_on_micro_batching(self) -> bool:
         """With TRL's metrics, whose variance is over micro-batches."""
         return self.metrics == "trl"
 
@@ -198,9 +198,9 @@ class PPOConfig(PolicyConfig):
     """Mean over all tokens of the minibatch; mean of micro-batch means (TRL's); mean over rows of token means."""
 
     @property
-    def micro_batches_show(self) -> bool:
+    def depends_on_micro_batching(self) -> bool:
         """With TRL's metrics, and with a mean of micro-batch means."""
-        return super().micro_batches_show or self.loss_aggregation == "token_mean_micro"
+        return super().depends_on_micro_batching or self.loss_aggregation == "token_mean_micro"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,7 +180,7 @@ class StageConfig:
         return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
 
     @property
-    def micro_batches_show(self) -> bool:
+    def depends_on_micro_batching(self) -> bool:
         """Whether it is seen in the loss or the metrics which rows share a micro-batch."""
         return False
 

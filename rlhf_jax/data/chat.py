@@ -24,7 +24,7 @@ _SET_HERE = frozenset(
 """Arguments of apply_chat_template that are not the template's."""
 
 
-class Unwritable(UserError):
+class ChatTemplateError(UserError):
     """The template refused a conversation."""
 
 
@@ -107,11 +107,11 @@ class ChatTemplate:
                 "prompts."
             ) from error
 
-    def write(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
         """The text of a conversation; with `generation_prompt` the assistant's next message is begun.
 
         Raises:
-          Unwritable: the template refuses it, or writes nothing.
+          ChatTemplateError: the template refuses it, or writes nothing.
           UserError: transformers cannot run templates here.
         """
         # A table's rows have every key that any message has, and templates take None for a value.
@@ -125,7 +125,7 @@ class ChatTemplate:
             raise UserError(f"conversations need Jinja: {error}") from error
         except Exception as error:  # a template may fail in any way that Python can
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise Unwritable(f"the chat template of {self.tokenizer.name!r} refuses it: {reason}") from error
+            raise ChatTemplateError(f"the chat template of {self.tokenizer.name!r} refuses it: {reason}") from error
         if not text.strip():
-            raise Unwritable(f"the chat template of {self.tokenizer.name!r} makes no text of it")
+            raise ChatTemplateError(f"the chat template of {self.tokenizer.name!r} makes no text of it")
         return text

@@ -139,7 +139,7 @@ def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, given: Any = Non
     return {name: _make(rows, config, tokenizer) for name, rows in sets.items()}
 
 
-def load_normalizing(config: Any, tokenizer: Tokenizer) -> DemoData | None:
+def load_normalization_data(config: Any, tokenizer: Tokenizer) -> DemoData | None:
     """The demonstrations whose mean score a reward config makes 0 (N+ detail 15); None where it names none."""
     if config.normalize_dataset_name is None:
         return None

@@ -63,10 +63,10 @@ class PromptData(batches.Batched[PromptBatch]):
     def texts(self, rows: Sequence[int]) -> list[str] | list[chat.Conversation]:
         """Prompts of these rows as reward functions get them: texts, or lists of messages (copies)."""
         if self.conversations is None:
-            return self.shown(rows)
+            return self.display_texts(rows)
         return [[dict(message) for message in self.conversations[i]] for i in rows]
 
-    def shown(self, rows: Sequence[int]) -> list[str]:
+    def display_texts(self, rows: Sequence[int]) -> list[str]:
         """Prompts of these rows as text for people: what the policy reads."""
         return [self.prompts[i] for i in rows]
 
@@ -93,8 +93,8 @@ def _write_conversations(
         wrong = chat.conversation_fault(row, column)
         if wrong is None:
             try:
-                texts.append(template.write(row[column], generation_prompt=True))
-            except chat.Unwritable as error:
+                texts.append(template.render(row[column], generation_prompt=True))
+            except chat.ChatTemplateError as error:
                 return f"{column!r}: {error}"
         return wrong
 

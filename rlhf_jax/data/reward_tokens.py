@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.chat import ChatTemplate, Conversation, Unwritable
+from rlhf_jax.data.chat import ChatTemplate, ChatTemplateError, Conversation
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
@@ -26,8 +26,8 @@ def _whole_texts(
     texts = []
     for row, messages in enumerate(wholes):
         try:
-            texts.append(template.write(messages, generation_prompt=False))
-        except Unwritable as error:
+            texts.append(template.render(messages, generation_prompt=False))
+        except ChatTemplateError as error:
             raise UserError(f"row {row} of the batch cannot be scored: {error}: {messages!r:.200}") from error
     return texts
 

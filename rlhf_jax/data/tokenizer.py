@@ -60,7 +60,7 @@ class Tokenizer:
             [int(i) for i in ids if i >= 0], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text that each id adds, special tokens as they are written; together they are the text of all.
 
         An id that is a part of a character adds nothing, the last one of it the whole character.
@@ -196,7 +196,7 @@ def _first_difference(
     return None
 
 
-def check_made_for(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
+def check_tokenizer_fits_model(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
     """Checks a tokenizer that a config names against the one that a model comes with. A model that comes without is
     trusted. A few ids that differ (special tokens of another name) are a warning.
 

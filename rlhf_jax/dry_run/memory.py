@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.placement import PlannedWeights
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import STAGES
 
@@ -78,7 +78,7 @@ def topology_devices(name: str) -> tuple[Any, ...]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
-            "pip install 'rlhf_jax[tpu-aot]'"
+            "pip install '.[tpu-aot]'"
         ) from error
 
 
@@ -110,12 +110,13 @@ def planned_stage(config: StageConfig, mesh: Any) -> Any:
     Raises:
       UserError: a model or the tokenizer cannot be read, or does not fit the run or the mesh.
     """
-    # Rows that stand in for the data set: how many there are decides nothing here but the schedule.
-    columns = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
-    row = {getattr(config, column): "a" for column in columns if hasattr(config, column)}
+    # Placeholder rows in place of the data set: only their number matters, for the schedule. The two completions of a
+    # pair differ, since equal ones are a bad row.
+    texts = {"prompt_column": "a", "completion_column": "a", "chosen_column": "a", "rejected_column": "b"}
+    row = {getattr(config, column): text for column, text in texts.items() if hasattr(config, column)}
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
-    quiet |= {"normalize_dataset_name": None} if hasattr(config, "normalize_dataset_name") else {}
-    given = {"train_dataset": [row] * config.batch_size, "weights": PlannedWeights(mesh)}
+    quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
+    given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if isinstance(config, PolicyConfig):
         # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}

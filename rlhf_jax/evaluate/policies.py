@@ -10,19 +10,19 @@ import numpy as np
 from rlhf_jax import data
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
+from rlhf_jax.evaluate import aggregate, rouge
 from rlhf_jax.evaluate import plan as planning
-from rlhf_jax.evaluate import report, rouge
 from rlhf_jax.evaluate.answers import Answers, Sampler, reference_answers, reference_texts
 from rlhf_jax.evaluate.answers import score as add_scores
 from rlhf_jax.evaluate.judge import Judged
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy
-from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.stages import base
+from rlhf_jax.utils.strict_json import json_text
 
 
 class Policies:
@@ -103,22 +103,22 @@ class Policies:
         names = () if self.scorer is None else self.scorer.names
         self._measure(everyone, say)
         mine, others = everyone[0], everyone[1:]
-        prompts = self.source.shown(range(len(self.source)))
-        samples = report.sample_rows(prompts, everyone, names, {})
+        prompts = self.source.display_texts(range(len(self.source)))
+        samples = aggregate.sample_rows(prompts, everyone, names, {})
         self._write(samples)  # a judge may fail, and answers cost more than verdicts
         verdicts: dict[str, Judged] = {}
         win_rates = []
         for other in others:
-            win_rates += report.score_wins(mine, other, names, **options)
+            win_rates += aggregate.score_wins(mine, other, names, **options)
             for judge in judges:
                 say(f"{judge.name}: {2 * len(prompts)} questions about {mine.name} and {other.name}")
                 judged = judge.compare(prompts, mine.first, other.first)
                 verdicts[f"{judge.name} against {other.name}"] = judged
                 for problem in judged.problems:
                     say(f"{judge.name}: {problem}")
-                win_rates.append(report.wins(judge.name, judged.preference, mine, other, judged, **options))
+                win_rates.append(aggregate.wins(judge.name, judged.preference, mine, other, judged, **options))
         if verdicts:
-            samples = report.sample_rows(prompts, everyone, names, verdicts)
+            samples = aggregate.sample_rows(prompts, everyone, names, verdicts)
             self._write(samples)
         c = self.plan.prompts
         found: dict[str, Any] = {
@@ -130,11 +130,11 @@ class Policies:
                 **{"query_length": c.query_length, "seed": self.config.seed, "samples": self.plan.samples},
             },
             "rewards": list(names),
-            "policies": [report.policy_row(answers, names, **options) for answers in everyone],
+            "policies": [aggregate.policy_row(answers, names, **options) for answers in everyone],
             "win_rates": win_rates,
         }
         if self.config.best_of_n:
-            found["best_of_n"] = report.best(mine, names, self.config.best_of_n, **options)
+            found["best_of_n"] = aggregate.best(mine, names, self.config.best_of_n, **options)
         return found, samples
 
     def _answers(self, say) -> list[Answers]:
@@ -189,7 +189,7 @@ class Policies:
             say(f"rewards: {', '.join(self.scorer.names)}")
         for answers in everyone:
             if self.gold:
-                prompts, group = self.source.shown(range(len(self.source))), answers.lengths.shape[1]
+                prompts, group = self.source.display_texts(range(len(self.source))), answers.lengths.shape[1]
                 told = [synthetic.gold_reward([p] * group, row) for p, row in zip(prompts, answers.texts)]
                 answers.more["gold"] = np.asarray(told)
             if self.config.rouge and answers.path is not None:

@@ -15,7 +15,7 @@ KINDS = ("rouge1", "rouge2", "rougeL")
 def check() -> None:
     """UserError where the package is missing."""
     if importlib.util.find_spec("rouge_score") is None:
-        raise UserError("--rouge needs the package rouge-score: pip install 'rlhf_jax[rouge]'; or leave --rouge out")
+        raise UserError("--rouge needs the package rouge-score: pip install '.[rouge]'; or leave --rouge out")
 
 
 def scores(references: Sequence[str], answers: Sequence[str]) -> dict[str, np.ndarray]:

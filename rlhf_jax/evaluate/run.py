@@ -14,11 +14,11 @@ from rlhf_jax.evaluate.judge import PROMPT, FunctionJudge, RemoteJudge, check_pr
 from rlhf_jax.evaluate.options import EvaluateConfig, check
 from rlhf_jax.evaluate.pairs import Pairs
 from rlhf_jax.evaluate.policies import Policies
-from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.python_functions import resolve
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
 
 
 def run(config: EvaluateConfig, say=print) -> dict[str, Any]:

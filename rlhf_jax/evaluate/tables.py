@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.metrics.logger import json_text
 from rlhf_jax.metrics.statistics import mean_and_standard_error, win_rate
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
 from rlhf_jax.utils.text import printable
 
 

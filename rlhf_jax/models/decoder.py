@@ -63,7 +63,7 @@ def _ending(columns: Any, last: int | None) -> Any:
 
 class Dense(nn.Module):
     """x @ kernel + bias by `layers.product`; `names` are those of the kernel's axes. With `lora` the kernel is frozen,
-    and where the params hold an adapter (see `lora.joined`) it adds drop(x) A B."""
+    and where the params hold an adapter (see `lora.with_lora`) it adds drop(x) A B."""
 
     features: int
     names: tuple[str | None, ...]
@@ -254,7 +254,7 @@ def hidden(
 ) -> Array:
     """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
-    `backbone` has stacked layers; with `lora` it is `joined`. `remat`: what the backward pass makes again, 'none',
+    `backbone` has stacked layers; with `lora` it is `with_lora`. `remat`: what the backward pass makes again, 'none',
     'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
     row) turns on the dropout of the config and of `lora`. `last`: only so many last columns come out, [B, last, D]; on
     one device the last layer makes of the others no more than query, key and value. What comes out at masked positions

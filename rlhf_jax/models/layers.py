@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.quantization import is_narrow, widened
+from rlhf_jax.models.quantization import dequantize, is_int8
 from rlhf_jax.parallel.sharding import Layout, constrain
 from rlhf_jax.types import Array
 
@@ -36,8 +36,8 @@ def product(
 
 def _gathered(layout: Layout | None, names: tuple[str | None, ...], x: Array, kernel: Any) -> Array:
     names = tuple(None if name == "fsdp" else name for name in names)
-    if is_narrow(kernel):  # sent as int8
-        return widened(jax.tree.map(lambda part: constrain(layout, part, *names), kernel), x.dtype)
+    if is_int8(kernel):  # sent as int8
+        return dequantize(jax.tree.map(lambda part: constrain(layout, part, *names), kernel), x.dtype)
     return constrain(layout, kernel.astype(x.dtype), *names)
 
 
@@ -77,7 +77,7 @@ product.defvjp(_product_forward, _product_backward)
 def frozen_product(
     layout: Layout | None, names: tuple[str | None, ...], dtype: Any, x: Array, kernel: Any, bias: Array | None
 ) -> Array:
-    """As `product`, of a kernel (`int8.narrowed` or not) and a bias that get no gradient: x is not kept for one."""
+    """As `product`, of a kernel (`quantize_int8` or not) and a bias that get no gradient: x is not kept for one."""
     return _product_forward(layout, names, dtype, x, kernel, bias)[0]
 
 

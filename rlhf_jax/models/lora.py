@@ -3,7 +3,7 @@
 A linear layer of weight W computes x W + s (x A) B, with A [D, r], B [r, F] and s = alpha / r, or alpha / sqrt(r) with
 rslora (Kalajdzievski 2023, arXiv:2312.03732). Adapters are params like others, stacked over layers, [L, D, r] and
 [L, r, F], at the paths of the kernels that they belong to; modules that are trained in full lie beside them. What the
-model computes with is `joined`: the base with the adapters put into it, where nothing is copied.
+model computes with is `with_lora`: the base with the adapters put into it, where nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.quantization import is_narrow, widened
+from rlhf_jax.models.quantization import dequantize, is_int8
 from rlhf_jax.types import Array, Params
 
 A, B = "lora_a", "lora_b"
@@ -32,25 +32,25 @@ class Lora:
       r: rank.
       alpha: the scale's numerator.
       dropout: share of a layer's input that its adapter does not see in training.
-      targets: the linear layers that have one, by the names of the checkpoint.
-      rslora: scale by alpha / sqrt(r).
-      saved: modules that are trained in full, by the names of the checkpoint (PEFT's modules_to_save).
+      target_modules: the linear layers that have one, by the names of the checkpoint.
+      use_rslora: scale by alpha / sqrt(r).
+      modules_to_save: modules that are trained in full, by the names of the checkpoint (PEFT's modules_to_save).
     """
 
     r: int = 16
     alpha: float = 32
     dropout: float = 0.05
-    targets: tuple[str, ...] = ("query_key_value",)
-    rslora: bool = False
-    saved: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ("query_key_value",)
+    use_rslora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
         """s."""
-        return self.alpha / math.sqrt(self.r) if self.rslora else self.alpha / self.r
+        return self.alpha / math.sqrt(self.r) if self.use_rslora else self.alpha / self.r
 
 
-def targets_of(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
+def resolve_targets(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
     """The linear layers that `names` stand for, in the family's order.
 
     Args:
@@ -75,21 +75,21 @@ def targets_of(family: Any, names: Sequence[str] | None, option: str) -> tuple[s
     return tuple(name for name in family.linears if name in names)
 
 
-def saved_of(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
+def resolve_modules_to_save(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
     """`names` of modules that are trained in full, in the family's order; UserError for one that cannot be."""
     if unknown := [name for name in names or () if name not in family.modules]:
         raise UserError(f"{option}: {unknown[0]!r} cannot be trained in full; these can: {', '.join(family.modules)}.")
     return tuple(name for name in family.modules if name in (names or ()))
 
 
-def at(tree: Params, path: Sequence[str]) -> Any:
+def get_path(tree: Params, path: Sequence[str]) -> Any:
     """The entry of nested dicts at a path."""
     for key in path:
         tree = tree[key]
     return tree
 
 
-def put(tree: Params, path: Sequence[str], value: Any) -> None:
+def set_path(tree: Params, path: Sequence[str], value: Any) -> None:
     """Sets the entry of nested dicts at a path, making those on the way."""
     *parents, last = path
     for key in parents:
@@ -113,21 +113,21 @@ def init(model: Any, key: Array, base: Params) -> Params:
     lora, family = model.lora, model.family
     found: Params = {}
     for number, name in enumerate(family.linears):
-        if name not in lora.targets:
+        if name not in lora.target_modules:
             continue
         path = ("backbone", *family.linears[name])
-        layers, rows, columns = at(base, path)["kernel"].shape
+        layers, rows, columns = get_path(base, path)["kernel"].shape
         bound = 1.0 / math.sqrt(rows)
         shape = (layers, rows, lora.r)
         low = jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
-        put(found, path, {A: low, B: jnp.zeros((layers, lora.r, columns), jnp.float32)})
-    for name in lora.saved:
+        set_path(found, path, {A: low, B: jnp.zeros((layers, lora.r, columns), jnp.float32)})
+    for name in lora.modules_to_save:
         path = family.modules[name]
-        put(found, path, jax.tree.map(lambda x: x.astype(jnp.float32), at(base, path)))
+        set_path(found, path, jax.tree.map(lambda x: x.astype(jnp.float32), get_path(base, path)))
     return found
 
 
-def joined(lora: Lora, base: Params, adapters: Params) -> Params:
+def with_lora(lora: Lora, base: Params, adapters: Params) -> Params:
     """The base with adapters put into it, as the model takes them: B times the scale beside its kernel, and what is
     trained in full in the place of the base's.
 
@@ -151,15 +151,15 @@ def _over(base: Any, new: Any, scale: float) -> Any:
     return found
 
 
-def merged(params: Params, dtype: Any = jnp.float32) -> Params:
-    """`joined` params as plain ones: kernel + A B, added in float32 and kept in the kernel's dtype, or in `dtype` where
-    the kernel is int8."""
+def merge_lora(params: Params, dtype: Any = jnp.float32) -> Params:
+    """Params of `with_lora` as plain params: kernel + A B, added in float32 and returned in the kernel's dtype, or in
+    `dtype` where the kernel is int8."""
     if A in params:
         rest = {key: value for key, value in params.items() if key not in (A, B)}
         low, high = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
         more = jnp.einsum("...dr,...rf->...df", low, high, preferred_element_type=jnp.float32)
         kernel = params["kernel"]
-        kept = dtype if is_narrow(kernel) else kernel.dtype
-        return {**rest, "kernel": (widened(kernel, jnp.float32) + more).astype(kept)}
-    found = {key: merged(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
-    return {key: widened(value, dtype) if is_narrow(value) else value for key, value in found.items()}
+        kept = dtype if is_int8(kernel) else kernel.dtype
+        return {**rest, "kernel": (dequantize(kernel, jnp.float32) + more).astype(kept)}
+    found = {key: merge_lora(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
+    return {key: dequantize(value, dtype) if is_int8(value) else value for key, value in found.items()}

@@ -25,7 +25,7 @@ class Weights:
         self.mesh = mesh
         self.loaded: dict[tuple[str, str | None], None] = {}  # (path, revision) of each checkpoint, in order
 
-    def where(self, model: Model, shapes: Any) -> Any:
+    def shardings(self, model: Model, shapes: Any) -> Any:
         """A NamedSharding for each param of a model; UserError as `sharding.shardings`."""
         return sharding.shardings(shapes, model.param_rules, self.mesh)
 
@@ -35,17 +35,17 @@ class Weights:
         path: str,
         kind: str,
         revision: str | None,
-        as_read: Callable[[Params], Params] | None = None,
+        cast_on_load: Callable[[Params], Params] | None = None,
     ) -> Params:
-        """A checkpoint's params, float32 or as `as_read` makes them. Each process reads only what its devices hold.
+        """A checkpoint's params, float32 or as cast by `cast_on_load`. Each process reads only what its devices hold.
 
         Args:
           model: of the checkpoint.
           path: folder or hub name.
           kind: as `hf.load`.
           revision: of the hub.
-          as_read: a pure function of params, done for each by itself before the next is read, so that a model that is
-            kept narrower is never held in float32.
+          cast_on_load: a pure function of params, applied to each param before the next one is read, so that a model
+            that is kept in a smaller dtype is never held in float32.
 
         Returns:
           Params of jax.Arrays, buffers of their own.
@@ -53,29 +53,29 @@ class Weights:
         Raises:
           UserError: as `hf.load`.
         """
-        where = lambda _, shapes: self.where(model, shapes)  # noqa: E731
+        where = lambda _, shapes: self.shardings(model, shapes)  # noqa: E731
         self.loaded[path, revision] = None
 
         def made(names: tuple[str, ...], leaf: Array) -> Any:
             tree: Params = {}
-            lora.put(tree, names, leaf)
-            return lora.at(self.turned(model, as_read, tree), names)
+            lora.set_path(tree, names, leaf)
+            return lora.get_path(self.transform_placed(model, cast_on_load, tree), names)
 
-        return hf.load(path, kind=kind, revision=revision, where=where, as_read=made if as_read else None)[1]
+        return hf.load(path, kind=kind, revision=revision, where=where, cast_on_load=made if cast_on_load else None)[1]
 
-    def turned(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
+    def transform_placed(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
         """function(params), of a pytree or a tuple of them, placed by the model's rules; `params` itself where the
         function changes no shape and no dtype."""
         shapes, given = jax.eval_shape(function, params), jax.eval_shape(lambda params: params, params)
         if shapes == given:
             return params
-        return self.run(function, params, where=self.where(model, shapes))
+        return self.run(function, params, where=self.shardings(model, shapes))
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
         """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
         return self._drawn(model, key, lambda key: model.init(key, heads=heads))
 
-    def adapters(self, model: Model, key: Array, base: Params) -> Params:
+    def init_lora(self, model: Model, key: Array, base: Params) -> Params:
         """A new adapter of `model.lora`'s form, see `lora.init`; the same numbers on any mesh."""
         return self._drawn(model, key, lambda key, base: lora.init(model, key, base), base)
 
@@ -84,16 +84,16 @@ class Weights:
         # As numpy: a key on one process' device is no argument of a program of all of them.
         data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
         draw = lambda data, *trees: function(jax.random.wrap_key_data(data, impl=kind), *trees)  # noqa: E731
-        return self.run(draw, data, *trees, where=self.where(model, jax.eval_shape(draw, data, *trees)))
+        return self.run(draw, data, *trees, where=self.shardings(model, jax.eval_shape(draw, data, *trees)))
 
     def place(self, tree: Any, where: Any) -> Any:
         """Small host arrays onto the mesh, as `sharding.place`."""
         return sharding.place(tree, where)
 
     def copy(self, model: Model, params: Params, dtype: Any = jnp.float32) -> Params:
-        """`model.rounded` placed params, in the same shards and in buffers of their own."""
+        """`model.cast_params` placed params, in the same shards and in buffers of their own."""
         where = jax.tree.map(lambda x: x.sharding, params)
-        return self.run(lambda params: model.rounded(params, dtype), params, where=where)
+        return self.run(lambda params: model.cast_params(params, dtype), params, where=where)
 
     def run(self, function: Callable, *trees: Any, where: Any = None) -> Any:
         """function(*trees) under jit, in buffers of its own even where the function gives back what it got.
@@ -111,17 +111,17 @@ class Weights:
         return jax.jit(own, out_shardings=where)(*trees)
 
 
-class PlannedWeights(Weights):
+class AbstractWeights(Weights):
     """The same on shapes: every result is a pytree of jax.ShapeDtypeStructs with shardings.
 
     Of a checkpoint only config.json is read.
     """
 
-    def load(self, model, path, kind, revision, as_read=None):
+    def load(self, model, path, kind, revision, cast_on_load=None):
         """As `Weights.load`."""
         shapes = hf.load_shapes(path, kind=kind, revision=revision)[1]
-        shapes = jax.eval_shape(as_read, shapes) if as_read else shapes
-        return self.place(shapes, self.where(model, shapes))
+        shapes = jax.eval_shape(cast_on_load, shapes) if cast_on_load else shapes
+        return self.place(shapes, self.shardings(model, shapes))
 
     def place(self, tree, where):
         """As `Weights.place`."""

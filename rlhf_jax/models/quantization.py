@@ -13,8 +13,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array, Params
 
 
-def is_narrow(leaf: Any) -> bool:
-    """Whether a param is one of `narrowed`'s: a qwix.QArray, a pytree of `qvalue` int8 [..., D, F] and `scale` float32
+def is_int8(leaf: Any) -> bool:
+    """Whether a param is an int8 kernel: a qwix.QArray, a pytree of `qvalue` int8 [..., D, F] and `scale` float32
     [..., 1, F]."""
     return hasattr(leaf, "qvalue")
 
@@ -22,10 +22,10 @@ def is_narrow(leaf: Any) -> bool:
 def check_installed(option: str) -> None:
     """UserError, naming the option, where qwix is not installed."""
     if importlib.util.find_spec("qwix") is None:
-        raise UserError(f"{option} needs the package qwix: pip install 'rlhf_jax[int8]'; or leave it out")
+        raise UserError(f"{option} needs the package qwix: pip install '.[int8]'; or leave it out")
 
 
-def narrowed(params: Params, paths: Sequence[Sequence[str]]) -> Params:
+def quantize_int8(params: Params, paths: Sequence[Sequence[str]]) -> Params:
     """Params with the stacked kernels [L, D, F] at some paths in int8, q = round(W / s) with s = max |W| / 127 over the
     rows of a column: no number is off by more than s / 2, and what was narrowed before stays as it was.
 
@@ -41,17 +41,17 @@ def narrowed(params: Params, paths: Sequence[Sequence[str]]) -> Params:
     kernels = {(*path, "kernel") for path in paths}
 
     def narrow(path: tuple, leaf: Any) -> Any:
-        if is_narrow(leaf) or tuple(entry.key for entry in path) not in kernels:
+        if is_int8(leaf) or tuple(entry.key for entry in path) not in kernels:
             return leaf
         leaf = leaf.astype(jnp.float32)
         return qwix.quantize(leaf, jnp.int8, channelwise_axes=(0, 2), calibration_method=f"absmax,{127.5 / 127}")
 
-    return jax.tree_util.tree_map_with_path(narrow, params, is_leaf=is_narrow)
+    return jax.tree_util.tree_map_with_path(narrow, params, is_leaf=is_int8)
 
 
-def widened(kernel: Any, dtype: Any) -> Array:
-    """A kernel of any kind in `dtype`; one of `narrowed`'s is multiplied with its scale in float32 first."""
-    if is_narrow(kernel):
+def dequantize(kernel: Any, dtype: Any) -> Array:
+    """A kernel of any kind in `dtype`; one of `quantize_int8`'s is multiplied with its scale in float32 first."""
+    if is_int8(kernel):
         import qwix
 
         kernel = qwix.dequantize(kernel)

@@ -86,11 +86,11 @@ class Model:
     layout: Layout | None = None
     """Where its arrays lie in a run; None: on one device."""
     lora: lora.Lora | None = None
-    """The form of its adapters: its kernels are frozen, and its params those of `joined`. None: trained in full."""
+    """The form of its adapters: its kernels are frozen, and its params those of `with_lora`. None: trained in full."""
 
-    def joined(self, base: Params, adapters: Params) -> Params:
+    def with_lora(self, base: Params, adapters: Params) -> Params:
         """The params of a model with adapters. Without them its params are whole: `adapters`, and no `base` is used."""
-        return adapters if self.lora is None else lora.joined(self.lora, base, adapters)
+        return adapters if self.lora is None else lora.with_lora(self.lora, base, adapters)
 
     def on(self, mesh: Mesh) -> Model:
         """The model laid out on a mesh; where its heads do not divide by the axis `tensor`, that is folded into `fsdp`,
@@ -209,7 +209,7 @@ class Model:
         out = jnp.einsum("...d,do->...o", hidden.astype(jnp.float32), score["kernel"].astype(jnp.float32))[..., 0]
         return out + score["bias"][0].astype(jnp.float32) if "bias" in score else out
 
-    def rounded(self, params: Params, dtype: Any) -> Params:
+    def cast_params(self, params: Params, dtype: Any) -> Params:
         """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
 
         Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too. So do adapters,
@@ -219,19 +219,19 @@ class Model:
         def cast(path: tuple, leaf: Array) -> Array:
             names = [getattr(entry, "key", "") for entry in path]
             keep = "score" in names or any("norm" in name or name in (lora.A, lora.B) for name in names)
-            return leaf if keep or quantization.is_narrow(leaf) else leaf.astype(dtype)
+            return leaf if keep or quantization.is_int8(leaf) else leaf.astype(dtype)
 
-        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=quantization.is_narrow)
+        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=quantization.is_int8)
 
-    def narrowed(self, params: Params, dtype: Any) -> Params:
-        """`rounded` params with the kernels of the layers in int8, for adapters to stand on; see `int8.narrowed`."""
+    def quantize_int8(self, params: Params, dtype: Any) -> Params:
+        """`cast_params` with the layers' kernels in int8, as the frozen base of adapters."""
         paths = [("backbone", *path) for path in self.family.linears.values()]
-        return self.rounded(quantization.narrowed(params, paths), dtype)
+        return self.cast_params(quantization.quantize_int8(params, paths), dtype)
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
-        """`rounded` params with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
-        gathered, once: `tensor` alone splits the weights that make tokens. Adapters are merged, a layer at a time."""
-        params = self.rounded(params, dtype)
+        """`cast_params` with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
+        gathered once; only `tensor` splits the weights of decoding. Adapters are merged one layer at a time."""
+        params = self.cast_params(params, dtype)
 
         if self.layout is not None and self.layout.mesh.size > 1:
             gathered = {"fsdp": None, "vocabulary": "tensor"}
@@ -241,7 +241,7 @@ class Model:
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
-        layers = [lora.merged(layer, dtype) for layer in layers]
+        layers = [lora.merge_lora(layer, dtype) for layer in layers]
         return {**params, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(

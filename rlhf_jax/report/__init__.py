@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rlhf_jax.report import collect, page, pictures, series
-from rlhf_jax.report.collect import Run
+from rlhf_jax.report import page, pictures, read_run, series
+from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group
 
 
@@ -24,8 +24,8 @@ def read(run_dirs: Sequence[str]) -> tuple[list[Run], list[Group]]:
     Raises:
       UserError: a folder is not there, or holds no run.
     """
-    paths = collect.folders(run_dirs)
-    runs = [collect.read(path, name) for path, name in zip(paths, collect.names(paths), strict=True)]
+    paths = read_run.folders(run_dirs)
+    runs = [read_run.read(path, name) for path, name in zip(paths, read_run.names(paths), strict=True)]
     return runs, series.groups(runs)
 
 

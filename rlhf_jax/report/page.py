@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics.logger import json_text
-from rlhf_jax.report import charts, facts, measured, parts, samples
+from rlhf_jax.report import charts, html_parts, overoptimization, samples, table_data
+from rlhf_jax.report.html_parts import e
 from rlhf_jax.report.series import Group
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
 
 _HERE = pathlib.Path(__file__).parent
 _STYLES = ("uplot/uPlot.min.css", "page.css")
@@ -39,8 +40,8 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
     curves = charts.Curves(groups)
     drawn = charts.sections(curves)
     shown = samples.collect(runs)
-    calibrated = facts.calibration(runs)
-    gold = measured.frontier(curves) if name == "policy" else None
+    calibrated = table_data.calibration(runs)
+    gold = overoptimization.frontier(curves) if name == "policy" else None
     score = "objective/scores" if any("objective/scores" in group.names() for group in groups) else "reward"
     data = {
         "tab": name,
@@ -62,23 +63,23 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
         "curves": curves.drawn,
         "grids": curves.grids,
     }
-    data["metrics"] = facts.tooltips([*curves.drawn])
-    body = [parts.runs(groups, name), parts.alarms(runs), parts.comparisons(runs)]
-    body += [f'<div class="sections" data-sections="{parts.e(name)}"></div>']
+    data["metrics"] = table_data.tooltips([*curves.drawn])
+    body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(runs)]
+    body += [f'<div class="sections" data-sections="{e(name)}"></div>']
     if name == "policy":
         body += [
             '<h2>Trade-offs</h2><div class="grid">'
             '<figure class="card"><figcaption>Reward against √KL <small>the frontier</small></figcaption>'
-            f'<div class="plot" data-scatter="frontier" data-tab="{parts.e(name)}"></div></figure>'
-            f"{parts.measured(gold, name)}"
+            f'<div class="plot" data-scatter="frontier" data-tab="{e(name)}"></div></figure>'
+            f"{html_parts.measured(gold, name)}"
             '<figure class="card"><figcaption>Reward against length <small>does it pay to be long?</small></figcaption>'
-            f'<div class="plot" data-scatter="lengths" data-tab="{parts.e(name)}"></div></figure></div>',
-            parts.fits(gold, groups),
+            f'<div class="plot" data-scatter="lengths" data-tab="{e(name)}"></div></figure></div>',
+            html_parts.fits(gold, groups),
         ]
-    body.append(parts.calibration(name, calibrated))
+    body.append(html_parts.calibration(name, calibrated))
     if name == "policy":
-        body.append(parts.samples(name, shown))
-    body.append(parts.config(groups))
+        body.append(html_parts.samples(name, shown))
+    body.append(html_parts.config(groups))
     return data, "\n".join(body)
 
 
@@ -100,7 +101,7 @@ def page(groups: Sequence[Group], title: str, made: float | None = None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made))
     count = sum(len(group.runs) for group in groups)
     buttons = "".join(
-        f'<button role="tab" id="button-{n}" aria-controls="tab-{n}">{parts.e(charts.TITLES[n])}</button>' for n in tabs
+        f'<button role="tab" id="button-{n}" aria-controls="tab-{n}">{e(charts.TITLES[n])}</button>' for n in tabs
     )
     sections = "".join(
         f'<section class="tab" role="tabpanel" id="tab-{n}" aria-labelledby="button-{n}">{html}</section>'
@@ -116,14 +117,14 @@ def page(groups: Sequence[Group], title: str, made: float | None = None) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<meta http-equiv="Content-Security-Policy" content="{parts.e(policy)}; form-action 'none'">
-<title>{parts.e(title)}</title>
+<meta http-equiv="Content-Security-Policy" content="{e(policy)}; form-action 'none'">
+<title>{e(title)}</title>
 <style>{style}</style>
 </head>
 <body>
 <header>
-<div><h1>{parts.e(title)}</h1>
-<p class="quiet">{count} {"run" if count == 1 else "runs"}, as of {parts.e(when)}</p></div>
+<div><h1>{e(title)}</h1>
+<p class="quiet">{count} {"run" if count == 1 else "runs"}, as of {e(when)}</p></div>
 <div class="tools">
 <label>x <select id="across"><option value="step">update</option><option value="episode">episodes</option>
 <option value="hours">hours</option></select></label>

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.report import charts, measured
+from rlhf_jax.report import charts, overoptimization
 from rlhf_jax.report.series import Group, thinned
 
-NEEDED = "matplotlib is not installed (pip install 'rlhf_jax[report]', or give --no_png)"
+NEEDED = "matplotlib is not installed (pip install '.[report]', or give --no_png)"
 PANELS = {
     "policy": (
         ("score", ("objective/scores", "eval/scores")),
@@ -83,7 +83,7 @@ def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
     if not metrics:
         for found in charts.against(curves, "objective/kl", "objective/scores", root=True):
             axes.scatter(found["x"], found["y"], s=8, color=f"C{found['group'] % 10}", alpha=0.6)
-        if gold := measured.frontier(curves):
+        if gold := overoptimization.frontier(curves):
             for found in gold["train"]:
                 axes.scatter(found["x"], found["y"], s=12, marker="x", color=f"C{found['group'] % 10}", alpha=0.4)
             for found in gold["fits"]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.report.collect import Run, number, objects
+from rlhf_jax.report.read_run import Run, number, objects
 from rlhf_jax.report.series import number as short
 from rlhf_jax.utils.text import printable
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.config.diff import MAY_DIFFER, matches
-from rlhf_jax.report.collect import Run
+from rlhf_jax.report.read_run import Run
 
 MOST_POINTS = 600
 """Points of a curve."""

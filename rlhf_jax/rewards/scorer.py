@@ -17,7 +17,7 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import microbatch, reward_model
 from rlhf_jax.data.reward_tokens import reward_tokens
 from rlhf_jax.errors import UserError
-from rlhf_jax.generate import in_chunks
+from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.rewards import interface
@@ -189,7 +189,7 @@ class Scorer:
 
         groups = jax.tree.map(lambda x: x.reshape((-1, group) + x.shape[1:]), rollout)
         at_once = microbatch.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
-        scores = [x.reshape(-1) for x in in_chunks(some, groups, at_once)] if readers else []
+        scores = [x.reshape(-1) for x in map_in_chunks(some, groups, at_once)] if readers else []
         b, t = rollout.response.shape
         dense = []
         for function in self._device_functions:
@@ -207,7 +207,7 @@ class Scorer:
 
     def _pure_texts(self, index: int, params: Params, tokens: Array, lengths: Array) -> Array:
         model, dtype = self.models[index].model, jnp.dtype(self.config.dtype)
-        return in_chunks(
+        return map_in_chunks(
             lambda part: reward_model.score_texts(model, params, *part, dtype=dtype),
             (tokens, lengths),
             self.config.rollout_batch_size,
@@ -403,7 +403,7 @@ class Scorer:
         if fine.all():
             return []
         row = int(np.flatnonzero(~fine)[0])
-        shown = source.shown(rows[row : row + 1])[0]
+        shown = source.display_texts(rows[row : row + 1])[0]
         answer = f" -> {texts[row]!r}" if texts is not None else ""
         message = (
             f"reward {name} gave a score that is not a finite number for {int((~fine).sum())} of {len(fine)} "

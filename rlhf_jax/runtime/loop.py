@@ -20,6 +20,7 @@ from rlhf_jax.runtime import compile_cache, completion_tables, out_of_memory
 from rlhf_jax.runtime.callbacks import Control
 from rlhf_jax.runtime.monitor import NonFinite
 from rlhf_jax.runtime.stopping import CONTINUES, Asked, Stopped, Stops, no_tick
+from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import printable
 
 
@@ -68,7 +69,7 @@ class Loop:
                     if due:
                         for name, text in due["texts"].items():  # TensorBoard drops all of that step
                             self.logger.text(self.step, name, text)
-                        self.logger.log(self.step, metrics_logger.with_floats(due["metrics"]), due["timings"])
+                        self.logger.log(self.step, with_floats(due["metrics"]), due["timings"])
                         if self.finish(due["what"]):
                             return self.state, self.step
                     elif self.config.eval_on_start and self.step == 0:
@@ -240,7 +241,7 @@ class Loop:
             self.logger.log(self.step, *held)
             return None
         step, texts = self.logger.texts
-        due = {"what": self.todo, "metrics": json.loads(metrics_logger.json_text(found)), "timings": timings}
+        due = {"what": self.todo, "metrics": json.loads(json_text(found)), "timings": timings}
         return {**due, "texts": texts if step == self.step else {}}
 
     def stop(self) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.config.diff import matches
-from rlhf_jax.metrics.logger import short_number
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.utils.text import printable, without_queries
+from rlhf_jax.utils.text import printable, short_number, without_queries
 
 _METHODS = {
     "sft": "supervised fine-tuning",

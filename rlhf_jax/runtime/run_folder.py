@@ -23,10 +23,10 @@ import jax
 
 from rlhf_jax.config.diff import MAY_DIFFER, differences
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics.logger import json_text, with_floats
 from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.runtime.lock import Lock
+from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import parse_json
 
 EXPORTS = ("policy", "value", "reward_model")

@@ -35,14 +35,14 @@ def form_of(config, model: Model, kind: str) -> lora.Lora:
       UserError: a layer or a module that the model does not have.
     """
     family = model.family
-    targets = lora.targets_of(family, config.lora_target_modules, "lora_target_modules")
+    targets = lora.resolve_targets(family, config.lora_target_modules, "lora_target_modules")
     names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
     absent = {"score"} | ({"embed_out"} if kind == "scalar" or model.config.tie_word_embeddings else set())
     if wrong := [name for name in names if name in absent]:
         raise UserError(
             f"modules_to_save: {wrong[0]!r} is no module of this stage's model; a score head is always trained in full."
         )
-    saved = lora.saved_of(family, names, "modules_to_save")
+    saved = lora.resolve_modules_to_save(family, names, "modules_to_save")
     return lora.Lora(config.lora_r, config.lora_alpha, config.lora_dropout, targets, config.use_rslora, saved)
 
 
@@ -100,7 +100,7 @@ def start_of(config, trains_on: bool) -> Start:
         raise UserError(f"start_adapter 'continue', but sft_model_path {path} is no adapter to train on with.")
     if goes_on:
         paths = {DEFAULT: path, **paths}
-        path, revision = hf.base_of(path, revision)
+        path, revision = hf.adapter_base(path, revision)
     for option, name in wanted.items():
         if name is not None and name not in paths and not (name == BASE and option == "ref_adapter_name"):
             there = ", ".join(paths) or "none"
@@ -119,18 +119,18 @@ def as_base(stage: Any, model: Model) -> Callable[[Params], Params]:
     """Makes of params what adapters of a stage stand on: frozen ones, with load_in_8bit the layers' kernels in int8."""
     if not stage.config.load_in_8bit:
         return stage.as_frozen(model)
-    return lambda params: model.narrowed(params, stage.frozen_dtype)
+    return lambda params: model.quantize_int8(params, stage.frozen_dtype)
 
 
 def beneath(stage: Any, model: Model, params: Params) -> Params:
     """Placed params `as_base`; themselves where they are that already."""
-    return stage.weights.turned(model, as_base(stage, model), params)
+    return stage.weights.transform_placed(model, as_base(stage, model), params)
 
 
 def fresh(stage: Any, model: Model, base: Params, number: int) -> Params:
     """A new adapter of `model.lora`'s form on the mesh, drawn by the config's seed; `number` tells a stage's apart."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(stage.config.seed), 8), number)
-    return stage.weights.adapters(model, key, base)
+    return stage.weights.init_lora(model, key, base)
 
 
 def write(
@@ -155,7 +155,7 @@ def write(
     paths, plain, dtype = {}, dataclasses.replace(model, lora=None), stage.frozen_dtype
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        wide = stage.weights.turned(plain, lambda base: lora.merged(base, dtype), base)
+        wide = stage.weights.transform_placed(plain, lambda base: lora.merge_lora(base, dtype), base)
         stage.save(path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind)
         del wide
         origin = path, None
@@ -164,15 +164,17 @@ def write(
     norm = None
     if kind == "scalar" and "bias" in params["score"]:
         # PEFT's classifier has no bias either: it goes into the last layer norm, as in hf.save.
-        norm = model.joined(base, params)["backbone"]["final_layer_norm"]
-        norm = hf.with_score_bias(norm, params["score"])
+        norm = model.with_lora(base, params)["backbone"]["final_layer_norm"]
+        norm = hf.fold_score_bias(norm, params["score"])
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
         save_tokenizer(stage.tokenizer, adapter)
     multihost.wait_for_all("export of adapters")
     if merged_too:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        merged = stage.weights.turned(plain, lambda both: lora.merged(model.joined(*both), dtype), (base, params))
+        merged = stage.weights.transform_placed(
+            plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params)
+        )
         stage.save(paths[name], plain, merged, kind)
     else:
         paths[name] = adapter
@@ -187,7 +189,7 @@ def load(stage: Any, path: str, model: Model) -> tuple[lora.Lora, dict[str, Any]
 
 def told(what: str, form: lora.Lora, config) -> str:
     """What is trained, in words."""
-    line = f"trains {what} of rank {form.r} on {', '.join(form.targets)}"
+    line = f"trains {what} of rank {form.r} on {', '.join(form.target_modules)}"
     if config.load_in_8bit and not config.export_merged:
         line += "; what is written stands on the checkpoint, not on its int8 form that is trained on (export_merged)"
     return line

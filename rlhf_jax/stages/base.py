@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_jax import models
 from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import batch_sizes
-from rlhf_jax.data import check_made_for, load_tokenizer, save_tokenizer
+from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import quantization
 from rlhf_jax.models.io import hf
@@ -136,11 +136,11 @@ class Stage:
 
     def as_frozen(self, model) -> Callable[[Params], Params]:
         """Rounds params to `frozen_dtype`: half the memory, and what a forward pass rounds to in any case."""
-        return lambda params: model.rounded(params, self.frozen_dtype)
+        return lambda params: model.cast_params(params, self.frozen_dtype)
 
     def rounded(self, model, params: Params) -> Params:
         """Placed params `as_frozen`; themselves where they are that already."""
-        return self.weights.turned(model, self.as_frozen(model), params)
+        return self.weights.transform_placed(model, self.as_frozen(model), params)
 
     def save(self, path: str, model, params: Params, kind: str) -> None:
         """A Hugging Face checkpoint of placed params with the tokenizer. One process writes it, and all wait for it."""
@@ -178,12 +178,12 @@ class Stage:
     def lay(self, model, *heads: str):
         """The model on the stage's mesh; UserError, with the param and the numbers, where it does not divide."""
         model = model.on(self.mesh)
-        self.weights.where(model, jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0)))
+        self.weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0)))
         return model
 
     def place_params(self, model, params: Params) -> Params:
         """Params on the host onto the mesh by the family's rules."""
-        return self.weights.place(params, self.weights.where(model, params))
+        return self.weights.place(params, self.weights.shardings(model, params))
 
     def new_score(self, model, std: float | None) -> Params:
         """A fresh scalar head on the mesh, N(0, std) by the config's seed.
@@ -258,7 +258,7 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     revision = config.model_revision if name == model_path else None
     tokenizer = load_tokenizer(name, revision, vocab_size=model_rows)
     if model_path is not None and name != model_path:
-        check_made_for(tokenizer, model_path, config.model_revision)
+        check_tokenizer_fits_model(tokenizer, model_path, config.model_revision)
     return tokenizer
 
 

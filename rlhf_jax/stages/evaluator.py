@@ -95,7 +95,7 @@ class LookingStage(base.Stage):
             None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
         )
         return {
-            "prompts": source.shown(rows),
+            "prompts": source.display_texts(rows),
             "completions": self.texts(response, lengths),
             "columns": source.columns(rows),
             "lengths": lengths,
@@ -130,7 +130,7 @@ class LookingStage(base.Stage):
         """
         rows = []
         for i, ids in enumerate(completion_ids(response, np.maximum(lengths, 0))):
-            rows.append({"tokens": self.tokenizer.pieces(ids)})
+            rows.append({"tokens": self.tokenizer.token_texts(ids)})
             for name, values in (("kl", kl), ("advantages", advantages)):
                 if values is not None:
                     rows[i][name] = [float(f"{x:.6g}") for x in values[i, : len(ids)]]
@@ -212,7 +212,7 @@ class LookingStage(base.Stage):
             inside = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * inside).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
         rows = []
-        for i, (prompt, text) in enumerate(zip(batch.source.shown(batch.rows), self.texts(response, lengths))):
+        for i, (prompt, text) in enumerate(zip(batch.source.display_texts(batch.rows), self.texts(response, lengths))):
             row = {"prompt": prompt, "completion": text}
             row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
             taken = {*row, "advantage"}
@@ -240,7 +240,7 @@ class LookingStage(base.Stage):
             name: ~np.isfinite(x.reshape(len(lengths), -1)).all(axis=1) for name, x in parts.items() if x is not None
         }
         rows = []
-        for i, (prompt, text) in enumerate(zip(batch.source.shown(batch.rows), self.texts(response, lengths))):
+        for i, (prompt, text) in enumerate(zip(batch.source.display_texts(batch.rows), self.texts(response, lengths))):
             row = {"row": int(batch.rows[i]), "prompt": prompt, "response": text, "score": float(score[i])}
             rows.append(row | {"not_finite": [name for name in bad if bad[name][i]]})
         worst = [row for row in rows if row["not_finite"]]

@@ -19,7 +19,7 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
 from rlhf_jax.config.batch_sizes import batch_arithmetic, sampling_options
 from rlhf_jax.errors import UserError
-from rlhf_jax.generate import Sampling, in_chunks, respond
+from rlhf_jax.generate import Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
@@ -101,7 +101,7 @@ class PolicyStage(LookingStage):
         """Of 'policy' and 'reward', the models whose float32 params something that is trained starts from a copy of,
         beside the policy itself; the others are rounded as they are read where they are frozen."""
         form = self.policy.lora
-        return {"policy"} if form is not None and form.saved and self.adapter is None else set()
+        return {"policy"} if form is not None and form.modules_to_save and self.adapter is None else set()
 
     def experience(self, params, ref, rollout, scores, scorable, token_rewards, kl_coef, group):
         """(Experience, metrics) of a rollout; pure."""
@@ -231,11 +231,11 @@ class PolicyStage(LookingStage):
             def some(part):
                 prompts, rows = part
                 options = {"group": together, "rows": rows.reshape(-1), "dtype": dtype}
-                found = respond(self.policy, layers, prompts, key, sampling, **options)
+                found = generate_unstacked(self.policy, layers, prompts, key, sampling, **options)
                 return jax.tree.map(lambda x: rollout_metrics.grouped(x, together), found)
 
             at_once = microbatch.groups_at_once(c.rollout_batch_size, together, rows.shape[0] // together)
-            found = in_chunks(some, (batch, rollout_metrics.grouped(rows, together)), at_once)
+            found = map_in_chunks(some, (batch, rollout_metrics.grouped(rows, together)), at_once)
             found = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), found)
             return sharding.spread_rows(found, self.mesh)
 
@@ -263,7 +263,7 @@ class PolicyStage(LookingStage):
 
         def kl_of(params, base, ref, rollout):
             params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
-            return in_chunks(
+            return map_in_chunks(
                 lambda part: actor_critic.token_kl(self.nets, params, ref, part, c), rollout, c.rollout_batch_size
             )
 

@@ -53,7 +53,7 @@ class PPOStage(PolicyStage):
     def copied(self):
         """As `PolicyStage.copied`: a value model in full, or modules of it, may start from either."""
         c, found, value = self.config, super().copied(), self.nets.value
-        whole = value is not None and (value.lora is None or value.lora.saved)
+        whole = value is not None and (value.lora is None or value.lora.modules_to_save)
         if not whole or c.value_model_path is not None:
             return found
         return found | {"reward" if self.scorer.models and c.lora_value != "shared" else "policy"}
@@ -85,7 +85,7 @@ class PPOStage(PolicyStage):
         if c.lora_value == "shared":
             return {**adapters.fresh(self, value, policy, 1), "score": self.new_score(value, None)}
         if c.value_model_path is not None:
-            as_read = None if value.lora.saved else adapters.as_base(self, value)
+            as_read = None if value.lora.modules_to_save else adapters.as_base(self, value)
             read = self.weights.load(value, c.value_model_path, "scalar", c.value_model_revision, as_read)
             self.base["value"] = adapters.beneath(self, value, read)
         else:

@@ -25,7 +25,7 @@ class RewardStage(SupervisedStage):
     def _load_data(self, train_dataset, eval_dataset):
         self.train_data = data.load_pairs(self.config, self.tokenizer, train_dataset)
         self.eval_sets = data.load_eval_pairs(self.config, self.tokenizer, eval_dataset)
-        self.normalizing = data.load_normalizing(self.config, self.tokenizer)
+        self.normalizing = data.load_normalization_data(self.config, self.tokenizer)
 
     def _starting_params(self):
         backbone = self._load_params("backbone")["backbone"]
@@ -36,10 +36,10 @@ class RewardStage(SupervisedStage):
         dtype = jnp.dtype(self.config.dtype)
 
         def pairs(beneath, params, batch):
-            return reward_model.pair_scores(self.model, self.model.joined(beneath, params), batch, dtype=dtype)
+            return reward_model.pair_scores(self.model, self.model.with_lora(beneath, params), batch, dtype=dtype)
 
         def texts(beneath, params, tokens, lengths):
-            whole = self.model.joined(beneath, params)
+            whole = self.model.with_lora(beneath, params)
             return reward_model.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
 
         self._pairs, self._texts = jax.jit(pairs), jax.jit(texts)

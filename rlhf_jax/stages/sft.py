@@ -30,7 +30,7 @@ class SFTStage(SupervisedStage):
 
     def _compile(self):
         def evaluate(beneath, params, batch):
-            return sft.evaluate(self.model, self.model.joined(beneath, params), batch, self.config)
+            return sft.evaluate(self.model, self.model.with_lora(beneath, params), batch, self.config)
 
         self._evaluate = jax.jit(evaluate)
 

@@ -97,7 +97,7 @@ class SupervisedStage(base.Stage):
         c = self.config
         if c.scratch_model:
             return self.weights.init(self.model, jax.random.key(c.seed), (self.head,))
-        adapted = self.model.lora is not None and not self.model.lora.saved
+        adapted = self.model.lora is not None and not self.model.lora.modules_to_save
         as_read = adapters.as_base(self, self.model) if adapted else None
         return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision, as_read)
 

@@ -9,6 +9,8 @@ import sys
 import unicodedata
 from typing import Any
 
+import numpy as np
+
 LONGEST = 20_000
 """Characters of a message."""
 _KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
@@ -87,3 +89,20 @@ def never_fail_to_print() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3.2s, 4m10s, 2h05m, 3d04h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if minutes < 60:
+        return f"{minutes}m{int(seconds) % 60:02d}s"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{days}d{hours % 24:02d}h"
+
+
+def short_number(x: Any) -> str:
+    """A number in at most 4 significant digits, for the terminal."""
+    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        return str(x)
+    return f"{float(x):.4g}"

@@ -120,7 +120,7 @@ def ended(start: Start, params: Any) -> tuple[Any, Any]:
     if start.base is None:
         return params, hf.load(start.final, kind="causal")[1]
     if not _holds(start.final):
-        whole = lora.merged(start.policy.joined(start.base["policy"], params))
+        whole = lora.merge_lora(start.policy.with_lora(start.base["policy"], params))
         return whole, hf.load(start.final, kind="causal")[1]
     form, theirs = _read(start.final, start.policy)
     for field in ("targets", "saved", "scale"):
@@ -208,9 +208,9 @@ def _agree(folder: Path, where: Path, given: Iterable[tuple[str, str, Any]], for
         "r": form.r,
         "lora_alpha": form.alpha,
         "lora_dropout": form.dropout,
-        "target_modules": set(form.targets),
-        "modules_to_save": set(form.saved),
-        "use_rslora": form.rslora,
+        "target_modules": set(form.target_modules),
+        "modules_to_save": set(form.modules_to_save),
+        "use_rslora": form.use_rslora,
     }
     for peft, name, value in given:
         if peft not in own:

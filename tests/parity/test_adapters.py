@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.optional import optional
+from tests.helpers.optional import optional
 from tests.parity import adapters, options, replay, report, weights
 
 torch = optional("torch")
@@ -143,7 +143,7 @@ def test_a_record_reads_the_same_wherever_its_adapters_lie(tmp_path, rearranged)
 def test_modules_that_are_trained_in_full_are_read_under_their_names_in_a_peft_model(tmp_path):
     folder = copied(tmp_path, "lora_rslora")
     plain = adapters.start_of(folder, told(folder))
-    assert plain.policy.lora.saved == ("final_layer_norm", "embed_out") and plain.policy.lora.rslora
+    assert plain.policy.lora.modules_to_save == ("final_layer_norm", "embed_out") and plain.policy.lora.use_rslora
     assert plain.ref_params == {}  # the policy without its adapter
     inner = ("lm_head.weight", "lm_head.modules_to_save.default.weight")
     renamed(folder / "adapter", lambda name: name.replace(*inner).replace("norm.", "norm.modules_to_save.default."))
@@ -215,7 +215,7 @@ def test_options_of_adapters_that_were_not_used_are_no_contradiction():
     assert start.base is None and start.policy.lora is None and start.where is None
     agreeing = {"lora_target_modules": ["query_key_value"], "lora_task_type": "CAUSAL_LM", "use_dora": False}
     again = adapters.start_of(CASES / "lora_small", {**told(CASES / "lora_small"), **agreeing})
-    assert again.policy.lora.targets == ("query_key_value",)
+    assert again.policy.lora.target_modules == ("query_key_value",)
 
 
 def test_of_several_adapters_the_options_say_which_is_which(tmp_path):

@@ -24,7 +24,7 @@ from huggingface_hub import errors as hub_errors
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import peft
 from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
-from rlhf_jax.models.io.shards import Filed, Given, gathered, read_shards, read_whole
+from rlhf_jax.models.io.shards import FileParam, HostParam, gather_to_host, read_all, read_shards
 from rlhf_jax.models.registry import FAMILIES, HEADS, Model
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.types import Params
@@ -145,7 +145,7 @@ def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
     return (folder / peft.CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
-def base_of(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
     """(checkpoint, its revision) that an adapter belongs on."""
     folder = resolve(name_or_path, revision, weights=False)
     adapter = peft.read_config(folder)
@@ -172,7 +172,7 @@ def load(
     head_seed: int = 0,
     head_std: float | None = None,
     where: Callable[[Model, Params], Any] | None = None,
-    as_read: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
+    cast_on_load: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
 
@@ -181,7 +181,7 @@ def load(
     without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
     `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
     own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
-    `as_read` with it: what becomes of each param, by its path, before the next is read.
+    `cast_on_load` with it: what becomes of each param, by its path, before the next is read.
     An adapter in PEFT's form is merged into its base as it is read. UserError names the file and the key, or the tensor
     that is missing, extra or misshapen.
     """
@@ -191,7 +191,7 @@ def load(
     model, offset = _model(hf, folder / CONFIG)
     sources = open_weights(folder)
     read = [peft.read(adapter, model) for adapter in adapters]
-    own = {name for form, _ in read for name in form.saved}
+    own = {name for form, _ in read for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
     heads = kind.split("+")
     if "causal" in heads and not model.config.tie_word_embeddings:
@@ -203,7 +203,7 @@ def load(
             std = model.config.initializer_range if head_std is None else head_std
             # The same on every process.
             noise = np.random.default_rng(head_seed).standard_normal((model.config.hidden_size, 1))
-            leaves["score"] = {"kernel": Given((std * noise).astype(np.float32))}
+            leaves["score"] = {"kernel": HostParam((std * noise).astype(np.float32))}
         else:
             leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
     for form, adapter in read:
@@ -211,12 +211,12 @@ def load(
             adapter = {key: value for key, value in adapter.items() if key != "score"}
         leaves = peft.merged_into(leaves, form, adapter)
     if where is None:
-        return model, jax.tree.map(read_whole, leaves)
+        return model, jax.tree.map(read_all, leaves)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
 
     def placed(path: tuple, leaf: Any, where: Any) -> Any:
         read = read_shards(leaf, where)
-        return read if as_read is None else as_read(tuple(entry.key for entry in path), read)
+        return read if cast_on_load is None else cast_on_load(tuple(entry.key for entry in path), read)
 
     return model, jax.tree_util.tree_map_with_path(placed, leaves, where(model, shapes))
 
@@ -306,7 +306,7 @@ def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
         for parent in parents:
             node = node.setdefault(parent, {})
         tensors = tuple(layers[layer] for layer in sorted(layers)) if spec.layer is not None else (layers[None],)
-        node[leaf] = Filed(tensors, spec.transpose, stacked=spec.layer is not None)
+        node[leaf] = FileParam(tensors, spec.transpose, stacked=spec.layer is not None)
     return backbone
 
 
@@ -319,7 +319,7 @@ def _found(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder
     return sources[name]
 
 
-def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> Filed:
+def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> FileParam:
     name = next((name for name in _CAUSAL_HEADS if name in sources), None)
     if name is None:
         raise UserError(
@@ -327,15 +327,15 @@ def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> File
             "A policy, a reference or an SFT model needs one."
         )
     shape = (model.config.vocab_size, model.config.hidden_size)
-    return Filed((_found(sources, name, shape, folder),), transpose=True)
+    return FileParam((_found(sources, name, shape, folder),), transpose=True)
 
 
 def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dict[str, Any], offset: float) -> Params:
     shape = (1, model.config.hidden_size)
     if _SCALAR_WEIGHT in sources:
-        bias = read_whole(Filed((_found(sources, _SCALAR_BIAS, (1,), folder),)))
-        kernel = Filed((_found(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
-        return {"kernel": kernel, "bias": Given((bias.astype(np.float64) - offset).astype(np.float32))}
+        bias = read_all(FileParam((_found(sources, _SCALAR_BIAS, (1,), folder),)))
+        kernel = FileParam((_found(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
+        return {"kernel": kernel, "bias": HostParam((bias.astype(np.float64) - offset).astype(np.float32))}
     if _SCORE not in sources:
         raise UserError(
             f"{folder} has no scalar head (tensor {_SCORE}, or {_SCALAR_WEIGHT}): it is not a reward model. "
@@ -344,7 +344,7 @@ def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dic
     labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
     if labels != 1:
         raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
-    return {"kernel": Filed((_found(sources, _SCORE, shape, folder),), transpose=True)}
+    return {"kernel": FileParam((_found(sources, _SCORE, shape, folder),), transpose=True)}
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def save(
     backbone = params["backbone"]
     tensors = {}  # by name: leaf, layer, whether the file has it transposed
     if kind == "scalar" and "bias" in params["score"]:
-        backbone = {**backbone, "final_layer_norm": with_score_bias(backbone["final_layer_norm"], params["score"])}
+        backbone = {**backbone, "final_layer_norm": fold_score_bias(backbone["final_layer_norm"], params["score"])}
     for spec in model.family.tensors(model.config):
         leaf = functools.reduce(lambda node, key: node[key], spec.path, backbone)
         tensors[model.family.prefix + spec.name] = leaf, spec.layer, spec.transpose
@@ -390,7 +390,7 @@ def save(
 
     def read(name: str) -> np.ndarray:
         leaf, layer, transpose = tensors[name]
-        array = gathered(leaf, layer)
+        array = gather_to_host(leaf, layer)
         return np.ascontiguousarray((array.T if transpose else array).astype(DTYPES[dtype]))
 
     folder = Path(path)
@@ -402,12 +402,12 @@ def save(
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def with_score_bias(norm: Params, score: Params) -> Params:
+def fold_score_bias(norm: Params, score: Params) -> Params:
     """The last layer norm {"scale", "bias"} [D] with the bias of the scalar head after it folded into its own, on the
     host; see `save`. Every process must call it."""
-    kernel, bias = (gathered(score[key]) for key in ("kernel", "bias"))
+    kernel, bias = (gather_to_host(score[key]) for key in ("kernel", "bias"))
     weight = kernel[:, 0].astype(np.float64)
     if not weight.any():
         raise UserError("the scalar head is all zeros and has a bias, which a Hugging Face classifier cannot express.")
     more = float(bias[0]) * weight / (weight @ weight)
-    return {**norm, "bias": (gathered(norm["bias"]).astype(np.float64) + more).astype(np.float32)}
+    return {**norm, "bias": (gather_to_host(norm["bias"]).astype(np.float64) + more).astype(np.float32)}

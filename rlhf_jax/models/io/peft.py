@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import lora
 from rlhf_jax.models.io.safetensors import Source, open_file, read_json, write_file
-from rlhf_jax.models.io.shards import Adapted, Filed, Given, gathered, read_whole
+from rlhf_jax.models.io.shards import FileParam, HostParam, LoraParam, gather_to_host, read_all
 from rlhf_jax.models.lora import Lora
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.types import Params
@@ -116,20 +116,20 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
             continue
         if name not in sources:
             raise UserError(f"{file}: tensor {_PREFIX}{name} is missing.")
-        leaf = lora.at(shapes, path)
+        leaf = lora.get_path(shapes, path)
         shape = leaf.shape[1:] if layer is not None else leaf.shape
         array = _array(sources[name], shape, transpose=path[-1] in (lora.A, lora.B, "kernel"))
         if layer is None:
-            lora.put(found, path, array)
+            lora.set_path(found, path, array)
         else:
-            lora.put(found, (*path, layer), array)
+            lora.set_path(found, (*path, layer), array)
     return form, _stacked(found)
 
 
 def _array(source: Source, shape: tuple[int, ...], transpose: bool) -> np.ndarray:
     """A tensor as [in, out], float32; UserError, naming it, where it has another shape."""
     source.check(shape[::-1] if transpose else shape, CONFIG)
-    return read_whole(Filed((source,), transpose))
+    return read_all(FileParam((source,), transpose))
 
 
 def _stacked(tree: Any) -> Any:
@@ -179,9 +179,9 @@ def merged_into(leaves: Params, form: Lora, adapters: Params) -> Params:
 
     def over(leaf: Any, new: Any) -> Any:
         if isinstance(new, np.ndarray):
-            return Given(new)
+            return HostParam(new)
         if lora.A in new:
-            return {**leaf, "kernel": Adapted(leaf["kernel"], new[lora.A], np.float32(form.scale) * new[lora.B])}
+            return {**leaf, "kernel": LoraParam(leaf["kernel"], new[lora.A], np.float32(form.scale) * new[lora.B])}
         return {**leaf, **{key: over(leaf.get(key, {}), value) for key, value in new.items()}}
 
     heads = [key for key in ("embed_out", "score") if key in adapters and key not in leaves]
@@ -220,13 +220,13 @@ def save(
     whole: dict[tuple[str, ...], np.ndarray] = {}
     for name, (module, where, layer) in _names(model).items():
         try:
-            leaf = lora.at(tree, where)
+            leaf = lora.get_path(tree, where)
         except KeyError:
             continue
         if module == others:
             continue
         if where not in whole:
-            whole[where] = np.asarray(gathered(leaf), np.float32)
+            whole[where] = np.asarray(gather_to_host(leaf), np.float32)
         array = whole[where] if layer is None else whole[where][layer]
         transpose = where[-1] in (lora.A, lora.B, "kernel")
         name = name.replace(module, _MODULES.get(module, module)) if layer is None else name
@@ -245,8 +245,8 @@ def save(
         "r": form.r,
         "lora_alpha": form.alpha,
         "lora_dropout": form.dropout,
-        "target_modules": list(form.targets),
-        "use_rslora": form.rslora,
+        "target_modules": list(form.target_modules),
+        "use_rslora": form.use_rslora,
         "modules_to_save": modules or None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -1,4 +1,4 @@
-"""Params a piece at a time: read from files into their shards, gathered from their shards for files."""
+"""Params one piece at a time: read from files into their shards, and gathered from their shards for files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_jax.parallel import sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class HostParam:
     """A small param that is on the host of every process."""
 
     array: np.ndarray
@@ -31,7 +31,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filed:
+class FileParam:
     """A param in a checkpoint: one tensor, or with `stacked` one for each layer; `transpose` swaps a tensor's axes."""
 
     tensors: tuple[Source, ...]
@@ -60,10 +60,10 @@ class Filed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class LoraParam:
     """A stacked kernel with an adapter added to it: kernel + low high, in float32."""
 
-    kernel: Any  # Filed or Adapted
+    kernel: Any  # FileParam or LoraParam
     low: np.ndarray  # [L, D, r]
     high: np.ndarray  # [L, r, F]
 
@@ -81,12 +81,12 @@ class Adapted:
         return out
 
 
-def read_whole(leaf: Given | Filed | Adapted) -> np.ndarray:
+def read_all(leaf: HostParam | FileParam | LoraParam) -> np.ndarray:
     """All of a param, float32."""
     return leaf.read(tuple(slice(0, size) for size in leaf.shape))
 
 
-def read_shards(leaf: Given | Filed | Adapted, where: NamedSharding) -> jax.Array:
+def read_shards(leaf: HostParam | FileParam | LoraParam, where: NamedSharding) -> jax.Array:
     """A param on the devices, float32. Reads what this process' devices hold, each part once, one at a time."""
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in where.addressable_devices_indices_map(leaf.shape).items():
@@ -101,7 +101,7 @@ def read_shards(leaf: Given | Filed | Adapted, where: NamedSharding) -> jax.Arra
     return jax.make_array_from_single_device_arrays(leaf.shape, where, shards)
 
 
-def gathered(leaf: Any, layer: int | None = None) -> np.ndarray:
+def gather_to_host(leaf: Any, layer: int | None = None) -> np.ndarray:
     """A param, or one layer of a stacked one, on the host. Every process must call it, in the same order.
 
     Args:

@@ -1,0 +1,283 @@
+"""Our side of benchmark.py, a process of its own: whole updates of the real training loop, then each phase by itself.
+
+    python scripts/bench/benchmark_ours.py WORK --pair N [--micro M]
+
+WORK is what benchmark.py prepared. The result goes to WORK/ours-N.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_case import (
+    COPY_ENTRIES,
+    Case,
+    best_rate,
+    child_arguments,
+    leave,
+    matrix_sizes,
+    our_options,
+    peak_rss_mib,
+    rows_of,
+)
+from jax.errors import JaxRuntimeError
+
+from rlhf_jax.algorithms import actor_critic, microbatch, rloo
+from rlhf_jax.config import STAGES as CONFIGS
+from rlhf_jax.config import batch_sizes
+from rlhf_jax.config import files as config_files
+from rlhf_jax.generate import map_in_chunks
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
+from rlhf_jax.runtime import run_folder as run_folders
+from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.stages import STAGES
+
+REPEATS = 3
+
+
+def config_of(case: Case, work: Path, micro: int | None, run_dir: str):
+    """Our config of the case."""
+    return CONFIGS[case.algo](**our_options(case, work, micro, run_dir))
+
+
+class Peak(Callback):
+    """The most memory used up to each update; before the run does anything else."""
+
+    def __init__(self):
+        self.found: dict[str, float] = {}
+
+    def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
+        """Metrics of update `step` are there, so it is over."""
+        self.found = memory()
+
+
+def memory() -> dict[str, float]:
+    """Peak memory of this process and of its fullest device, MiB."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    found = {"peak_rss_mib": peak_rss_mib()}
+    return found | ({"peak_device_mib": max(peaks) / 2**20} if max(peaks) else {})
+
+
+class NoCheckpoints:
+    """In place of a run's checkpoints: writing one at the end is not what is measured."""
+
+    def save(self, *_: Any) -> None:
+        """Does nothing."""
+
+
+def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+    """All updates by `rlhf_jax.runtime.loop`, as every run: (state, its clocks an update, peak memory)."""
+    config = stage.config
+    run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
+    peak, control = Peak(), Control()
+    logger = metrics_logger.MetricLogger.open(
+        run_folder.path,
+        report_to=config.report_to,
+        terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
+        callback=lambda step, values: peak.on_step_end(step, values, control),
+    )
+    with logger:
+        watched = monitor.Watch(stage, run_folder)
+        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stopping.Stops(), watched)
+        state, _ = run.train(stage.state, {})
+    return state, metrics_logger.read_metrics(run_folder.timings), peak.found
+
+
+def loop_phases(line: dict[str, float]) -> dict[str, float]:
+    """The clocks of one update under the names of `benchmark_case.LOOP`."""
+    names = {"generate": "generate", "score": "reward", "experience": "experience", "update": "update"}
+    return {new: line[f"time/{old}"] for old, new in names.items()}
+
+
+def timed(run: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of a call that waits for its result: the first apart, since it compiles what was not compiled yet."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - began)
+    return {"first": seconds[0], "all": seconds[1:], "seconds": median(seconds[1:])}
+
+
+def prefill_only(stage):
+    """The stage with responses of one token: its rollout is the prompts' pass and one draw."""
+    short = copy.copy(stage)
+    short.config = dataclasses.replace(stage.config, response_length=1)
+    short._compile()
+    return short
+
+
+def alone(stage, name: str) -> Callable:
+    """A jitted pass of one frozen role: 'reference' (params, rollout, experience) -> log-probabilities, or 'value'."""
+    c, nets = stage.config, stage.nets
+
+    def ppo_rows(rows, params):
+        tokens, mask = rows
+        t = c.response_length
+        model = nets.value if name == "value" else nets.ref
+        hidden = actor_critic.response_hidden(model, params, tokens, mask, t, c)
+        if name == "value":
+            return model.scalars(params, hidden)
+        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -t:], c.temperature)[0]
+
+    def run(params, rollout, experience):
+        if stage.name == "ppo":
+            rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
+            return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
+        rows = experience if stage.shared_prompts else rloo.apart(experience)
+        groups, size = rows.lengths.shape
+        at_once = microbatch.groups_at_once(c.rollout_batch_size, size, groups)
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
+
+    return jax.jit(run)
+
+
+def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Each wanted phase by itself, on the stage's own programs where there are any.
+
+    Args:
+      stage: of PPO or RLOO.
+      state: its train state; given away where 'update' is wanted.
+      wanted: of `benchmark_case.PHASES`; 'generate' brings 'prefill' and 'decode', the rest of it.
+
+    Returns:
+      {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has only "seconds".
+    """
+    group, found = stage.group, {}
+    prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
+    rows = np.repeat(prompts.rows, group)
+
+    def roll(which=stage):
+        return which.roll(state.params["policy"], prompts, state.seed, state.step, None, group)
+
+    if "generate" in wanted:
+        short = prefill_only(stage)
+        found["generate"], found["prefill"] = timed(roll), timed(lambda: roll(short))
+        rest = found["generate"]["seconds"] - found["prefill"]["seconds"]
+        if rest > 0.1 * found["generate"]["seconds"]:  # less is noise
+            found["decode"] = {"seconds": rest}
+    if set(wanted) == {"generate"}:
+        return found
+    rollout = roll()
+
+    def score():
+        return stage.scorer.score(rollout, stage.train_data, rows, group, stage.trainer_state(0))
+
+    if "reward" in wanted:
+        found["reward"] = timed(lambda: score().scores)
+    if set(wanted) <= {"generate", "reward"}:
+        return found
+    experience, judged = jax.block_until_ready(stage.judge(state, rollout, score(), group))
+    params = stage.nets.whole(stage.base, state.params)
+    frozen = {"reference": stage.nets.reference(stage.base, stage.reference(state)), "value": params.get("value")}
+    for name, params in frozen.items():
+        if name in wanted:
+            program = alone(stage, name)
+            found[name] = timed(lambda program=program, params=params: program(params, rollout, experience))
+    if "update" in wanted:
+
+        def learn():
+            nonlocal state
+            state, seen = stage._update(state, stage.base, experience, judged)
+            return seen
+
+        found["update"] = timed(learn)
+    return found
+
+
+def matmul_flops(device: str, dtype: str) -> float:
+    """FLOPs a second of the best large matrix product."""
+    multiply = jax.jit(jnp.matmul)
+
+    def attempt(n: int) -> tuple[float, Callable[[], float]]:
+        a = jnp.ones((n, n), dtype)
+
+        def run() -> float:
+            began = time.perf_counter()
+            multiply(a, a).block_until_ready()
+            return time.perf_counter() - began
+
+        return 2.0 * n**3, run
+
+    return best_rate([attempt(n) for n in matrix_sizes(device)])
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large copy, read and written."""
+    source, copied = jnp.zeros(COPY_ENTRIES, jnp.float32), jax.jit(lambda x: x + 1)
+
+    def run() -> float:
+        began = time.perf_counter()
+        copied(source).block_until_ready()
+        return time.perf_counter() - began
+
+    return best_rate([(8.0 * COPY_ENTRIES, run)])
+
+
+def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
+    """Everything this process has to tell."""
+    compiling = compile_cache.Clock()
+    config = config_of(case, work, micro, str(work / f"run-{pair}"))
+    batch_sizes.check(config_files.checked_types(config))
+    began = time.perf_counter()
+    stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
+    result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
+    state = stage.state
+    try:
+        wanted = () if case.phase is None else tuple(stage_phases(case))
+        if case.phase in (None, "all"):
+            compiling.since_last()
+            state, lines, peak = updates(stage, work)
+            result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
+            result |= {"compile_seconds": compiling.seconds, **peak}
+        if case.profile and pair == 0:
+            if "updates" not in result:
+                state, _, _ = stage.train_step(state, 0)  # the trace is of an update, not of its compilation
+            with jax.profiler.trace(case.profile):
+                state, seen, _ = stage.train_step(state, case.updates)
+                jax.block_until_ready((state, seen))
+        if wanted:
+            result["phases"] = phases(stage, state, wanted)
+            if "updates" not in result:
+                result |= {"compile_seconds": compiling.seconds, **memory()}
+    finally:
+        stage.close()
+    device = jax.devices()[0]
+    result |= {"device": "cpu" if device.platform == "cpu" else "cuda" if device.platform == "gpu" else device.platform}
+    result |= {"device_kind": device.device_kind, "versions": {"jax": jax.__version__}}
+    return result | {"matmul_flops": matmul_flops(result["device"], case.dtype), "bandwidth": bandwidth()}
+
+
+def stage_phases(case: Case) -> list[str]:
+    """The phases that --phase asks for."""
+    names = ["generate", "reference", "reward", "value", "update"]
+    if case.algo == "rloo":
+        names.remove("value")
+    return names if case.phase == "all" else [case.phase]
+
+
+def main() -> None:
+    """One measurement; memory that runs out is a result, not an error."""
+    case, args = child_arguments()
+    try:
+        result = measure(case, args.work, args.pair, args.micro)
+    except (JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        result = {"out_of_memory": str(error)[:300]}
+    leave(args.work, "ours", args.pair, result)
+
+
+if __name__ == "__main__":
+    main()
