@@ -55,14 +55,14 @@ else
       sed -n 's|^Debian/Debian ||p' | head -n 1)
   fi
   eval "$(apt-config shell proxy Acquire::http::Proxy secure_proxy Acquire::https::Proxy)"
-  login=$(mktemp -d) # for wget, which debootstrap downloads with: what apt logs in with
+  login=$(mktemp -d) # a home for wget, with which debootstrap downloads: what apt logs in with
+  trap 'rm -rf "$login"' EXIT
   for file in /etc/apt/auth.conf /etc/apt/auth.conf.d/*.conf; do
     [ ! -f "$file" ] || (umask 077 && sed -E 's#(machine +)[a-z+]+://#\1#; s#(machine +[^/ ]+)/[^ ]*#\1#' "$file" >>"$login/.netrc")
   done
   http_proxy=${http_proxy:-${proxy:-}} https_proxy=${https_proxy:-${secure_proxy:-}} HOME=$login \
     debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$root" ${mirror:+"$mirror"} \
     >"$login/log" 2>&1 || { tail -n 40 "$login/log" >&2; exit 1; }
-  rm -rf "$login"
 fi
 
 # ---------------------------------------------------------------------------------------------------- the machine's settings
@@ -92,13 +92,14 @@ for name, value in settings.items():
     print(f"{name}={value}", end="\0")
 PYTHON
 )
+has_content() { if [ -d "$1" ]; then [ -n "$(ls -A "$1")" ]; else [ -s "$1" ]; fi; }
 # Local files and folders that they name are seen at the same place, and not written to. Pages of an index on the disk
 # link to files beside it.
 for setting in "${settings[@]}"; do
   for word in ${setting#*=}; do
     path=$word
     if [[ $word == file:///*/* ]]; then path=$(dirname "${word#file://}"); fi
-    if [[ $path == /?* && -e $path && ! -e $root$path ]]; then
+    if [[ $path == /?* ]] && has_content "$path" && ! has_content "$root$path"; then
       if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$root${path%/*}" && touch "$root$path"; fi
       mount --bind "$path" "$root$path"
       mount -o remount,bind,ro "$root$path"
@@ -154,7 +155,7 @@ PYTHON
 
 if [ "$1" = short ]; then
   attempt "tests of equations and models" .venv/bin/python -m pytest -q \
-    tests/test_advantages.py tests/test_losses.py tests/test_models_forward.py tests/test_models_stacked.py
+    tests/test_advantages.py tests/test_losses.py tests/models
 else
   attempt "tests" .venv/bin/python -m pytest -q
   attempt "tests: runs" .venv/bin/python -m pytest -q -m runs

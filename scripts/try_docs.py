@@ -47,7 +47,7 @@ REASONS = (  # what a command's words hold, and why it is not run
         ("scripts/scaling/", "scripts/parity/"),
         "hours, or TRL: docs/ has its result",
     ),
-    (("venv",), "the page's own tests: .ci/run"),
+    (("venv", "scripts/newest_python.sh"), "the page's own tests: .ci/run"),
 )
 
 
