@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data
-from rlhf_jax.config.validation import RANGES
+from rlhf_jax.config import PolicyConfig
+from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.errors import UserError
@@ -204,8 +205,8 @@ class Policy:
                 raise UserError(f"{name} is {value!r}; it must be a {'whole ' if whole else ''}number")
             if name in at_least and value < at_least[name]:
                 raise UserError(f"{name} is {value}; it must be at least {at_least[name]}")
-            if name not in at_least and not RANGES[name][1](value):
-                raise UserError(f"{name} is {value}; it must be {RANGES[name][0]}")
+            if name not in at_least and (error := field_ranges(PolicyConfig)[name].error(name, value)):
+                raise UserError(error)
 
     def _encoded(self, texts, max_new_tokens: int, chat_template_kwargs) -> list[list[int]]:
         """Ids of each text or conversation."""

@@ -18,7 +18,7 @@ from typing import Any
 import rlhf_jax
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import compile_cache
-from rlhf_jax.utils.text import never_fail_to_print, printable
+from rlhf_jax.utils.text import escape_unencodable_output, printable
 
 HELP = "/new forgets what was said, /seed N draws otherwise, /quit ends (so does the end of the input)"
 
@@ -62,8 +62,8 @@ def main() -> int:
     parser.add_argument("--system", help="system message, with a chat template")
     parser.add_argument("--multiline", action="store_true", help="a question ends with two empty lines")
     args = parser.parse_args()
-    never_fail_to_print()
-    compile_cache.switch_on()
+    escape_unencodable_output()
+    compile_cache.enable()
     options: dict[str, Any] = {
         name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
     }

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="variants of the config; default: all")
     parser.add_argument("--short", action="store_true", help="a few updates of each")
     options = parser.parse_args(argv)
-    compile_cache.switch_on()
+    compile_cache.enable()
     scope = runpy.run_path(str(config_files.config_folder() / "goldrush.py"))
     try:
         if unknown := [name for name in options.only if name not in scope["VARIANTS"]]:

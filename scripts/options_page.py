@@ -12,8 +12,7 @@ import itertools
 import re
 import textwrap
 
-from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig, values
 from rlhf_jax.evaluate.options import EvaluateConfig
 
 INTRODUCTION = """# Options
@@ -102,7 +101,7 @@ def row(config: type, option: Option) -> str:
     """A line of a table."""
     above = inherited(config, option.name)
     meaning = option.meaning or (f"Another default than above: {above.meaning}" if above else "")
-    kind = config_files.describe_type(config_files.field_types(config)[option.name]).partition(" (on the")[0]
+    kind = values.describe_type(values.field_types(config)[option.name]).partition(" (on the")[0]
     cells = (f"`{option.name}`", kind, default_of(config, option.name), meaning)
     return f"| {' | '.join(map(cell, cells))} |"
 

@@ -34,7 +34,7 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
-from rlhf_jax.utils.text import never_fail_to_print, parse_json
+from rlhf_jax.utils.text import escape_unencodable_output, parse_json
 
 MAX_BODY = 32 << 20  # bytes
 MAX_ROWS = 65_536  # of a request; an empty row costs a forward pass too
@@ -188,7 +188,7 @@ def make_server(
             try:
                 asked = parse_json(body)
             except ValueError as error:
-                raise BadRequest(400, f"the body is no JSON: {error}") from None
+                raise BadRequest(400, f"the body is not JSON: {error}") from None
             columns = [asked.get(key) if isinstance(asked, dict) else None for key in ("prompts", "completions")]
             if not all(isinstance(column, list) for column in columns):
                 raise BadRequest(400, 'the body must be {"prompts": [...], "completions": [...]}')
@@ -292,7 +292,7 @@ def main() -> int:
     )
     parser.add_argument("--no_token", action="store_true", help="anybody on this machine may ask; on loopback only")
     args = parser.parse_args()
-    never_fail_to_print()
+    escape_unencodable_output()
     try:
         token = "" if args.no_token else os.environ.get(args.token_env, "").strip()
         if args.no_token and not is_loopback(args.host):

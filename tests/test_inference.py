@@ -117,7 +117,7 @@ def chat(monkeypatch, capsys, typed, *arguments):
     spec = importlib.util.spec_from_file_location("chat", ROOT / "scripts" / "chat.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    monkeypatch.setattr(script.compile_cache, "switch_on", lambda: None)  # the tests have a cache of their own
+    monkeypatch.setattr(script.compile_cache, "enable", lambda: None)  # the tests have a cache of their own
     monkeypatch.setattr("sys.argv", ["chat.py", *map(str, arguments)])
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     return script.main(), *capsys.readouterr()

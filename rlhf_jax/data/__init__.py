@@ -11,8 +11,8 @@ from rlhf_jax.data.demonstrations import (
     make_demonstrations,
 )
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows
-from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_of
-from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_of
+from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
+from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
 from rlhf_jax.data.reward_tokens import reward_tokens
 from rlhf_jax.data.tldr import format_post, parse_post
 from rlhf_jax.data.tokenizer import (
@@ -52,9 +52,9 @@ __all__ = [
     "make_demonstrations",
     "make_pairs",
     "make_prompts",
-    "pairs_of",
+    "pairs_from_rows",
     "parse_post",
-    "prompts_of",
+    "prompts_from_rows",
     "reward_tokens",
     "same_tokenizer",
     "save_tokenizer",

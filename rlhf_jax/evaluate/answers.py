@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms import actor_critic
+from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches
 from rlhf_jax.errors import UserError
@@ -19,7 +20,7 @@ from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
-from rlhf_jax.stages.policy import sampling_of
+from rlhf_jax.stages.build_programs import sampling_of
 from rlhf_jax.types import PromptBatch, Rollout
 
 
@@ -132,11 +133,11 @@ class Sampler:
         return Answers(name, policy.path, texts, np.concatenate(lengths), np.concatenate(ended), kl, kept)
 
     def _kl(self, policy: Policy):
-        nets = actor_critic.Networks(policy.model, self._ref.model, None)
-        config = self._config
+        config, reference = self._config, self._ref.model
 
-        def kl(params, ref, rollout):
-            return actor_critic.token_kl(nets, {"policy": params}, ref, rollout, config).sum(axis=1)
+        def kl(params, ref_params, rollout):
+            models = Models(Network(policy.model, params), Network(reference, ref_params))
+            return actor_critic.token_kl(models, rollout, config).sum(axis=1)
 
         return jax.jit(kl)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards.interface import RewardFailure, TrainerState, function_name, show_row, shown
+from rlhf_jax.rewards.interface import RewardFailure, TrainerState, describe_row, function_name, quoted
 from rlhf_jax.rewards.python_functions import HostRewards
 from rlhf_jax.rewards.server import FIRST_BACKOFF, LONGEST_BACKOFF, Server
 from rlhf_jax.utils.text import parse_json
@@ -177,7 +177,7 @@ class RemoteJudge(Server):
         found = Judged(np.full((len(prompts), 2), np.nan), [[None, None] for _ in prompts])
         slots = asyncio.Semaphore(self._concurrency)
         self._in_a_row = 0
-        about = [show_row(row, prompts, mine) for row in range(len(prompts))]
+        about = [describe_row(row, prompts, mine) for row in range(len(prompts))]
 
         async def one(row: int, order: int) -> None:
             answers = (mine[row], others[row]) if order == 0 else (others[row], mine[row])
@@ -192,7 +192,7 @@ class RemoteJudge(Server):
             verdict = parse_verdict(words)
             if verdict is None:
                 found.unparsable += 1
-                self._note(found, "unparsable", f"no verdict in {shown(words)}")
+                self._note(found, "unparsable", f"no verdict in {quoted(words)}")
             else:
                 found.verdicts[row, order] = verdict if order == 0 else 1.0 - verdict
 
@@ -207,7 +207,7 @@ class RemoteJudge(Server):
 
     def _unanswered(self, found: Judged, error: JudgeFailure) -> None:
         """Counts a question; raises where no other would fare better."""
-        if not error.passing:
+        if not error.transient:
             raise error
         found.unanswered += 1
         self._note(found, "unanswered", str(error))
@@ -226,17 +226,17 @@ class RemoteJudge(Server):
         asked = {**self._options, "model": self._model, "messages": [{"role": "user", "content": question}]}
         longest = (self._retries + 1) * (self._timeout + LONGEST_BACKOFF + FIRST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + longest
-        answer = await self._ask(json.dumps(asked).encode(), deadline, [], about)
+        answer = await self._post(json.dumps(asked).encode(), deadline, [], about)
         try:
             words = parse_json(answer.body)["choices"][0]["message"]["content"]
             words = "" if words is None else words  # as of a filter: no verdict
         except (ValueError, KeyError, IndexError, TypeError):
             words = None
         if not isinstance(words, str):
-            body = shown(self._redacted(answer.body.decode(errors="replace")))
+            body = quoted(self._redact(answer.body.decode(errors="replace")))
             wanted = 'a chat completion, {"choices": [{"message": {"content": "..."}}]}'
-            raise self._failure(f"status {answer.status}, but not {wanted}: {body}. {about}", passing=True)
-        return self._redacted(words)
+            raise self._failure(f"status {answer.status}, but not {wanted}: {body}. {about}", transient=True)
+        return self._redact(words)
 
 
 def _run(work: Coroutine) -> Any:
@@ -284,7 +284,7 @@ class FunctionJudge:
                         wanted = "0 (the first is better), 1 (the second), 0.5 (a tie), or None or -1 for no verdict"
                         raise JudgeFailure(
                             f"judge {self.name} returned {value:g} for a pair; it must be {wanted}. "
-                            f"{show_row(row, prompts, pairs)}"
+                            f"{describe_row(row, prompts, pairs)}"
                         )
         except RewardFailure as error:
             raise JudgeFailure(str(error).replace("reward function", "judge", 1)) from error

@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rlhf_jax.config import command_line
-from rlhf_jax.config import files as config_files
-from rlhf_jax.config.validation import RANGES
+from rlhf_jax.config import command_line, validation
+from rlhf_jax.config.dataclasses import Seed, TopP
+from rlhf_jax.config.values import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    field_types,
+    nearest,
+    value_from_words,
+)
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import has_password
 
@@ -56,13 +66,13 @@ class EvaluateConfig:
     """Hub revision of the data set."""
     split: str = "validation"
     """Split of data."""
-    max_eval_samples: int | None = None
+    max_eval_samples: PositiveInt | None = None
     """Only the first so many prompts (and pairs); default: the run's, or 256."""
     prompt_column: str | None = None
     """Column with the prompt."""
     completion_column: str = "completion"
     """Column with the reference answer."""
-    query_length: int | None = None
+    query_length: PositiveInt | None = None
     """Most prompt tokens."""
     query_overflow: Literal["truncate", "drop"] | None = None
     """Longer prompts: cut the post paragraph-wise, or drop the row."""
@@ -72,23 +82,23 @@ class EvaluateConfig:
     """Arguments for the tokenizer's chat template, where prompts are conversations."""
 
     # --- responses
-    num_generations: int | None = None
+    num_generations: PositiveInt | None = None
     """Responses to each prompt; default: the largest of best_of_n, or 1. Win rates and ROUGE take the first."""
-    response_length: int | None = None
+    response_length: PositiveInt | None = None
     """Most tokens of a response."""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """Sampling temperature; 0 takes the likeliest token, and there is no KL then."""
-    top_k: int | None = None
+    top_k: NonNegativeInt | None = None
     """Sample among the k likeliest tokens only; 0: all."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample among the likeliest tokens that make up this probability; 1: all."""
-    min_p: float | None = None
+    min_p: Fraction | None = None
     """Leave out tokens less likely than this share of the likeliest."""
-    repetition_penalty: float | None = None
+    repetition_penalty: PositiveFloat | None = None
     """Divide (multiply) positive (negative) logits of tokens already seen; 1: off."""
-    seed: int = 42
+    seed: Seed = 42
     """What is drawn, responses and resamples, is a function of the seed."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Responses generated and scored at a time, over all devices; never changes what is drawn."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision."""
@@ -108,7 +118,7 @@ class EvaluateConfig:
     """Reward functions, 'module:function' or 'file.py:function'."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward in the score: models, functions, server, in this order; default: 1 each."""
-    reward_timeout: float | None = None
+    reward_timeout: PositiveFloat | None = None
     """Most seconds of one call of a Python function, a reward's or a judge's."""
     reward_server: str | None = None
     """URL of a reward server; its other options are the run's."""
@@ -128,11 +138,11 @@ class EvaluateConfig:
     """File with the question: {prompt}, {answer_a}, {answer_b}; the answer must hold [[A]], [[B]] or [[C]] (a tie)."""
     judge_kwargs: dict[str, Any] | None = None
     """Further fields of a request; default: temperature 0, max_tokens 512. null leaves one of these out."""
-    judge_timeout: float = 60.0
+    judge_timeout: PositiveFloat = 60.0
     """Most seconds of one request to the judge."""
-    judge_retries: int = 5
+    judge_retries: NonNegativeInt = 5
     """Tries again after a lost connection, a timeout, 429 or a 5xx status."""
-    judge_concurrency: int = 8
+    judge_concurrency: PositiveInt = 8
     """Requests at a time."""
 
     # --- statistics
@@ -140,7 +150,7 @@ class EvaluateConfig:
     """ROUGE of the answers against the reference answers (needs the extra rouge)."""
     best_of_n: tuple[int, ...] = ()
     """Expected reward of the best of so many responses, as 1,2,4,8."""
-    bootstrap_resamples: int = 2000
+    bootstrap_resamples: Annotated[int, Range("at least 100", lambda v: v >= 100)] = 2000
     """Resamples of the 95 % intervals."""
 
     # --- the reward model on pairs
@@ -152,15 +162,15 @@ class EvaluateConfig:
     """Column with the preferred completion."""
     rejected_column: str | None = None
     """Column with the other completion."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Most tokens of prompt and completion; longer pairs are dropped. Default for pairs: the model's context."""
-    calibration_bins: int = 10
+    calibration_bins: PositiveInt = 10
     """Bins of the confidence, 0.5 to 1, in the expected calibration error."""
 
     # --- what is written
     output_dir: str | None = None
     """Folder of evaluation.json and samples.jsonl; default: RUN_DIR/evaluation, or runs/evaluation."""
-    num_completions_to_print: int | None = 3
+    num_completions_to_print: NonNegativeInt | None = 3
     """Prompts shown side by side in the terminal; None: all. samples.jsonl has all."""
 
 
@@ -174,19 +184,17 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
     if not flags or any(name in ("help", "h") for name, _ in flags):
         command_line.print_help(EvaluateConfig(), PROG)
         raise SystemExit(0 if flags else 2)
-    hints, values = config_files.field_types(EvaluateConfig), {}
+    hints, values = field_types(EvaluateConfig), {}
     for given, words in flags:
         name = ALIASES.get(given, given)
         if name != given:
             print(f"note: --{given} is --{name} here.", file=sys.stderr)
-        positive = name.removeprefix("no_")
-        if name not in hints and hints.get(positive) is bool and not words:
-            name, words = positive, ["false"]
+        name, words = command_line.positive(name, words, hints)
         if name not in hints:
-            hint = config_files.nearest(given, [*hints, *ALIASES])
+            hint = nearest(given, [*hints, *ALIASES])
             raise UserError(f"unknown option --{given}.{hint} (--help lists all.)")
         nobody = name == "against" and [word.lower() for word in words] == ["none"]
-        values[name] = () if nobody else config_files.value_from_words(f"--{name}", hints[name], words)
+        values[name] = () if nobody else value_from_words(f"--{name}", hints[name], words)
     config = EvaluateConfig(**values)
     check(config)
     return config
@@ -198,26 +206,10 @@ def check(config: EvaluateConfig) -> None:
         raise UserError("\n".join(problems))
 
 
-_OWN = {
-    "temperature": ("at least 0", lambda v: v >= 0),
-    "num_completions_to_print": ("at least 0", lambda v: v >= 0),
-    "num_generations": ("at least 1", lambda v: v >= 1),
-    "bootstrap_resamples": ("at least 100", lambda v: v >= 100),
-    "calibration_bins": ("at least 1", lambda v: v >= 1),
-    "judge_timeout": ("above 0", lambda v: v > 0),
-    "judge_retries": ("at least 0", lambda v: v >= 0),
-    "judge_concurrency": ("at least 1", lambda v: v >= 1),
-}
-
-
 def _problems(config: EvaluateConfig) -> Iterator[str]:
+    yield from validation.out_of_range(config)
     for name, value in vars(config).items():
-        rule = _OWN.get(name) or RANGES.get(name)
-        if rule is not None and value is not None and not rule[1](value):
-            yield f"{name} is {value}; it must be {rule[0]}."
-        elif type(value) is int and abs(value) >= 2**31 and name != "seed":
-            yield f"{name} is {value}; it must be below 2^31."
-        elif isinstance(value, str) and has_password(value):
+        if isinstance(value, str) and has_password(value):
             yield f"{name} is a URL with a user name or a password in it: evaluation.json would hold it. Take it out."
     if config.run_dir is None and config.model is None and config.pairs is None:
         yield "nothing to evaluate: give --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path --pairs."

@@ -41,7 +41,7 @@ class Pairs:
         rows = data.load_rows(
             c.dataset_name, split=c.dataset_test_split, kind="pairs", max_samples=c.max_eval_samples, label="pairs"
         )
-        self.source = data.pairs_of(rows, c, tokenizer)
+        self.source = data.pairs_from_rows(rows, c, tokenizer)
 
     def run(self, options: dict[str, Any], say) -> dict[str, Any]:
         """What evaluation.json holds of the reward model."""

@@ -10,7 +10,6 @@ from rlhf_jax.config import (
     PolicyConfig,
     PPOConfig,
     RewardConfig,
-    RLOOConfig,
     SFTConfig,
     StageConfig,
     stage_name,
@@ -21,7 +20,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import policy_folder
 from rlhf_jax.runtime import run_folder
-from rlhf_jax.stages import adapters
+from rlhf_jax.stages import ALGORITHMS, adapters
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
 
@@ -213,7 +212,7 @@ def _ref(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
         return None
     path, revision = run.sft_model_path, run.model_revision
     if run.use_peft:
-        start = adapters.start_of(run, trains_on=isinstance(run, RLOOConfig))
+        start = adapters.start_of(run, ALGORITHMS[stage_name(run)].continues_adapter)
         named = start.reference is not None
         path, revision = (start.paths[start.reference], None) if named else (start.path, start.revision)
     return Checkpoint(REF_MODEL, path, revision)

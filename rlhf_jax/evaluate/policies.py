@@ -76,7 +76,7 @@ class Policies:
                 max_samples=c.max_eval_samples,
                 label="evaluation data",
             )
-            return data.prompts_of(rows, c, tokenizer)
+            return data.prompts_from_rows(rows, c, tokenizer)
         sets = data.load_eval_prompts(c, tokenizer)
         if not sets:
             raise UserError(f"--run_dir {self.config.run_dir}: the run has no evaluation data; give --data")

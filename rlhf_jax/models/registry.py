@@ -17,7 +17,7 @@ from rlhf_jax.models.families import gpt_neox
 from rlhf_jax.models.families.gpt_neox_config import LINEARS, MODULES, PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import product
-from rlhf_jax.parallel.sharding import Layout, constrain, rules_of, shardings
+from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
 from rlhf_jax.types import Array, Params
 
 HEADS = ("causal", "scalar")
@@ -236,7 +236,7 @@ class Model:
         if self.layout is not None and self.layout.mesh.size > 1:
             gathered = {"fsdp": None, "vocabulary": "tensor"}
             names = [(rule, tuple(gathered.get(name, name) for name in row)) for rule, row in self.family.param_rules]
-            where = shardings(params, rules_of(names, self.layout.folded), self.layout.mesh)
+            where = shardings(params, partition_rules(names, self.layout.folded), self.layout.mesh)
             params = jax.lax.with_sharding_constraint(params, where)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
@@ -274,7 +274,7 @@ class Model:
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
         """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
-        return rules_of(self.family.param_rules, self.layout is not None and self.layout.folded)
+        return partition_rules(self.family.param_rules, self.layout is not None and self.layout.folded)
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:

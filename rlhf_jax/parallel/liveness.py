@@ -25,7 +25,7 @@ REACH = 5.0  # for one attempt to connect
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
-class Watch:
+class PeerMonitor:
     """This process' connections to the others. Made by `start`."""
 
     def __init__(self, index: int, count: int):
@@ -201,7 +201,7 @@ class Watch:
             _hang_up(self._listener)
 
 
-def start(index: int, count: int, from_first: Callable[[Callable[[], Any]], Any]) -> Watch:
+def start(index: int, count: int, from_first: Callable[[Callable[[], Any]], Any]) -> PeerMonitor:
     """Begins to watch the other processes. Every process must call it.
 
     Args:
@@ -210,9 +210,9 @@ def start(index: int, count: int, from_first: Callable[[Callable[[], Any]], Any]
       from_first: gives all processes what a function returns on the first.
 
     Returns:
-      A Watch. One that cannot reach process 0 says so and watches nobody: then jax itself notices a death, later.
+      A PeerMonitor. One that cannot reach process 0 says so and watches nobody: then jax itself notices a death, later.
     """
-    watch = Watch(index, count)
+    watch = PeerMonitor(index, count)
 
     def place() -> dict[str, Any]:
         token = secrets.token_hex(16)

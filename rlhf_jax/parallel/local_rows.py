@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rlhf_jax.parallel import sharding
 
 
-def here(mesh: Mesh, count: int) -> np.ndarray:
+def held_rows(mesh: Mesh, count: int) -> np.ndarray:
     """The rows of a batch that this process' devices hold.
 
     Args:
@@ -36,7 +36,7 @@ def owners(mesh: Mesh, count: int) -> np.ndarray:
     """The process that answers for each row: the first of those that hold it.
 
     Args:
-      mesh, count: as `here`.
+      mesh, count: as `held_rows`.
 
     Returns:
       [count] int64.
@@ -51,7 +51,7 @@ def place(batch: Any, mesh: Mesh, count: int) -> Any:
     """Puts a batch on the mesh, of which each process has its own rows only.
 
     Args:
-      batch: pytree of numpy arrays [H, ...], the rows that `here` names.
+      batch: pytree of numpy arrays [H, ...], the rows that `held_rows` names.
       mesh: the run's.
       count: rows of the whole batch.
 
@@ -64,7 +64,7 @@ def place(batch: Any, mesh: Mesh, count: int) -> Any:
     where = sharding.batch_sharding(mesh)
     if where.is_fully_addressable:
         return sharding.shard_batch(batch, mesh)
-    held = here(mesh, count)
+    held = held_rows(mesh, count)
 
     def put(x):
         def rows(index):
@@ -85,12 +85,12 @@ def fetch(tree: Any, mesh: Mesh) -> Any:
       mesh: the run's.
 
     Returns:
-      The same pytree of numpy arrays [H, ...], the rows that `here` names.
+      The same pytree of numpy arrays [H, ...], the rows that `held_rows` names.
     """
     where = sharding.batch_sharding(mesh)
     if where.is_fully_addressable:
         return jax.device_get(tree)
-    by_rows = sharding.relaid(tree, where)
+    by_rows = sharding.reshard(tree, where)
 
     def parts(x):
         # Several devices of this process may hold the same rows.

@@ -28,7 +28,7 @@ VERDICT = 5.0  # seconds from a broken collective to the broken connection that 
 OPTIONS = ("distributed", "num_processes", "process_id")
 """Names of the options that only say how processes find each other."""
 
-_watch: liveness.Watch | None = None
+_watch: liveness.PeerMonitor | None = None
 
 
 class JoinError(UserError):
@@ -287,7 +287,7 @@ def _start_watch() -> None:
         atexit.register(_at_exit)
 
 
-def lost() -> bool:
+def peer_died() -> bool:
     """Whether another process is gone, which has been said by then: what is raised here is only the consequence.
 
     Waits a moment, since a broken collective may be seen before the broken connection.
@@ -295,17 +295,17 @@ def lost() -> bool:
     return _watch is not None and _watch.lost(timeout=VERDICT)
 
 
-def leave(error: BaseException) -> None:
+def announce_error(error: BaseException) -> None:
     """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them.
 
     Not where another process is gone, of which the error is only the consequence.
     """
     of_its_own = isinstance(error, UserError) or not isinstance(error, Exception)
-    if _watch is not None and (of_its_own or not lost()):
-        _watch.leave(explained(error))
+    if _watch is not None and (of_its_own or not peer_died()):
+        _watch.leave(error_text(error))
 
 
-def explained(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error as others are told of it."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
@@ -329,4 +329,4 @@ def _at_exit() -> None:
     """A program that does not close: its end is the goodbye, an exception that nobody caught is the reason."""
     raised = getattr(sys, "last_value", None)
     if _watch is not None:
-        _watch.close(None if raised is None else explained(raised))
+        _watch.close(None if raised is None else error_text(raised))

@@ -88,7 +88,7 @@ def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
     return {None: (), "data": ("data",), "draws": AXES, "vocabulary": ("fsdp", "tensor"), **named}[name]
 
 
-def rules_of(names: Sequence[tuple[str, tuple[str | None, ...]]], folded: bool = False) -> Rules:
+def partition_rules(names: Sequence[tuple[str, tuple[str | None, ...]]], folded: bool = False) -> Rules:
     """A family's rules, (pattern, names of axes), as (pattern, PartitionSpec)."""
 
     def spec(axes: Sequence[tuple[str, ...]]) -> P:
@@ -209,7 +209,7 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return relaid(x, sharding)
+        return reshard(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -323,7 +323,7 @@ def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
     return jax.tree.map(spread, batch)
 
 
-def relaid(tree: Any, where: NamedSharding) -> Any:
+def reshard(tree: Any, where: NamedSharding) -> Any:
     """Arrays of several processes laid out anew. Every one must call it, in the same order.
 
     Args:
@@ -352,7 +352,7 @@ def fetch(tree: Any) -> Any:
 
     def whole(x):
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-            return relaid(x, replicated(x.sharding.mesh))
+            return reshard(x, replicated(x.sharding.mesh))
         return x
 
     return jax.device_get(jax.tree.map(whole, tree))

@@ -14,7 +14,7 @@ from rlhf_jax.utils import text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when written; 2 with a line of explanation when something the user gave is wrong."""
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m rlhf_jax.report",
         description="One HTML page of a run, or of several compared; runs that differ in their seed only are one curve "

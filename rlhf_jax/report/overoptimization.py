@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, numbers
-from rlhf_jax.rewards.interface import numbered
+from rlhf_jax.rewards.interface import number_duplicates
 
 FEWEST = 6
 """Points of a fit."""
@@ -37,7 +37,7 @@ def _names(config: dict[str, Any]) -> list[str]:
         models = [f"ensemble_{together}"]
     functions = [spec.rpartition(":")[2] for spec in config.get("reward_funcs") or ()]
     functions += ["server"] if config.get("reward_server") else []
-    return [*numbered(path.rstrip("/").split("/")[-1] for path in models), *numbered(functions)]
+    return [*number_duplicates(path.rstrip("/").split("/")[-1] for path in models), *number_duplicates(functions)]
 
 
 def fit(d: np.ndarray, r: np.ndarray) -> tuple[float, float, float] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_jax.config import STAGES
 from rlhf_jax.errors import UserError
-from rlhf_jax.utils.text import parse_json, shown
+from rlhf_jax.utils.text import parse_json, short_repr
 
 MOST_ROWS = 64
 """Rows of a file of samples that are read; its first ones."""
@@ -195,7 +195,7 @@ def _read_series(run: Run, file: str) -> None:
     if bad:
         run.notes.append(f"{file}: {bad} values or lines are out of order or no JSON objects, and left out")
     if odd:
-        some = ", ".join(shown(name, 60) for name in sorted(odd)[:5])
+        some = ", ".join(short_repr(name, 60) for name in sorted(odd)[:5])
         run.notes.append(f"{file}: {some} {'are' if len(odd) > 1 else 'is'} no number, and left out")
 
 

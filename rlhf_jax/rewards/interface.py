@@ -43,7 +43,7 @@ class RewardFailure(UserError):
 # --- names and marks
 
 
-def unwrapped(function: Any) -> Any:
+def unwrap_partial(function: Any) -> Any:
     """What a functools.partial wraps; anything else as it is."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -53,17 +53,17 @@ def unwrapped(function: Any) -> Any:
 def function_name(function: RewardFunction) -> str:
     """The name that messages and metrics use: __name__, of a partial that of what it wraps; an object's `name` if that
     is text, else its class's."""
-    function = unwrapped(function)
+    function = unwrap_partial(function)
     name = getattr(function, "__name__", None) or getattr(function, "name", None)
     return name if isinstance(name, str) and name else type(function).__name__
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
     """A name for the metrics of each function, see `function_name`; equal ones are numbered."""
-    return numbered(map(function_name, functions))
+    return number_duplicates(map(function_name, functions))
 
 
-def numbered(given: Iterable[str]) -> tuple[str, ...]:
+def number_duplicates(given: Iterable[str]) -> tuple[str, ...]:
     """The same names, equal ones as name, name_2, name_3."""
     names: list[str] = []
     for base in given:
@@ -95,7 +95,7 @@ def jax_reward(function: Callable) -> Callable:
 
 def is_jax_reward(function: Any) -> bool:
     """Whether `jax_reward` marked the function, or what its partial wraps."""
-    return getattr(function, "_is_jax_reward", False) or getattr(unwrapped(function), "_is_jax_reward", False)
+    return getattr(function, "_is_jax_reward", False) or getattr(unwrap_partial(function), "_is_jax_reward", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Signature:
 
 def is_async(function: Any) -> bool:
     """Whether a call gives a coroutine: `async def`, an object whose __call__ is, a partial of either."""
-    function = unwrapped(function)
+    function = unwrap_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -175,7 +175,7 @@ def _attempt(spec: str, what: str, action: Callable[[], Any]) -> Any:
     except SyntaxError as error:
         raise UserError(f"reward function {spec!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"reward function {spec!r}: {what}: {explained(error)}") from error
+        raise UserError(f"reward function {spec!r}: {what}: {describe_error(error)}") from error
 
 
 def _load_module(spec: str, name: str) -> Any:
@@ -230,7 +230,7 @@ def _look_in(folder: str) -> None:
 # --- for messages
 
 
-def explained(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """'TypeError: what it says (file.py, line 3)': the innermost line that is neither ours nor installed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -242,7 +242,7 @@ def explained(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
-def shown(value: Any, limit: int = 200) -> str:
+def quoted(value: Any, limit: int = 200) -> str:
     """A value for a message, its middle left out beyond `limit` characters."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > limit:
@@ -250,9 +250,9 @@ def shown(value: Any, limit: int = 200) -> str:
     return repr(text) if isinstance(value, str) else text
 
 
-def show_row(row: int, prompts: Sequence, completions: Sequence) -> str:
+def describe_row(row: int, prompts: Sequence, completions: Sequence) -> str:
     """A row for a message: its prompt shortened to about 200 characters, its completion to 2,000."""
-    return f"Row {row}: prompt {shown(prompts[row])}, completion {shown(completions[row], 2000)}"
+    return f"Row {row}: prompt {quoted(prompts[row])}, completion {quoted(completions[row], 2000)}"
 
 
 # --- rewards
@@ -269,7 +269,7 @@ def as_number(value: Any) -> float:
     if getattr(value, "shape", None) == ():  # a numpy, JAX or torch scalar
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"{shown(value)} is not a number")
+        raise ValueError(f"{quoted(value)} is not a number")
     try:
         value = float(value)
     except OverflowError:
@@ -313,7 +313,7 @@ class TrainerState:
 
 
 @dataclasses.dataclass
-class Called:
+class FunctionResults:
     """What F functions said of B rows."""
 
     rewards: np.ndarray
@@ -330,14 +330,16 @@ class Called:
     """A message for each function that failed (failure='drop')."""
 
 
-def warn_unscored(called: Called, prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequence]) -> str:
+def unscored_warning(
+    called: FunctionResults, prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequence]
+) -> str:
     """A message when every function said None of some rows, '' otherwise: the count, and the first one whole."""
     rows = np.flatnonzero(np.isnan(called.rewards).all(axis=1) & ~called.failed)
     if not len(rows) or not called.rewards.shape[1]:
         return ""
     first = int(rows[0])
-    values = "".join(f", {name} {shown(column[first])}" for name, column in columns.items())
+    values = "".join(f", {name} {quoted(column[first])}" for name, column in columns.items())
     return (
         f"every reward function returned None for {len(rows)} of {len(called.failed)} rows, which teach nothing. "
-        f"{show_row(first, prompts, completions)}{values}"
+        f"{describe_row(first, prompts, completions)}{values}"
     )

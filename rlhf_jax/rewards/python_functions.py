@@ -26,23 +26,23 @@ import numpy as np
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards.interface import (  # noqa: F401 - names and marks of functions are offered here too
     KEYWORDS,
-    Called,
+    FunctionResults,
     RewardFailure,
     RewardFunction,
     Signature,
     TrainerState,
     as_number,
-    explained,
+    describe_error,
+    describe_row,
     function_name,
     is_async,
     is_jax_reward,
     jax_reward,
+    quoted,
     resolve,
-    show_row,
-    shown,
     unique_names,
-    unwrapped,
-    warn_unscored,
+    unscored_warning,
+    unwrap_partial,
 )
 
 _GRACE = 1.0  # seconds that a cancelled coroutine has to clean up
@@ -89,7 +89,7 @@ class _Run:
         """Adds a column to the table of completions: B values."""
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != self.rows:
-            got = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
+            got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
             raise RewardFailure(f"reward function {self.name}: log_extra({column!r}) got {got} for {self.rows} rows")
         self.extra[str(column)] = list(values)
 
@@ -100,7 +100,7 @@ class _Run:
                 self.metrics.append((str(name), number))
                 return
         raise RewardFailure(
-            f"reward function {self.name}: log_metric({name!r}) got {shown(value)}; it takes a finite number"
+            f"reward function {self.name}: log_metric({name!r}) got {quoted(value)}; it takes a finite number"
         )
 
     def in_thread(self) -> None:
@@ -148,9 +148,9 @@ class _Run:
         if isinstance(error, RewardFailure):
             return rewards, failed, str(error)
         if isinstance(error, _Hang):
-            return rewards, failed, f"{who} {error}. {show_row(0, prompts, completions)}"
+            return rewards, failed, f"{who} {error}. {describe_row(0, prompts, completions)}"
         if error is not None:
-            return rewards, failed, f"{who} raised {explained(error)}"
+            return rewards, failed, f"{who} raised {describe_error(error)}"
         wanted = "Return one finite number a row, or None where it does not apply"
         try:
             entries = _entries(self.outcome.result, self.rows)
@@ -166,8 +166,8 @@ class _Run:
             return rewards, failed, ""
         first, count = int(np.argmax(failed)), int(failed.sum())
         more = f" (and {count - 1} more bad values)" if count > 1 else ""
-        problem = f"{who} returned {shown(entries[first])} for row {first}{more}. {wanted}"
-        return rewards, failed, f"{problem}. {show_row(first, prompts, completions)}"
+        problem = f"{who} returned {quoted(entries[first])} for row {first}{more}. {wanted}"
+        return rewards, failed, f"{problem}. {describe_row(first, prompts, completions)}"
 
 
 def _entries(result: Any, rows: int) -> list:
@@ -178,7 +178,7 @@ def _entries(result: Any, rows: int) -> list:
             raise ValueError(f"an array of shape {list(array.shape)}")
         result = list(array)
     if not isinstance(result, Sequence) or isinstance(result, str | bytes | bytearray):
-        raise ValueError("None" if result is None else f"{shown(result)} of type {type(result).__name__}")
+        raise ValueError("None" if result is None else f"{quoted(result)} of type {type(result).__name__}")
     if len(result) != rows:
         raise ValueError(f"{len(result)} rewards")
     return list(result)
@@ -299,7 +299,7 @@ class HostRewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence],
         trainer_state: TrainerState,
-    ) -> Called:
+    ) -> FunctionResults:
         """Rewards of B rows.
 
         Args:
@@ -313,7 +313,9 @@ class HostRewards:
           UserError: see `check_columns`.
         """
         self.check_columns(columns)
-        called = Called(np.full((len(prompts), len(self.names)), np.nan, np.float32), np.zeros(len(prompts), bool))
+        called = FunctionResults(
+            np.full((len(prompts), len(self.names)), np.nan, np.float32), np.zeros(len(prompts), bool)
+        )
         if not len(prompts) or not self.names:
             return called
         offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
@@ -355,7 +357,7 @@ class HostRewards:
 
     def _run(self, index: int, offered: Mapping[str, Any], trainer_state: TrainerState) -> _Run:
         name, function = self.names[index], self.functions[index]
-        timeout = float(getattr(unwrapped(function), "own_timeout", self._timeout))
+        timeout = float(getattr(unwrap_partial(function), "own_timeout", self._timeout))
         run = _Run(name, function, timeout, len(offered["prompts"]))
         # Lists of its own, so that a function that changes them spoils nobody's.
         run.keywords = {key: list(values) for key, values in offered.items() if key not in KEYWORDS[2:]}
@@ -394,7 +396,7 @@ class HostRewards:
                 why = f"{run.too_late}, nor let go of the event loop (unfinished: {names}; one of them blocks it)"
                 run.outcome = _Outcome(None, _Hang(why), run.timeout)
 
-    def _merge(self, called: Called, runs: Sequence[_Run]) -> None:
+    def _merge(self, called: FunctionResults, runs: Sequence[_Run]) -> None:
         values = collections.defaultdict(list)
         for run in runs:
             called.seconds[run.name] = run.outcome.seconds

@@ -75,7 +75,7 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     places = [(config.reward_model_path, config.reward_model_revision)]
     places += [(path, "main") for path in config.more_reward_models]
     # The last part of each path, as TRL names them.
-    names = interface.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
+    names = interface.number_duplicates(path.rstrip("/").split("/")[-1] for path, _ in places)
     found = []
     for (path, revision), name in zip(places, names):
         model = hf.load_model(path, revision=revision)
@@ -107,7 +107,7 @@ class Scorer:
 
     Attributes:
       names: of the rewards, for metrics and tables.
-      models: the reward models; their params are loaded by `load_weights`.
+      models: the reward models; `set_params` sets their params.
     """
 
     def __init__(self, config, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh):
@@ -165,12 +165,10 @@ class Scorer:
         if self._host is not None:
             self._host.check_columns(columns)
 
-    def load_weights(self, weights: Any, as_frozen: Callable | None = None, first_whole: bool = False) -> None:
-        """Loads every reward model's params onto the mesh, by a stage's `Weights`: float32, or as its `as_frozen`
-        makes them, but for the first with `first_whole`."""
-        for number, reader in enumerate(self.models):
-            how = None if as_frozen is None or (first_whole and number == 0) else as_frozen(reader.model)
-            reader.params = weights.load(reader.model, reader.path, "scalar", reader.revision, how)
+    def set_params(self, params: Sequence[Params]) -> None:
+        """Takes the params of the reward models, in order, on the mesh."""
+        for reader, own in zip(self.models, params, strict=True):
+            reader.params = own
 
     # --- programs
 
@@ -182,13 +180,13 @@ class Scorer:
         def some(groups):
             part = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), groups)
             scores = [
-                reward_model.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group=group)
+                reward_model.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group_size=group)
                 for model, p in zip(readers, params)
             ]
             return [x.reshape(-1, group) for x in scores]
 
         groups = jax.tree.map(lambda x: x.reshape((-1, group) + x.shape[1:]), rollout)
-        at_once = microbatch.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
+        at_once = microbatch.groups_per_chunk(c.rollout_batch_size, group, groups.lengths.shape[0])
         scores = [x.reshape(-1) for x in map_in_chunks(some, groups, at_once)] if readers else []
         b, t = rollout.response.shape
         dense = []
@@ -248,7 +246,7 @@ class Scorer:
         return scores, scorable, token_rewards, each, metrics
 
     def programs(self, build: Callable, rollout: Rollout, group: int) -> None:
-        """Hands the program of the reward models that read ids to `build`; see `PolicyStage.programs`."""
+        """Hands the program of the reward models that read ids to `build`; see `RolloutStage.trace_programs`."""
         held = [m.params for m in self.models if m.tokenizer is None]
         if held:
             build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
@@ -276,7 +274,7 @@ class Scorer:
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
-        here, owners = local_rows.here(self._mesh, b), local_rows.owners(self._mesh, b)
+        here, owners = local_rows.held_rows(self._mesh, b), local_rows.owners(self._mesh, b)
         owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
@@ -364,7 +362,9 @@ class Scorer:
             said = {name: getattr(called, name) for name in said}
             told += [f"{problem}; its rows are left out" for problem in called.problems]
             if not self.models and not self._device_functions:
-                told += filter(None, [on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))])
+                told += filter(
+                    None, [on_host.unscored_warning(called, source.texts(rows), texts, source.columns(rows))]
+                )
         return {**said, "failed": failed, "broken": broken, "told": told}
 
     def _together(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):

@@ -33,7 +33,7 @@ def folder() -> pathlib.Path:
     return pathlib.Path(base, "rlhf_jax", "compiled", f"{importlib.metadata.version('jaxlib')}-{mark}")
 
 
-class Clock:
+class CompileTimer:
     """Seconds that JAX spends on making programs, as it reports them: tracing, lowering, XLA or reading from disk."""
 
     # Tracing is reported for inner functions as well and would count twice: lowering and XLA are nearly all of it.
@@ -57,7 +57,7 @@ class Clock:
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
 
-def switch_on() -> str | None:
+def enable() -> str | None:
     """Keeps compiled programs in `folder`, unless JAX was told another place, or none (JAX_ENABLE_COMPILATION_CACHE=0).
 
     Returns:

@@ -8,7 +8,7 @@ import os
 FLAGS = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
 
 
-def switch_on() -> None:
+def enable() -> None:
     """Sets XLA's flags; call it before anything asks for devices. Flags of the user's own stay."""
     given = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.split("=")[0] for flag in given}

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_jax.config.diff import matches
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.utils.text import printable, short_number, without_queries
+from rlhf_jax.utils.text import printable, redact_queries, short_number
 
 _METHODS = {
     "sft": "supervised fine-tuning",
@@ -163,7 +163,7 @@ def _on_hub(name: str | None) -> bool:
 
 
 def _cell(value: Any) -> str:
-    text = without_queries(str(value))
+    text = redact_queries(str(value))
     return printable(text).replace("|", "\\|").replace("\n", " ")
 
 

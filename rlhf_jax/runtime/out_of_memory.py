@@ -28,7 +28,7 @@ class OutOfMemory(UserError):
 
 
 @contextlib.contextmanager
-def explained(config, phase: Callable[[], str]) -> Iterator[None]:
+def translate_errors(config, phase: Callable[[], str]) -> Iterator[None]:
     """Says of an allocation that fails within it what the user can do.
 
     Args:

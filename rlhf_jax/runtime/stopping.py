@@ -18,7 +18,7 @@ from rlhf_jax.parallel import multihost
 
 RESUMABLE = 75
 """Exit code of a run that was stopped from outside: the same command continues. EX_TEMPFAIL of sysexits.h."""
-CONTINUES = "the same command continues"
+RESUME_HINT = "the same command continues"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MARGIN = 1.5  # the next update may take so much longer than the longest one so far
 
@@ -34,7 +34,7 @@ class Stopped(KeyboardInterrupt):
         self.together = together
 
 
-class Asked(BaseException):
+class StopRequested(BaseException):
     """Unwinds an update or an evaluation that is given up at a safe point; the loop saves what was done before."""
 
 
@@ -103,7 +103,7 @@ class Stops:
         """Outside the loop the main thread ends by itself, as soon as it runs Python."""
         del frame
         if not self._loop:
-            raise Stopped(f"stopped by {signal.Signals(number).name}; {CONTINUES}")
+            raise Stopped(f"stopped by {signal.Signals(number).name}; {RESUME_HINT}")
 
     # --- the loop
 
@@ -137,9 +137,9 @@ class Stops:
         return self._why
 
     def tick(self, whole: bool = False) -> None:
-        """A safe point: raises Asked where the run is to end; see `asked`."""
+        """A safe point: raises StopRequested where the run is to end; see `asked`."""
         if self.asked(whole) is not None:
-            raise Asked
+            raise StopRequested
 
 
 def no_tick() -> None:

@@ -20,7 +20,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.utils.text import parse_json, printable, without_queries
+from rlhf_jax.utils.text import parse_json, printable, redact_queries
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """What may be reported to, and the package that it needs."""
@@ -29,7 +29,7 @@ _FILE = "trackers.json"
 _STEP = "train/global_step"
 
 
-def wanted(report_to: Sequence[str]) -> tuple[str, ...]:
+def parse_report_to(report_to: Sequence[str]) -> tuple[str, ...]:
     """What is reported to: 'all' is everything that is installed.
 
     Raises:
@@ -50,9 +50,9 @@ def wanted(report_to: Sequence[str]) -> tuple[str, ...]:
 
 def callbacks_of(report_to: Sequence[str]) -> tuple[Callback, ...]:
     """A callback for each of `report_to` that is one; TensorBoard is MetricLogger's. Every process must call it
-    and has the same ones, by what the first one has installed. Errors as `wanted`."""
+    and has the same ones, by what the first one has installed. Errors as `parse_report_to`."""
     kinds = {"wandb": WandbCallback, "trackio": TrackioCallback}
-    return tuple(kinds[name]() for name in multihost.from_first(lambda: wanted(report_to)) if name in kinds)
+    return tuple(kinds[name]() for name in multihost.from_first(lambda: parse_report_to(report_to)) if name in kinds)
 
 
 def named(metrics: dict[str, float]) -> dict[str, float]:
@@ -109,7 +109,7 @@ class TrackerCallback(Callback):
         path = os.path.join(config.run_dir, _FILE)
         kept = _read(path)
         project = config.project or os.environ.get("WANDB_PROJECT") or PROJECT
-        options = {name: without_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
+        options = {name: redact_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
         name = config.run_name or os.path.relpath(config.run_dir)
         try:
             kept[self.name] = self.start(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 20_000
+MAX_MESSAGE_LENGTH = 20_000
 """Characters of a message."""
 _KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -35,10 +35,10 @@ def printable(text: str) -> str:
     return _SUSPECT.sub(escaped, text)
 
 
-def message(text: str) -> str:
-    """An error's text: `printable`, its middle left out beyond LONGEST, and the user and password of URLs as ***."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+def error_message(text: str) -> str:
+    """An error's text: `printable`, its middle cut beyond MAX_MESSAGE_LENGTH, user and password of URLs as ***."""
+    if len(text) > MAX_MESSAGE_LENGTH:
+        text = f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 2 :]}"
     return _PASSWORD.sub("***@", printable(text))
 
 
@@ -47,16 +47,16 @@ def has_password(text: str) -> bool:
     return _PASSWORD.search(text) is not None
 
 
-def without_queries(value: Any) -> Any:
+def redact_queries(value: Any) -> Any:
     """Text, also in lists and dicts, with `?...` in the place of a URL's query, which may hold a secret."""
     if isinstance(value, str):
         return _QUERY.sub(r"\1?...", value)
     if isinstance(value, dict):
-        return {key: without_queries(item) for key, item in value.items()}
-    return [without_queries(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: redact_queries(item) for key, item in value.items()}
+    return [redact_queries(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def shown(value: Any, limit: int = 2000) -> str:
+def short_repr(value: Any, limit: int = 2000) -> str:
     """repr of anything, its middle left out beyond `limit` characters; the type's name where repr itself fails."""
     try:
         text = repr(value)
@@ -83,7 +83,7 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("A number of too many digits", "", 0) from None
 
 
-def never_fail_to_print() -> None:
+def escape_unencodable_output() -> None:
     """Lets standard output show what its encoding lacks as escapes, in place of ending the run: a completion may hold
     any character."""
     for stream in (sys.stdout, sys.stderr):

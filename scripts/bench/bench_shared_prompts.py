@@ -1,122 +1,77 @@
-"""Times RLOO updates with prompts computed once a group against once a response, paired in one run.
+"""Compares RLOO updates that compute each prompt once per group with updates that compute it for every response.
 
     python scripts/bench/bench_shared_prompts.py --tokenizer PYTHIA --dataset PROMPTS.jsonl
 
-Same weights, same prompts, same keys: the two stages take turns, so that what else runs on the machine hits both. An
-update is generation, reward model, reference, and `--iterations` passes of learning. Peak memory is that of a process
-of its own for each.
+Both start from the same weights and get the same prompts, as our side of benchmark.py. Each measurement is a process of
+its own, and the two alternate, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
+import dataclasses
 import sys
 import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import benchmark
 import jax
+from benchmark_case import LOOP, Case, available_cores
+from benchmark_report import peak_of, seconds_of
 
-from rlhf_jax import RLOOConfig, data
-from rlhf_jax.metrics import logger
-from rlhf_jax.models.io import hf
-from rlhf_jax.stages import RLOOStage, base
-
-
-def make_stage(args, reward_model: str, shared: bool) -> RLOOStage:
-    config = RLOOConfig(
-        sft_model_path=None,
-        scratch_model=args.model,
-        tokenizer_name_or_path=args.tokenizer,
-        reward_model_path=reward_model,
-        dataset_name=args.dataset,
-        query_length=512,
-        length_buckets=tuple(args.buckets),
-        response_length=53,
-        stop_token=None,
-        temperature=0.7,
-        batch_size=args.batch,
-        num_generations=args.generations,
-        num_iterations=args.iterations,
-        total_episodes=args.batch * (args.updates + 1),
-        shared_prompts=shared,
-        learning_rate=1e-5,
-    )
-    return RLOOStage(config)
+from rlhf_jax import UserError
 
 
-def make_reward_model(args, folder: str) -> str:
-    tokenizer = data.load_tokenizer(args.tokenizer)
-    model = base.scratch_model(argparse.Namespace(scratch_model=args.model), tokenizer.vocab_size, 565)
-    params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",)))
-    hf.save(folder, model, params, kind="scalar")
-    data.save_tokenizer(tokenizer, folder)
-    return folder
-
-
-def peak(args, reward_model: str, shared: bool) -> float:
-    """Peak memory in MiB of a process that makes two updates."""
-    words = [sys.executable, __file__, "--one", str(int(shared)), "--reward_model", reward_model]
-    for name in ("tokenizer", "dataset", "model", "batch", "generations", "iterations"):
-        words += [f"--{name}", str(getattr(args, name))]
-    words += ["--buckets", *map(str, args.buckets)]
-    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return json.loads(out.splitlines()[-1])["peak"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--dataset", required=True)
-    parser.add_argument("--model", default="14m")
-    parser.add_argument("--batch", type=int, default=16, help="responses an update")
-    parser.add_argument("--generations", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=4)
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--buckets", type=int, nargs="+", default=[512])
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--reward_model", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one is not None:
-        args.updates = 2
-        stage = make_stage(args, args.reward_model, bool(args.one))
-        state = stage.state
-        for step in range(args.updates):
-            state, _, _ = stage.train_step(state, step)
-        print(json.dumps({"peak": logger.peak_memory()["memory/peak_rss_mib"]}))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        reward_model = make_reward_model(args, folder)
-        peaks = {shared: peak(args, reward_model, shared) for shared in (False, True)}
-        stages = {shared: make_stage(args, reward_model, shared) for shared in (False, True)}
-        states = {shared: stage.state for shared, stage in stages.items()}
-        times: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-        first = {}
-        for step in range(args.updates + 1):
-            for shared, stage in stages.items():
-                states[shared], found, seconds = stage.train_step(states[shared], step)
-                if step:  # the first compiles
-                    times[shared].append(seconds)
-                else:
-                    first[shared] = {name: float(x) for name, x in found.items()}
-    phases = ("generate", "score", "experience", "update")
-    print(f"{'':12} {'each':>8} {'shared':>8} {'times':>6}   (median seconds of {args.updates} updates)")
-    totals = {shared: [sum(s[p] for p in phases) for s in times[shared]] for shared in times}
-    for phase in phases:
-        each, once = (statistics.median(s[phase] for s in times[shared]) for shared in (False, True))
-        print(f"{phase:12} {each:8.3f} {once:8.3f} {each / once:6.2f}")
-    each, once = (statistics.median(totals[shared]) for shared in (False, True))
-    pairs = [a / b for a, b in zip(totals[False], totals[True])]
+def table(results: dict[bool, list[dict]]) -> str:
+    """Seconds of each phase and of an update without and with shared prompts, their ratio, and peak memory."""
+    lines = [f"{'':12} {'each':>8} {'shared':>8} {'ratio':>6}   (median seconds without first updates)"]
+    for phase in LOOP:
+        each, once = (median(x[phase] for result in results[s] for x in result["loop"][1:]) for s in (False, True))
+        lines.append(f"{phase:12} {each:8.3f} {once:8.3f} {each / once:6.2f}")
+    each, once = ([seconds_of(result) for result in results[shared]] for shared in (False, True))
+    pairs = [a / b for a, b in zip(each, once)]
     spread = f"pairs {min(pairs):.2f} to {max(pairs):.2f}"
-    print(f"{'together':12} {each:8.3f} {once:8.3f} {statistics.median(pairs):6.2f}   {spread}")
-    print(f"peak memory  {peaks[False]:8.0f} {peaks[True]:8.0f} MiB")
-    for name in ("objective/entropy", "loss", "grad_norm"):
-        print(f"first update, {name}: {first[False][name]:.7g} and {first[True][name]:.7g}")
+    lines.append(f"{'update':12} {median(each):8.3f} {median(once):8.3f} {median(pairs):6.2f}   {spread}")
+    peaks = [median(peak_of(result) for result in results[shared]) for shared in (False, True)]
+    return "\n".join([*lines, f"{'peak memory':12} {peaks[0]:8.0f} {peaks[1]:8.0f} MiB"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exit code 2: wrong options or a failed process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
+    parser.add_argument("--dataset", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
+    parser.add_argument("--model", default="14m", help="a Pythia size, or LAYERSxWIDTHxHEADS")
+    for name, default, text in (
+        ("batch", 16, "responses an update"),
+        ("generations", 4, "responses to a prompt"),
+        ("iterations", 4, "update epochs"),
+        ("updates", 5, "timed updates of each process"),
+        ("pairs", 1, "processes of each kind"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
+    args = parser.parse_args(argv)
+    sizes = {"batch": args.batch, "num_generations": args.generations, "epochs": args.iterations}
+    case = Case(algo="rloo", shape=args.model, tokenizer=args.tokenizer, prompts=args.dataset, **sizes)
+    case = dataclasses.replace(case, updates=args.updates + 1, cores=available_cores())
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            works, results = {shared: Path(folder, str(shared)) for shared in (False, True)}, {False: [], True: []}
+            for shared, work in works.items():
+                work.mkdir()
+                benchmark.prepare(dataclasses.replace(case, shared_prompts=shared), work, args.pairs)
+            for pair in range(args.pairs):
+                for shared, work in works.items():
+                    results[shared].append(benchmark.measure("ours", case, work, pair, None))
+            print(table(results))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

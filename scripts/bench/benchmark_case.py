@@ -1,5 +1,6 @@
-"""What benchmark.py measures, said once for both systems. Standard library only: the process that runs TRL imports no
-JAX, so that its memory is its own.
+"""The case that benchmark.py measures, shared by both systems.
+
+Standard library only: the process of TRL does not import JAX, so its memory is only TRL's.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("generate", "reference", "reward", "value", "update")
-"""What --phase takes; RLOO has no value model."""
+"""Values of --phase; RLOO has no value model."""
 LOOP = ("generate", "reward", "experience", "update")
-"""The clocks of the training loop. experience: log-probabilities of policy and reference, values, advantages."""
+"""Timed phases of the training loop. experience: log-probabilities of policy and reference, values, advantages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A measurement: the work, and where it is done. Lengths are tokens."""
+    """The work and device of a measurement. Lengths are in tokens."""
 
     algo: str = "ppo"
     shape: str = "14m"
@@ -30,10 +31,14 @@ class Case:
     query_length: int = 512
     response_length: int = 53
     num_generations: int = 4
+    shared_prompts: bool = True
+    """Ours, RLOO: the option of that name."""
     lora_r: int = 0
-    """Rank of the policy's adapters, on all linear layers; 0: it is trained in full."""
+    """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"
-    """Ours: as the option of that name. TRL's value model is always trained in full."""
+    """Ours: the option of that name. TRL always trains its value model in full."""
+    trl_rollout: int | None = None
+    """TRL PPO: local_rollout_forward_batch_size; None: the whole batch."""
     dtype: str = "float32"
     prompts: str = "synthetic"
     tokenizer: str = "synthetic"
@@ -50,49 +55,53 @@ class Case:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The models whose matrices get no gradient."""
+        """Models whose matrices get no gradient."""
         return () if not self.lora_r else ("policy",) if self.lora_value == "full" else ("policy", "value")
 
     @property
     def prompts_per_update(self) -> int:
-        """Prompts of a batch."""
+        """Prompts in a batch."""
         return self.batch // self.group
 
     @property
     def name(self) -> str:
-        """The work and the kind of machine in words: what a stored bound belongs to."""
+        """Description of work and device; the key of a stored bound."""
         size = f"{self.algo} {self.shape}, batch {self.batch}, {self.epochs} epochs"
         if self.lora_r:
             size += f", LoRA of rank {self.lora_r}" + (f" (value {self.lora_value})" if self.algo == "ppo" else "")
         if self.group > 1:
             size += f", {self.group} responses a prompt"
+        if self.trl_rollout:
+            size += f", TRL rollouts of {self.trl_rollout} rows"
         where = self.device if self.device != "cpu" else f"cpu with {self.cores} core{'s' * (self.cores > 1)}"
         words = f"{self.query_length} + {self.response_length} tokens, {self.dtype}, {Path(self.prompts).name} prompts"
         return f"{size}, {words}, {where}"
 
     def write(self, work: Path) -> None:
-        """Leaves the case for the child processes."""
+        """Writes the case for the child processes."""
         (work / "case.json").write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, work: Path) -> Case:
-        """What `write` left."""
+        """Reads what `write` wrote."""
         return cls(**json.loads((work / "case.json").read_text(encoding="utf-8")))
 
 
 def child_arguments() -> tuple[Case, argparse.Namespace]:
-    """What a child process was started with: the case, and work, pair and micro; it has only its cores from here on."""
+    """Case and arguments (work, pair, name, micro) of a child process; restricts it to the case's cores."""
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("--pair", type=int, default=0)
+    parser.add_argument("--name", help="of the result's file; default: the pair's number")
     parser.add_argument("--micro", type=int)
     args = parser.parse_args()
+    args.name = str(args.pair) if args.name is None else args.name
     case = Case.read(args.work)
     use_cores(case.cores)
     return case, args
 
 
-# Hyper-parameters of both systems by our names, which are TRL's but for those of `renamed`.
+# Hyper-parameters of both systems, under the names that they share.
 SAME = {
     "learning_rate": 3e-6,
     "lr_scheduler_type": "linear",
@@ -120,9 +129,9 @@ OWN = {
 
 
 def settings(case: Case) -> dict[str, Any]:
-    """The options of both systems, by our names.
+    """Options of both systems, under our names.
 
-    No stop token, so that every response has full length whatever is sampled. TRL's PPO never clips gradients.
+    Without a stop token every response has full length. TRL's PPO never clips gradients.
     """
     passes = {"num_ppo_epochs": case.epochs}
     if case.algo == "rloo":
@@ -133,9 +142,9 @@ def settings(case: Case) -> dict[str, Any]:
 
 
 def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict[str, Any]:
-    """Fields of our PPOConfig or RLOOConfig: the settings, and a run that does nothing but train.
+    """Fields of our PPOConfig or RLOOConfig: the settings, and nothing but training.
 
-    Padded lengths are those of a whole data set with prompts up to query_length, not of the few prompts of this batch.
+    Padded lengths are those of a data set with prompts up to query_length, not of this batch's prompts.
     """
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     quiet |= {"run_dir": run_dir, "resume": "never"}
@@ -144,6 +153,8 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
     data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
+    if case.algo == "rloo":
+        rest["shared_prompts"] = case.shared_prompts
     if case.lora_r:
         rest |= {"use_peft": True, "lora_target_modules": ("all-linear",), **lora(case)}
         rest |= {"lora_value": case.lora_value} if case.algo == "ppo" else {}
@@ -151,14 +162,14 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
 
 
 def lora(case: Case) -> dict[str, Any]:
-    """The form of the adapters, by the names of both; no dropout, which TRL's PPO turns off in any case."""
+    """Adapter options, under the names that both share; no dropout, which TRL's PPO always disables."""
     return {"lora_r": case.lora_r, "lora_alpha": 2 * case.lora_r, "lora_dropout": 0.0}
 
 
 def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
-    """Arguments of TRL's PPOConfig or RLOOConfig that say what `settings` does, at TRL's fastest.
+    """Arguments of TRL's PPOConfig or RLOOConfig equivalent to `settings`, without what makes TRL slower.
 
-    Micro-batches are accumulated, so that both take one optimizer step a pass.
+    Gradients of micro-batches are accumulated, so that both take one optimizer step an epoch.
     """
     values = settings(case)
     micro = micro or case.batch
@@ -168,11 +179,12 @@ def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
     options |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": parts}
     options |= {"gradient_checkpointing": False, "use_cpu": case.device == "cpu", "bf16": case.dtype == "bfloat16"}
     if case.device != "cpu":
-        options["tf32"] = True  # as XLA does by default
+        options["tf32"] = True  # XLA's default
     if case.algo == "ppo":
         same = ("num_ppo_epochs", "num_mini_batches", "total_episodes", "response_length")
         options |= {name: values[name] for name in same}
-        return {**options, "local_rollout_forward_batch_size": case.batch, "num_sample_generations": 0}
+        rollout = case.trl_rollout or case.batch
+        return {**options, "local_rollout_forward_batch_size": rollout, "num_sample_generations": 0}
     options |= {"max_grad_norm": values["max_grad_norm"], "max_completion_length": values["response_length"]}
     options |= {"num_generations": case.num_generations, "num_iterations": case.epochs, "shuffle_dataset": False}
     options |= {"steps_per_generation": parts, "max_steps": case.updates * case.epochs}
@@ -180,7 +192,7 @@ def trl_options(case: Case, scratch: str, micro: int | None) -> dict[str, Any]:
     return {**options, "model_init_kwargs": kwargs, "generation_kwargs": {"eos_token_id": None}}
 
 
-# --- what both children need
+# --- shared by both child processes
 
 
 def available_cores() -> int:
@@ -189,15 +201,15 @@ def available_cores() -> int:
 
 
 def use_cores(count: int) -> None:
-    """Holds this process to its first `count` cores; before any thread is started."""
+    """Restricts this process to its first `count` cores; call it before any thread starts."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def peak_rss_mib() -> float:
-    """The most memory that this process had resident, in MiB.
+    """Peak resident memory of this process, in MiB.
 
-    getrusage would do, but a child starts with its parent's peak there; Linux's VmHWM starts anew with the program.
+    Linux's VmHWM starts at zero with the program; getrusage of a child includes its parent's peak.
     """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -210,12 +222,12 @@ def peak_rss_mib() -> float:
 
 
 def best_rate(attempts: list[tuple[float, Callable[[], float]]], repeats: int = 3, patience: float = 1.0) -> float:
-    """Work a second of the fastest run: what the machine can do.
+    """Work per second of the fastest run: the machine's peak rate.
 
     Args:
       attempts: (work, function that does it and returns its seconds), smallest first.
-      repeats: runs of each, after one that is not counted.
-      patience: larger ones are left out once a run took so many seconds.
+      repeats: timed runs of each, after one warm-up.
+      patience: once a run takes more seconds, larger ones are skipped.
     """
     best = 0.0
     for work, run in attempts:
@@ -228,22 +240,22 @@ def best_rate(attempts: list[tuple[float, Callable[[], float]]], repeats: int = 
 
 
 def matrix_sizes(device: str) -> tuple[int, ...]:
-    """Sides of the square matrices whose product is timed."""
+    """Sizes of the square matrices whose product is timed."""
     return (1024, 2048) if device == "cpu" else (4096, 8192)
 
 
 COPY_ENTRIES = 2**26
-"""float32 entries of the array that is copied to measure bandwidth: 256 MiB read and 256 MiB written."""
+"""float32 entries of the array whose copy measures bandwidth: 256 MiB read and 256 MiB written."""
 
 
 def rows_of(work: Path, pair: int) -> list[dict[str, Any]]:
-    """The prompts of a pair, {"prompt"}: the same for both systems, and one batch."""
+    """The prompts of a pair, {"prompt"}: one batch, the same for both systems."""
     lines = (work / f"prompts-{pair}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
-def leave(work: Path, system: str, pair: int, result: dict[str, Any]) -> None:
-    """A child's result: a file for the parent and a line for its log."""
+def write_result(work: Path, system: str, name: str, result: dict[str, Any]) -> None:
+    """Writes a child's result to a file for the parent and to its log."""
     text = json.dumps({"system": system, **result})
-    (work / f"{system}-{pair}.json").write_text(text, encoding="utf-8")
+    (work / f"{system}-{name}.json").write_text(text, encoding="utf-8")
     print(text, flush=True)

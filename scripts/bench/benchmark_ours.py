@@ -1,8 +1,8 @@
-"""Our side of benchmark.py, a process of its own: whole updates of the real training loop, then each phase by itself.
+"""Our side of benchmark.py, in its own process: whole updates of the training loop, then each phase separately.
 
-    python scripts/bench/benchmark_ours.py WORK --pair N [--micro M]
+    python scripts/bench/benchmark_ours.py WORK --pair N [--name NAME] [--micro M]
 
-WORK is what benchmark.py prepared. The result goes to WORK/ours-N.json.
+benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by default.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmark_case import (
     Case,
     best_rate,
     child_arguments,
-    leave,
     matrix_sizes,
     our_options,
     peak_rss_mib,
     rows_of,
+    write_result,
 )
 from jax.errors import JaxRuntimeError
 
 from rlhf_jax.algorithms import actor_critic, microbatch, rloo
 from rlhf_jax.config import STAGES as CONFIGS
-from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config import validation, values
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
@@ -47,37 +47,37 @@ REPEATS = 3
 
 
 def config_of(case: Case, work: Path, micro: int | None, run_dir: str):
-    """Our config of the case."""
+    """Our config for the case."""
     return CONFIGS[case.algo](**our_options(case, work, micro, run_dir))
 
 
 class Peak(Callback):
-    """The most memory used up to each update; before the run does anything else."""
+    """Peak memory up to the end of each update."""
 
     def __init__(self):
-        self.found: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
 
     def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
-        """Metrics of update `step` are there, so it is over."""
-        self.found = memory()
+        """Update `step` is complete."""
+        self.memory = memory()
 
 
 def memory() -> dict[str, float]:
-    """Peak memory of this process and of its fullest device, MiB."""
+    """Peak memory in MiB of this process and of its fullest device."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-    found = {"peak_rss_mib": peak_rss_mib()}
-    return found | ({"peak_device_mib": max(peaks) / 2**20} if max(peaks) else {})
+    peak = {"peak_rss_mib": peak_rss_mib()}
+    return peak | ({"peak_device_mib": max(peaks) / 2**20} if max(peaks) else {})
 
 
 class NoCheckpoints:
-    """In place of a run's checkpoints: writing one at the end is not what is measured."""
+    """Replaces a run's checkpoints, whose writing is not measured."""
 
     def save(self, *_: Any) -> None:
         """Does nothing."""
 
 
 def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
-    """All updates by `rlhf_jax.runtime.loop`, as every run: (state, its clocks an update, peak memory)."""
+    """Runs all updates through `rlhf_jax.runtime.loop`: (state, timings of each update, peak memory)."""
     config = stage.config
     run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
     peak, control = Peak(), Control()
@@ -91,17 +91,17 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
         watched = monitor.Watch(stage, run_folder)
         run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stopping.Stops(), watched)
         state, _ = run.train(stage.state, {})
-    return state, metrics_logger.read_metrics(run_folder.timings), peak.found
+    return state, metrics_logger.read_metrics(run_folder.timings), peak.memory
 
 
 def loop_phases(line: dict[str, float]) -> dict[str, float]:
-    """The clocks of one update under the names of `benchmark_case.LOOP`."""
+    """Timings of one update under the names of `benchmark_case.LOOP`."""
     names = {"generate": "generate", "score": "reward", "experience": "experience", "update": "update"}
     return {new: line[f"time/{old}"] for old, new in names.items()}
 
 
 def timed(run: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of a call that waits for its result: the first apart, since it compiles what was not compiled yet."""
+    """Seconds of a call and its result; the first call, which may compile, is reported separately."""
     seconds = []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
@@ -111,7 +111,7 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def prefill_only(stage):
-    """The stage with responses of one token: its rollout is the prompts' pass and one draw."""
+    """The stage with responses of one token: its rollout is prefill and one sampled token."""
     short = copy.copy(stage)
     short.config = dataclasses.replace(stage.config, response_length=1)
     short._compile()
@@ -119,7 +119,7 @@ def prefill_only(stage):
 
 
 def alone(stage, name: str) -> Callable:
-    """A jitted pass of one frozen role: 'reference' (params, rollout, experience) -> log-probabilities, or 'value'."""
+    """Jitted forward pass of 'reference' (log-probabilities) or 'value': (params, rollout, experience) -> array."""
     c, nets = stage.config, stage.nets
 
     def ppo_rows(rows, params):
@@ -144,15 +144,15 @@ def alone(stage, name: str) -> Callable:
 
 
 def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Each wanted phase by itself, on the stage's own programs where there are any.
+    """Times each wanted phase separately, with the stage's own programs where it has them.
 
     Args:
       stage: of PPO or RLOO.
-      state: its train state; given away where 'update' is wanted.
-      wanted: of `benchmark_case.PHASES`; 'generate' brings 'prefill' and 'decode', the rest of it.
+      state: its train state; donated if 'update' is wanted.
+      wanted: of `benchmark_case.PHASES`; 'generate' adds 'prefill' and 'decode', the rest of it.
 
     Returns:
-      {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has only "seconds".
+      {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has "seconds" only.
     """
     group, found = stage.group, {}
     prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
@@ -197,7 +197,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def matmul_flops(device: str, dtype: str) -> float:
-    """FLOPs a second of the best large matrix product."""
+    """FLOP/s of the fastest large matrix product."""
     multiply = jax.jit(jnp.matmul)
 
     def attempt(n: int) -> tuple[float, Callable[[], float]]:
@@ -214,7 +214,7 @@ def matmul_flops(device: str, dtype: str) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Bytes per second of a large copy, read and written."""
     source, copied = jnp.zeros(COPY_ENTRIES, jnp.float32), jax.jit(lambda x: x + 1)
 
     def run() -> float:
@@ -225,11 +225,11 @@ def bandwidth() -> float:
     return best_rate([(8.0 * COPY_ENTRIES, run)])
 
 
-def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
-    """Everything this process has to tell."""
-    compiling = compile_cache.Clock()
-    config = config_of(case, work, micro, str(work / f"run-{pair}"))
-    batch_sizes.check(config_files.checked_types(config))
+def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
+    """All measurements of this process."""
+    compiling = compile_cache.CompileTimer()
+    config = config_of(case, work, micro, str(work / f"run-{name}"))
+    validation.check(values.checked_types(config))
     began = time.perf_counter()
     stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
@@ -243,7 +243,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
             result |= {"compile_seconds": compiling.seconds, **peak}
         if case.profile and pair == 0:
             if "updates" not in result:
-                state, _, _ = stage.train_step(state, 0)  # the trace is of an update, not of its compilation
+                state, _, _ = stage.train_step(state, 0)  # compile before the trace
             with jax.profiler.trace(case.profile):
                 state, seen, _ = stage.train_step(state, case.updates)
                 jax.block_until_ready((state, seen))
@@ -260,7 +260,7 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
 
 
 def stage_phases(case: Case) -> list[str]:
-    """The phases that --phase asks for."""
+    """Phases selected by --phase."""
     names = ["generate", "reference", "reward", "value", "update"]
     if case.algo == "rloo":
         names.remove("value")
@@ -268,15 +268,15 @@ def stage_phases(case: Case) -> list[str]:
 
 
 def main() -> None:
-    """One measurement; memory that runs out is a result, not an error."""
+    """One measurement; running out of memory is a result, not an error."""
     case, args = child_arguments()
     try:
-        result = measure(case, args.work, args.pair, args.micro)
+        result = measure(case, args.work, args.pair, args.name, args.micro)
     except (JaxRuntimeError, MemoryError) as error:
         if isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         result = {"out_of_memory": str(error)[:300]}
-    leave(args.work, "ours", args.pair, result)
+    write_result(args.work, "ours", args.name, result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmark.py makes of its measurements: ratios, phases, the text for people, the baseline that is kept."""
+"""Reports of benchmark.py: ratios, phases, sizes tried, printed text, stored bounds."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from rlhf_jax.utils.strict_json import json_text
 
 SYSTEMS = ("ours", "trl")
 SLACK = 0.6
-"""A stored bound is this share of the least ratio of the pairs, so that noise does not break it."""
+"""A stored bound is this share of the lowest ratio of the pairs, to tolerate noise."""
 
 
 def seconds_of(result: dict[str, Any]) -> float:
-    """Median seconds of an update after the first."""
+    """Median seconds of an update, without the first."""
     return median(result["updates"][1:])
 
 
 def peak_of(result: dict[str, Any]) -> float:
-    """Peak memory in MiB: of the device where it has its own, else of the process."""
+    """Peak memory in MiB: of the device if it has its own memory, else of the process."""
     return result.get("peak_device_mib", result["peak_rss_mib"])
 
 
 def ratios(pairs: Sequence[dict[str, dict]]) -> list[dict[str, float]]:
-    """Of each pair: our episodes a second over TRL's, and TRL's peak memory over ours. More is better for us."""
-    found = []
+    """For each pair: our episodes/s over TRL's, TRL's peak memory over ours. Higher is better for ours."""
+    rows = []
     for pair in pairs:
         ours, trl = pair["ours"], pair["trl"]
         speed, memory = seconds_of(trl) / seconds_of(ours), peak_of(trl) / peak_of(ours)
-        found.append({"speed": speed, "memory": memory, "first_update": trl["updates"][0] / ours["updates"][0]})
-    return found
+        rows.append({"speed": speed, "memory": memory, "first_update": trl["updates"][0] / ours["updates"][0]})
+    return rows
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, lowest and highest."""
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
-    """A row a phase and system: seconds (median of all updates but first ones), tokens a second, FLOP/s, MFU.
+    """One row per phase and system: seconds (median without first updates), tokens/s, FLOP/s, MFU.
 
-    Decoding has bytes a second and their share of bandwidth too. The work is the same for both, though TRL's PPO saves
-    a pass of the policy in `experience`: it keeps the logits that it sampled from.
+    Decoding also has bytes per second and their share of bandwidth. The work is the same for both, but TRL's PPO saves
+    a policy forward pass in `experience`: it keeps the logits that it sampled from.
     """
     results = [result for pair in pairs for result in pair.values()]
     peak = max(result["matmul_flops"] for result in results)
@@ -59,17 +59,17 @@ def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], leng
     args = (case.group, case.response_length)
     works = [benchmark_work.work(shape, prompts, *args, case.epochs, case.algo, case.frozen) for prompts in lengths]
     read = median(benchmark_work.decode_bytes(shape, prompts, *args, case.dtype) for prompts in lengths)
-    found: dict[tuple[str, str, str], list[float]] = {}
+    seconds_by_phase: dict[tuple[str, str, str], list[float]] = {}
     for pair in pairs:
         for system, result in pair.items():
             for line in result.get("loop", [])[1:]:
                 for phase in (*LOOP, "reference", "value"):
                     if phase in line:
-                        found.setdefault((phase, system, "loop"), []).append(line[phase])
+                        seconds_by_phase.setdefault((phase, system, "loop"), []).append(line[phase])
             for phase, times in result.get("phases", {}).items():
-                found.setdefault((phase, system, "alone"), []).append(times["seconds"])
+                seconds_by_phase.setdefault((phase, system, "alone"), []).append(times["seconds"])
     rows = []
-    for (phase, system, where), values in found.items():
+    for (phase, system, where), values in seconds_by_phase.items():
         flops, tokens = (median(work[phase][i] for work in works) for i in (0, 1))
         seconds = median(values)
         row = {"phase": phase, "system": system, "where": where, "seconds": seconds}
@@ -82,26 +82,42 @@ def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], leng
     return sorted(rows, key=lambda row: (row["where"] == "alone", order.index(row["phase"]), row["system"]))
 
 
+def trial_table(trials: Sequence[dict[str, Any]]) -> str:
+    """The micro-batch sizes tried; each system's fastest and the one with the least memory are marked."""
+    lines = [f"{'system':6} {'micro':>6} {'s/update':>10} {'peak MiB':>10}"]
+    for row in trials:
+        if "seconds" not in row:
+            lines.append(f"{row['system']:6} {row['micro']:6}   out of memory")
+            continue
+        others = [other for other in trials if other["system"] == row["system"] and "seconds" in other]
+        marks = {"seconds": "fastest", "peak_mib": "least memory"}
+        marked = [text for name, text in marks.items() if row is min(others, key=lambda other: other[name])]
+        line = f"{row['system']:6} {row['micro']:6} {row['seconds']:10.3f} {row['peak_mib']:10,.0f}"
+        lines.append(f"{line}  {', '.join(marked)}".rstrip())
+    return "\n".join(lines)
+
+
 def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
-    """The figures for people."""
+    """The printed figures."""
     lines = [case.name, ""]
     for number, pair in enumerate(pairs, 1):
         for system, result in pair.items():
             if "updates" not in result:
                 continue
             seconds = seconds_of(result)
-            said = f"pair {number} {system:4} {seconds:8.3f} s an update, {case.batch / seconds:8.3f} episodes/s, "
-            said += f"first {result['updates'][0]:.2f} s, peak {peak_of(result):,.0f} MiB, micro {result['micro']}"
+            line = f"pair {number} {system:4} {seconds:8.3f} s an update, {case.batch / seconds:8.3f} episodes/s, "
+            line += f"first {result['updates'][0]:.2f} s, peak {peak_of(result):,.0f} MiB, micro {result['micro']}"
             compiling = result.get("compile_seconds")
-            lines.append(said + (f", compiling {compiling:.2f} s" if compiling is not None else ""))
+            lines.append(line + (f", compiling {compiling:.2f} s" if compiling is not None else ""))
     if all(set(pair) == set(SYSTEMS) and "updates" in pair["ours"] for pair in pairs):
         each = ratios(pairs)
         lines.append("")
         for name, text in (("speed", "episodes/s, ours / TRL"), ("memory", "peak memory, TRL / ours")):
             values = [row[name] for row in each]
-            found = spread(values)
+            over_pairs = spread(values)
+            low, high = over_pairs["low"], over_pairs["high"]
             shown = ", ".join(f"{value:.2f}" for value in values)
-            lines.append(f"{text}: {found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f}; pairs: {shown})")
+            lines.append(f"{text}: {over_pairs['median']:.2f} ({low:.2f} to {high:.2f}; pairs: {shown})")
     lines += ["", f"{'phase':11} {'system':6} {'timed':5} {'seconds':>9} {'tokens/s':>10} {'GFLOP/s':>9} {'MFU':>6}"]
     for row in table:
         share = f"  {row['bandwidth_share']:.0%} of bandwidth" if "bandwidth_share" in row else ""
@@ -113,7 +129,7 @@ def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What this runs on."""
+    """The machine and its load."""
     cpu = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -128,41 +144,44 @@ def machine() -> dict[str, Any]:
     }
 
 
-def busy(about: dict[str, Any]) -> str | None:
-    """A warning where other jobs took more than half a core when it began: torch's threads spin while they wait for one
-    another, so that a loaded machine makes TRL on several cores many times slower, and the ratio says nothing."""
+def load_warning(about: dict[str, Any]) -> str | None:
+    """A warning if other jobs used more than half a core at the start.
+
+    Torch's threads spin while they wait for each other, so TRL on several cores is many times slower on a loaded
+    machine and the ratio is meaningless.
+    """
     load = about["load"][0]
     if load < 0.5:
         return None
-    return f"warning: the load was {load:.1f} before anything ran: only an idle machine gives ratios worth telling"
+    return f"warning: the load average was {load:.1f} at the start; only an idle machine gives meaningful ratios"
 
 
-def stored(path: Path) -> dict[str, Any]:
-    """The bounds of a baseline file by case name; none where there is no file."""
+def read_bounds(path: Path) -> dict[str, Any]:
+    """Bounds of a baseline file by case name; empty if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise UserError(f"--baseline {path} is no JSON: {error}") from None
+        raise UserError(f"--baseline {path} is not JSON: {error}") from None
 
 
-def below(bounds: dict[str, Any], case: Case, found: dict[str, dict[str, float]]) -> list[str]:
-    """What is wrong with ratios: a line for each median below its bound.
+def below_bounds(bounds: dict[str, Any], case: Case, ratio: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each ratio whose median is below its bound.
 
     Raises:
       UserError: there is no bound for this case.
     """
     if case.name not in bounds:
-        raise UserError(f"--baseline has no bounds for '{case.name}'; without --check it stores them")
+        raise UserError(f"--baseline has no bounds for '{case.name}'; run without --check to store them")
     limits = bounds[case.name]["bounds"]
-    low = {name: limit for name, limit in limits.items() if found[name]["median"] < limit}
-    return [f"{name} ratio {found[name]['median']:.2f} is below its bound {limit:.2f}" for name, limit in low.items()]
+    low = {name: limit for name, limit in limits.items() if ratio[name]["median"] < limit}
+    return [f"{name} ratio {ratio[name]['median']:.2f} is below its bound {limit:.2f}" for name, limit in low.items()]
 
 
-def keep(path: Path, case: Case, found: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
-    """Stores the ratios of a case and bounds below them, in place of older ones."""
+def store_bounds(path: Path, case: Case, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
+    """Stores the ratios of a case and the bounds derived from them, replacing older ones."""
     names = ("speed", "memory")
-    entry = {"bounds": {name: round(SLACK * found[name]["low"], 3) for name in names}}
-    entry |= {"measured": {name: found[name] for name in names}, **about}
-    write_atomically(str(path), json_text({**stored(path), case.name: entry}, indent=2) + "\n")
+    entry = {"bounds": {name: round(SLACK * ratio[name]["low"], 3) for name in names}}
+    entry |= {"measured": {name: ratio[name] for name in names}, **about}
+    write_atomically(str(path), json_text({**read_bounds(path), case.name: entry}, indent=2) + "\n")

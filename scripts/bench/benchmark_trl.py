@@ -1,8 +1,8 @@
-"""TRL's side of benchmark.py, a process of its own: its PPOTrainer or RLOOTrainer as it is, with a clock.
+"""TRL's side of benchmark.py, in its own process: its unmodified PPOTrainer or RLOOTrainer, timed.
 
-    python scripts/bench/benchmark_trl.py WORK --pair N [--micro M]
+    python scripts/bench/benchmark_trl.py WORK --pair N [--name NAME] [--micro M]
 
-WORK is what benchmark.py prepared. The result goes to WORK/trl-N.json. Imports no JAX.
+benchmark.py prepares WORK. The result goes to WORK/trl-NAME.json; NAME is N by default. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from benchmark_case import (
     Case,
     best_rate,
     child_arguments,
-    leave,
     lora,
     matrix_sizes,
     peak_rss_mib,
     rows_of,
     trl_options,
+    write_result,
 )
 
 
 class Clock:
-    """Seconds of an update and of the functions in it that are wrapped; what remains of an update is learning."""
+    """Seconds of an update and of its wrapped functions; the rest of an update counts as 'update'."""
 
     def __init__(self, synchronize: Callable[[], None]):
         self.synchronize = synchronize
@@ -39,23 +39,23 @@ class Clock:
         self._began = 0.0
 
     def start(self) -> None:
-        """The first update begins."""
+        """Marks the start of the first update."""
         self.synchronize()
         self._now, self._began = {}, time.perf_counter()
 
     def end(self) -> None:
-        """An update is over, and the next begins."""
+        """Marks the end of an update and the start of the next."""
         self.synchronize()
         now = time.perf_counter()
         total, parts = now - self._began, self._now
-        judged = sum(parts.get(name, 0.0) for name in ("policy", "reference", "value"))
-        phases = {"generate": parts.get("generate", 0.0), "reward": parts.get("reward", 0.0), "experience": judged}
+        forward = sum(parts.get(name, 0.0) for name in ("policy", "reference", "value"))
+        phases = {"generate": parts.get("generate", 0.0), "reward": parts.get("reward", 0.0), "experience": forward}
         self.updates.append(total)
         self.loop.append({**parts, **phases, "update": total - sum(phases.values())})
         self._now, self._began = {}, now
 
     def wrap(self, function: Callable, name: Callable[..., str | None]) -> Callable:
-        """The function, its seconds booked under what `name` makes of its arguments; None: not booked."""
+        """The function, timed under the phase that `name` returns for its arguments; None: not timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             phase = name(*args, **kwargs)
@@ -91,7 +91,7 @@ def callback(clock: Clock, steps: int, at_end: Callable[[], None]):
 
 
 def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any], clock: Clock, callbacks: list):
-    """TRL's PPOTrainer. Of frozen models that it leaves out of mixed precision, it gets copies in half precision."""
+    """TRL's PPOTrainer. Frozen models, which it leaves out of mixed precision, are loaded in half precision."""
     import torch
     from datasets import Dataset
     from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
@@ -117,13 +117,13 @@ def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any
     def by_model(model, *_, **__):
         return of_model.get(id(model))
 
-    # `train` looks these up in its module. `forward` of the trained model is learning, and not booked.
+    # `train` looks these up in its module. `forward` of the trained model belongs to 'update': not timed separately.
     ppo_trainer.batch_generation = clock.wrap(ppo_trainer.batch_generation, lambda *_, **__: "generate")
     ppo_trainer.forward = clock.wrap(ppo_trainer.forward, by_model)
     ppo_trainer.get_reward = clock.wrap(ppo_trainer.get_reward, by_model)
     few = data.select(range(min(2, len(rows))))
     if case.lora_r:
-        models["ref_model"] = None  # the policy with its adapters switched off
+        models["ref_model"] = None  # the policy with its adapters disabled
     trainer = PPOTrainer(
         args=PPOConfig(**options),
         processing_class=tokenizer,
@@ -139,7 +139,7 @@ def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any
 
 
 def adapters(case: Case):
-    """PEFT's config of the case; None: the policy is trained in full."""
+    """PEFT config of the case; None: full training."""
     if not case.lora_r:
         return None
     from peft import LoraConfig
@@ -149,7 +149,7 @@ def adapters(case: Case):
 
 
 def rloo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any], clock: Clock, callbacks: list):
-    """TRL's RLOOTrainer with the reward model itself, which it gives decoded text."""
+    """TRL's RLOOTrainer with the reward model, to which it passes decoded text."""
     import torch
     from datasets import Dataset
     from transformers import GPTNeoXForSequenceClassification
@@ -171,26 +171,26 @@ def rloo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, An
         peft_config=adapters(case),
     )
 
-    def judged(model, *_, **__):
+    def by_model(model, *_, **__):
         if torch.is_grad_enabled():
             return None
         return "reference" if model is trainer.ref_model else "policy"
 
     trainer._generate = clock.wrap(trainer._generate, lambda *_, **__: "generate")
     trainer._calculate_rewards = clock.wrap(trainer._calculate_rewards, lambda *_, **__: "reward")
-    trainer._get_per_token_logps_and_entropies = clock.wrap(trainer._get_per_token_logps_and_entropies, judged)
+    trainer._get_per_token_logps_and_entropies = clock.wrap(trainer._get_per_token_logps_and_entropies, by_model)
     return trainer
 
 
 def tokenizer_of(work: Path):
-    """The tokenizer of the starting models, padding on the left as TRL needs it."""
+    """Tokenizer of the initial models, padding on the left as TRL requires."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(work / "start/policy", padding_side="left")
 
 
 def rates(device: str, dtype: str, synchronize: Callable[[], None]) -> dict[str, float]:
-    """FLOPs a second of the best large matrix product, bytes a second of a large copy."""
+    """FLOP/s of the fastest large matrix product, bytes per second of a large copy."""
     import torch
 
     def timed(function: Callable) -> Callable[[], float]:
@@ -214,8 +214,8 @@ def rates(device: str, dtype: str, synchronize: Callable[[], None]) -> dict[str,
     return {"matmul_flops": flops, "bandwidth": copied}
 
 
-def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, Any]:
-    """Everything this process has to tell."""
+def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
+    """All measurements of this process."""
     import numpy as np
     import torch
     import transformers
@@ -226,19 +226,19 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     torch.set_num_threads(case.cores)
     torch.manual_seed(0)
-    np.random.seed(0)  # TRL's PPO shuffles by numpy
+    np.random.seed(0)  # TRL's PPO shuffles with numpy
     clock, peak = Clock(synchronize), {}
 
-    def look() -> None:
+    def record_peak() -> None:
         peak["peak_rss_mib"] = peak_rss_mib()
         if cuda:
             peak["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20
 
     steps = case.epochs if case.algo == "rloo" else 1
     make = ppo_trainer if case.algo == "ppo" else rloo_trainer
-    options = trl_options(case, str(work / f"trl-{pair}"), micro)
+    options = trl_options(case, str(work / f"trl-{name}"), micro)
     began = time.perf_counter()
-    trainer = make(case, work, rows_of(work, pair), options, clock, [callback(clock, steps, look)])
+    trainer = make(case, work, rows_of(work, pair), options, clock, [callback(clock, steps, record_peak)])
     loaded = time.perf_counter() - began
     trainer.train()
     result = {
@@ -257,17 +257,17 @@ def measure(case: Case, work: Path, pair: int, micro: int | None) -> dict[str, A
 
 
 def main() -> None:
-    """One measurement; memory that runs out is a result, not an error."""
+    """One measurement; running out of memory is a result, not an error."""
     case, args = child_arguments()
     warnings.filterwarnings("ignore")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import torch
 
     try:
-        result = measure(case, args.work, args.pair, args.micro)
+        result = measure(case, args.work, args.pair, args.name, args.micro)
     except (torch.OutOfMemoryError, MemoryError) as error:
         result = {"out_of_memory": str(error)[:300]}
-    leave(args.work, "trl", args.pair, result)
+    write_result(args.work, "trl", args.name, result)
 
 
 if __name__ == "__main__":

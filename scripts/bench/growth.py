@@ -24,7 +24,7 @@ import benchmark
 import benchmark_work
 import jax
 from benchmark_case import Case, available_cores
-from benchmark_report import busy, machine, peak_of
+from benchmark_report import load_warning, machine, peak_of
 
 from rlhf_jax import UserError, data
 from rlhf_jax.runtime.run_folder import write_atomically
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_atomically(str(args.json), json_text(whole, indent=2) + "\n")
         if args.picture:
             draw(tables, args.picture)
-        print(busy(about["machine"]) or "", end="")
+        print(load_warning(about["machine"]) or "", end="")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,28 +2,40 @@
 
 import pytest
 
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import (
+    Pipeline,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    batch_sizes,
+    sampling_options,
+    validation,
+    values,
+)
 from rlhf_jax.errors import UserError
 
 IMPOSSIBLE = [
     (PPOConfig(num_mini_batches=3), "batch_size 512 / num_mini_batches 3 = 170.7 rows.*batch_size 510 or 513"),
-    (PPOConfig(batch_size=2, num_mini_batches=4), "num_mini_batches 4 is over batch_size 2"),
+    (PPOConfig(batch_size=2, num_mini_batches=4), "num_mini_batches 4 .* batch_size 2"),
     (PPOConfig(num_mini_batches=2, micro_batch_size=100), "= 256 rows .* micro_batch_size 100 = 2.56.*64 or 128"),
-    (SFTConfig(batch_size=64, micro_batch_size=48), "64 rows a minibatch / micro_batch_size 48.*32 or 64"),
+    (
+        SFTConfig(batch_size=64, micro_batch_size=48),
+        "batch_size 64 rows .* / micro_batch_size 48 = 1.333.*micro_batch_size 32 or 64",
+    ),
     (PPOConfig(rollout_batch_size=100), "rollout_batch_size 100 = 5.12 rounds.*64 or 128"),
     (PPOConfig(rollout_batch_size=1024), "rollout_batch_size 1024 = 0.5 rounds.*rollout_batch_size 512"),
     (PPOConfig(response_length=0), "response_length is 0; it must be at least 1"),
     (PPOConfig(query_length=0), "query_length is 0; it must be at least 1"),
     (PPOConfig(stop_token_id=0), "stop_token 'eos' and stop_token_id 0 exclude each other"),
-    (PPOConfig(batch_size=16, num_mini_batches=4, whiten_rewards=True), "at least 8 rows a minibatch: .* = 4"),
+    (PPOConfig(batch_size=16, num_mini_batches=4, whiten_rewards=True), "whiten_rewards .* 8 rows .* = 4"),
     (PPOConfig(temperature=0.0), "temperature is 0.0; it must be above 0"),
     (PPOConfig(top_p=0.0), "top_p is 0.0; it must be above 0 and at most 1"),
     (PPOConfig(top_p=1.5), "top_p is 1.5"),
     (PPOConfig(min_p=2.0), "min_p is 2.0; it must be between 0 and 1"),
     (PPOConfig(top_k=-1), "top_k is -1; it must be at least 0"),
     (PPOConfig(repetition_penalty=0.0), "repetition_penalty is 0.0"),
-    (PPOConfig(kl_target=6.0, kl_horizon=0), "kl_horizon is 0; it must be above 0"),
+    (PPOConfig(kl_target=6.0, kl_horizon=0), "kl_horizon is 0; it must be at least 1"),
     (PPOConfig(kl_target=6.0, kl_coef=0.0), "kl_target 6.0 with kl_coef 0"),
     (PPOConfig(kl_coef=-0.1), "kl_coef is -0.1; it must be at least 0"),
     (PPOConfig(total_episodes=0), "total_episodes is 0; it must be at least 1"),
@@ -31,31 +43,31 @@ IMPOSSIBLE = [
     (PPOConfig(lam=-0.5), "lam is -0.5; it must be between 0 and 1"),
     (PPOConfig(cliprange=0.0), "cliprange is 0.0; it must be above 0"),
     (PPOConfig(num_ppo_epochs=0), "num_ppo_epochs is 0; it must be at least 1"),
-    (PPOConfig(missing_eos_penalty=-1.0), "missing_eos_penalty is -1.0; it must be at least 0, as it is taken off"),
+    (PPOConfig(missing_eos_penalty=-1.0), "missing_eos_penalty is -1.0; it must be at least 0"),
     (PPOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
     (PPOConfig(value_model="shared_backbone", value_model_path="x"), "value_model_path 'x' would not be used"),
-    (PPOConfig(reward_model_path=None), "reward_model_path is None, and the value model starts from it"),
-    (PPOConfig(sft_model_path=None), "sft_model_path is None, and so is scratch_model"),
-    (SFTConfig(model_name_or_path=None, scratch_model="14m"), "tokenizer_name_or_path: there is no tokenizer"),
+    (PPOConfig(reward_model_path=None), "reward_model_path is None.*give value_model_path"),
+    (PPOConfig(sft_model_path=None), "sft_model_path and scratch_model"),
+    (SFTConfig(model_name_or_path=None, scratch_model="14m"), "model_name_or_path and tokenizer_name_or_path"),
     (SFTConfig(scratch_model="2x10x3"), "2 layers of width 10 with 3 heads"),
     (SFTConfig(learning_rate=-1e-3), "learning_rate is -0.001; it must be at least 0"),
     (SFTConfig(warmup_steps=-1), "warmup_steps is -1; it must be at least 0"),
     (SFTConfig(adam_beta2=1.0), "adam_beta2 is 1.0; it must be at least 0 and below 1"),
     (SFTConfig(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
-    (SFTConfig(max_steps=0), r"max_steps is 0; it must be -1 \(num_train_epochs decides\)"),
+    (SFTConfig(max_steps=0), r"max_steps is 0; it must be -1 .* or at least 1"),
     (
         SFTConfig(save_steps=-1),
-        r"save_steps is -1; it must be 0 \(only at the end\), between 0 and 1 \(a share of the run\) or a whole number",
+        "save_steps is -1.* it must be 0 .*, between 0 and 1 .* or a whole number of updates",
     ),
     (SFTConfig(seed=-1), "seed is -1"),
     (SFTConfig(mesh_data=0), "mesh_data is 0; it must be -1"),
     (SFTConfig(mesh_tensor=0), "mesh_tensor is 0; it must be at least 1"),
     (SFTConfig(query_length=562), "max_length 562 - query_length 562 = 0 tokens left for the completion"),
     (SFTConfig(early_stopping_patience=2), "early_stopping_patience 2 needs eval_steps above 0"),
-    (SFTConfig(eval_steps=5, dataset_test_split=None), "eval_steps is 5.*nothing to evaluate on"),
-    (SFTConfig(length_buckets=(64, 64)), "length_buckets is .64, 64.; lengths must be at least 1 and rise"),
+    (SFTConfig(eval_steps=5, dataset_test_split=None), "eval_steps is 5, but dataset_test_split is None"),
+    (SFTConfig(length_buckets=(64, 64)), "length_buckets is .64, 64.; lengths must be .* increasing"),
     (SFTConfig(report_to=("mlflow",)), "report_to: mlflow is not supported"),
-    (SFTConfig(dataset_streaming=True), "dataset_streaming is refused: .*a stream has no random access"),
+    (SFTConfig(dataset_streaming=True), "dataset_streaming is not supported"),
     (RewardConfig(center_rewards_coefficient=-0.1), "center_rewards_coefficient is -0.1"),
     (RewardConfig(score_init_std=0.0), "score_init_std is 0.0; it must be above 0"),
     (Pipeline(reward=RewardConfig(seed=-1)), "reward: seed is -1"),
@@ -65,12 +77,12 @@ IMPOSSIBLE = [
     (RLOOConfig(num_generations=1), "num_generations is 1; .*leave-one-out needs at least 2"),
     (RLOOConfig(num_generations_eval=0), "num_generations_eval is 0; it must be at least 1"),
     (RLOOConfig(num_generations=3), "64 / num_generations 3 = 21.33 prompts.*counts responses.*batch_size 63 or 66"),
-    (RLOOConfig(batch_size=2, num_generations=4), r"= 0.5 prompts.* \(batch_size 4\)"),
+    (RLOOConfig(batch_size=2, num_generations=4), r"= 0.5 prompts.* \(try batch_size 4\)"),
     (
         RLOOConfig(num_generations=4, num_mini_batches=32),
-        r"= 2 rows a minibatch / num_generations 4 = 0.5 prompts: .* never split .*\(num_mini_batches 16\)",
+        r"= 2 rows .* / num_generations 4 = 0.5 prompts: .*\(num_mini_batches 16\)",
     ),
-    (RLOOConfig(num_mini_batches=3), "batch_size 64 / num_mini_batches 3 = 21.33 rows a minibatch"),
+    (RLOOConfig(num_mini_batches=3), "batch_size 64 / num_mini_batches 3 = 21.33 rows"),
     (
         RLOOConfig(batch_size=96, num_generations=4, micro_batch_size=6),
         r"micro_batch_size 6 / num_generations 4 = 1.5 prompts: .*micro_batch_size 4 or 8, or --shared_prompts false",
@@ -89,7 +101,7 @@ IMPOSSIBLE = [
     (RLOOConfig(ref_model_sync_steps=0), "ref_model_sync_steps is 0; it must be at least 1"),
     (RLOOConfig(sync_ref_model=True, beta=0.0), "sync_ref_model with beta 0: .* no reference model"),
     (RLOOConfig(baseline_excludes_truncated=True), "baseline_excludes_truncated needs mask_truncated_completions"),
-    (RLOOConfig(reward_clip_range=(1.0, 1.0)), "reward_clip_range is 1 1; it must be LOW HIGH with LOW below HIGH"),
+    (RLOOConfig(reward_clip_range=(1.0, 1.0)), "reward_clip_range is 1 1; it must be LOW HIGH"),
     (RLOOConfig(reward_clip_range=(-3.0,)), "reward_clip_range is -3; .* or one number above 0"),
     (RLOOConfig(reward_clip_range=(1.0, 2.0, 3.0)), "reward_clip_range is 1 2 3"),
     (RLOOConfig(reward_clip_range=()), "reward_clip_range is empty"),
@@ -110,18 +122,18 @@ IMPOSSIBLE = [
     (RLOOConfig(reward_funcs=("length",)), "reward_funcs: 'length' must be 'module:function' or 'file.py:function'"),
     (
         RLOOConfig(reward_weights=(1.0,), more_reward_models=("a",), reward_funcs=("m:f",)),
-        "reward_weights has 1 weights, but the config names 3 rewards",
+        "reward_weights has 1 weights, .* 3 rewards",
     ),
     # generation_kwargs
     (RLOOConfig(generation_kwargs={"top_p": 1.5}), r"generation_kwargs\['top_p'\] is 1.5; it must be above 0 and at"),
     (RLOOConfig(generation_kwargs={"top_k": 0.5}), r"generation_kwargs\['top_k'\] = 0.5: it must be a whole number"),
     (RLOOConfig(generation_kwargs={"temperature": None}), r"generation_kwargs\['temperature'\] = None: it must be a"),
-    (RLOOConfig(generation_kwargs={"do_sample": False}), "do_sample.* is False: .*greedy responses have none"),
+    (RLOOConfig(generation_kwargs={"do_sample": False}), "do_sample.* is False"),
     (RLOOConfig(generation_kwargs={"max_new_tokens": 64}), "is 64, but response_length is 512: give response_length"),
-    (RLOOConfig(generation_kwargs={"eos_token_id": 0}), r"'eos_token_id'\] is refused: give stop_token_id"),
-    (PPOConfig(generation_kwargs={"stop_strings": "a"}), "responses stop at one token: stop_token or stop_token_id"),
-    (RLOOConfig(generation_kwargs={"num_beams": 4}), r"'num_beams'\] is refused: it may hold temperature, top_k"),
-    (RLOOConfig(generation_kwargs={"temprature": 1.0}), r"'temprature'\] is refused: Did you mean temperature"),
+    (RLOOConfig(generation_kwargs={"eos_token_id": 0}), r"'eos_token_id'\] .*stop_token_id"),
+    (PPOConfig(generation_kwargs={"stop_strings": "a"}), "'stop_strings'.*stop_token or stop_token_id"),
+    (RLOOConfig(generation_kwargs={"num_beams": 4}), r"'num_beams'\] .*temperature, top_k"),
+    (RLOOConfig(generation_kwargs={"temprature": 1.0}), r"'temprature'\] .*Did you mean temperature"),
 ]
 
 POSSIBLE = [
@@ -141,23 +153,23 @@ POSSIBLE = [
 
 @pytest.mark.parametrize("config", POSSIBLE)
 def test_unusual_configs_are_possible(config):
-    batch_sizes.check(config_files.checked_types(config))
+    validation.check(values.checked_types(config))
 
 
 @pytest.mark.parametrize(("config", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
 def test_impossible_configs_are_refused_with_the_arithmetic(config, message):
     with pytest.raises(UserError, match=message):
-        batch_sizes.check(config)
+        validation.check(config)
 
 
 @pytest.mark.parametrize("config", [SFTConfig(), RewardConfig(), PPOConfig(), RLOOConfig(), Pipeline()])
 def test_the_defaults_are_possible(config):
-    batch_sizes.check(config)
+    validation.check(config)
 
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as error:
-        batch_sizes.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
+        validation.check(PPOConfig(num_mini_batches=3, stop_token_id=5, dataset_streaming=True))
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -166,11 +178,11 @@ def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
     with pytest.raises(
         UserError, match="^run_dir is '(gs|s3)://b/run'; it must be a folder. Mount the bucket .*path.$"
     ):
-        batch_sizes.check(config)
+        validation.check(config)
 
 
 def test_stop_token_id_0_is_a_token_like_any_other():
-    batch_sizes.check(PPOConfig(stop_token=None, stop_token_id=0))
+    validation.check(PPOConfig(stop_token=None, stop_token_id=0))
 
 
 def test_the_mesh_must_use_all_devices_and_divide_the_rows():
@@ -199,7 +211,7 @@ def test_with_shared_prompts_the_mesh_divides_prompts_and_without_it_rows():
 
 
 def test_generation_kwargs_come_over_the_sampling_options():
-    assert batch_sizes.sampling_options(PPOConfig()) == {
+    assert sampling_options(PPOConfig()) == {
         "temperature": 0.7,
         "top_k": 0,
         "top_p": 1.0,
@@ -207,9 +219,9 @@ def test_generation_kwargs_come_over_the_sampling_options():
         "repetition_penalty": 1.0,
     }
     config = RLOOConfig(top_k=5, min_p=0.1, generation_kwargs={"top_k": 50, "min_p": None, "do_sample": True})
-    sampling = batch_sizes.sampling_options(config)
+    sampling = sampling_options(config)
     assert sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
-    assert type(batch_sizes.sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
+    assert type(sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
 
 
 @pytest.mark.parametrize(
@@ -234,10 +246,10 @@ def test_the_arithmetic_of_rloo_is_told_in_words():
     assert batch_sizes.batch_lines(config, 100) == [
         "update: 64 episodes = 32 prompts x 2 responses",
         "rollout: 1 x 64 episodes generated and scored at a time",
-        "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps an update",
-        "gradient: 2 micro-batches of 8 rows a step",
+        "optimizer: 2 iterations x 4 minibatches of 16 = 8 steps per update",
+        "gradient: 2 micro-batches of 8 rows per step",
         "run: 640 episodes / 64 = 10 updates, 80 optimizer steps, 640 episodes",
-        "data: 100 prompts, 3.2 passes",
+        "data: 100 prompts, 3.2 epochs",
     ]
 
 
@@ -256,19 +268,19 @@ def test_the_arithmetic_is_told_in_words():
     assert lines == [
         "update: 512 episodes",
         "rollout: 8 x 64 episodes generated and scored at a time",
-        "optimizer: 4 epochs x 1 minibatches of 512 = 4 steps an update",
-        "gradient: 4 micro-batches of 128 rows a step",
+        "optimizer: 4 epochs x 1 minibatches of 512 = 4 steps per update",
+        "gradient: 4 micro-batches of 128 rows per step",
         "run: 1,000,000 episodes / 512 = 1,954 updates, 7,816 optimizer steps, 1,000,448 episodes (rounded up)",
     ]
     assert batch_sizes.batch_lines(SFTConfig(), 100)[-2:] == [
-        "run: 100 rows / 64 = 1 updates an epoch, num_train_epochs 1 = 1 updates, 1 optimizer steps, 64 rows",
-        "data: 100 rows, 0.64 passes",
+        "run: 100 rows / 64 = 1 updates per epoch, num_train_epochs 1 = 1 updates, 1 optimizer steps, 64 rows",
+        "data: 100 rows, 0.64 epochs",
     ]
     assert "not read yet" in batch_sizes.batch_lines(SFTConfig())[-1]
 
 
 def test_no_row_is_refused_and_too_long_a_warm_up_is_remarked_on():
-    with pytest.raises(UserError, match="num_train_epochs 1 x 0 rows = nothing to train on"):
+    with pytest.raises(UserError, match="num_train_epochs 1 x 0 rows"):
         batch_sizes.check_rows(SFTConfig(), 0)
     assert batch_sizes.check_rows(SFTConfig(warmup_steps=2), 200) == []
     (warning,) = batch_sizes.check_rows(SFTConfig(warmup_steps=3), 200)

@@ -21,7 +21,10 @@ from rlhf_jax.config import (
     SFTConfig,
     StageConfig,
     batch_sizes,
+    sampling_options,
     stages_of,
+    validation,
+    values,
 )
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory, report
@@ -57,7 +60,7 @@ WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward
 @pytest.mark.parametrize("spec", [*config_files.shipped_configs(), *VARIANTS])
 def test_shipped_configs_load_check_and_survive_config_json(spec):
     config = config_files.load_config(spec)
-    batch_sizes.check(config)
+    validation.check(config)
     assert config_files.from_json(config_files.to_json(config)) == config
 
 
@@ -79,23 +82,23 @@ def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
         eval_steps=0.25,
     )
     (tmp_path / "config.json").write_text(config_files.to_json(config))
-    assert config_files.load_config(str(tmp_path)) == config == config_files.checked_types(config)
+    assert config_files.load_config(str(tmp_path)) == config == values.checked_types(config)
     pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
     assert pipeline == WITH_RLOO and pipeline.ppo is None
 
 
 def test_one_word_or_number_for_a_list_is_a_list_of_one():
     given = RLOOConfig(report_to="tensorboard", more_reward_models="x", reward_funcs="m:f", reward_clip_range=10)
-    config = config_files.checked_types(given)
+    config = values.checked_types(given)
     assert config.report_to == ("tensorboard",) and config.more_reward_models == ("x",)
     assert config.reward_funcs == ("m:f",) and config.reward_clip_range == (10.0,)
     assert type(config.reward_clip_range[0]) is float
-    assert config_files.checked_types(SFTConfig(report_to="none")).report_to == ()
-    assert config_files.checked_types(SFTConfig(report_to=["none"])).report_to == ()
+    assert values.checked_types(SFTConfig(report_to="none")).report_to == ()
+    assert values.checked_types(SFTConfig(report_to=["none"])).report_to == ()
 
 
 def test_a_dict_becomes_what_config_json_would_give_back():
-    config = config_files.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
+    config = values.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
     assert config.chat_template_kwargs == {"a": [1, 2], "b": {"c": None}}
 
 
@@ -168,7 +171,7 @@ def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_the
     made = {f"{scope['RUNS']}/{name}": config_files.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
     known: set[str] = set()
     for run_dir, config in made.items():
-        batch_sizes.check(config)
+        validation.check(config)
         assert config.run_dir == run_dir
         needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
         needed += getattr(config, "more_reward_models", ())
@@ -193,14 +196,14 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     stages = stages_of(dataclasses.replace(WITH_RLOO, run_dir="R"))
     assert list(stages) == ["sft", "reward", "rloo"] and stages["rloo"].run_dir == "R/rloo"
     assert stages["rloo"].reward_model_path == "R/reward/reward_model"
-    batch_sizes.check(WITH_RLOO)
+    validation.check(WITH_RLOO)
 
 
 def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
     with pytest.raises(UserError, match="one of ppo and rloo, not both"):
-        batch_sizes.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
+        validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
     with pytest.raises(UserError, match="one of ppo and rloo, not none"):
-        batch_sizes.check(Pipeline(ppo=None))
+        validation.check(Pipeline(ppo=None))
 
 
 def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
@@ -216,17 +219,17 @@ def test_a_pipelines_config_json_works_in_another_folder():
 
 
 def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
-    with pytest.raises(UserError, match="ppo.run_dir is 'X'.*its folder 'R/ppo'"):
+    with pytest.raises(UserError, match="ppo.run_dir is 'X'.*'R/ppo'"):
         stages_of(Pipeline(run_dir="R", ppo=PPOConfig(run_dir="X")))
 
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
-        batch_sizes.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
+        validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
     with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
-        batch_sizes.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
-    with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/.*run rloo by a config of its own"):
-        batch_sizes.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+        validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
+    with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
+        validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
 # --- bad files
@@ -269,7 +272,7 @@ BAD_FILES = {
     "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.* It is beta here",
     "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.* It is kl_coef here",
     "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "Generation is in-process",
-    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "num_mini_batches follows",
+    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "it sets batch_size = micro_batch_size",
     "def get_config(variant=None): return RLOOConfig(num_generation=4)": "Did you mean num_generations",
     "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs = 5: it must be a dict",
     "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\] = .1.: it must be plain",
@@ -297,9 +300,10 @@ BAD_JSON = {
     '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",
     '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
     '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
-    '{"stage": "pipeline", "rloo": 3}': "rloo must be an object",
-    '{"stage": "pipeline", "reward": null}': "reward must be an object",
-    '{"stage": "pipeline", "sft": 3}': "sft must be an object",
+    '{"stage": "pipeline", "rloo": 3}': "rloo must be a RLOOConfig or None, not int",
+    '{"stage": "pipeline", "reward": null}': "reward must be a RewardConfig, not NoneType",
+    '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig, not int",
+    '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam = 'x': it must be a number",
     '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",
 }
 
@@ -332,7 +336,7 @@ ROLES = [
 
 @pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
 def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
-    batch_sizes.check(config)
+    validation.check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()
@@ -386,7 +390,7 @@ def test_every_field_has_a_line_of_meaning():
 
 
 # Functions that read options for whoever calls them.
-READERS = {"sampling_options": {*batch_sizes.sampling_options(PPOConfig()), "generation_kwargs"}}
+READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
 READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
 
 
@@ -412,5 +416,5 @@ def test_every_field_is_read_somewhere():
 def test_what_ppo_and_rloo_share_is_declared_once():
     """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
     for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
-        assert config_files.field_types(PPOConfig)[name] == config_files.field_types(RLOOConfig)[name], name
+        assert values.field_types(PPOConfig)[name] == values.field_types(RLOOConfig)[name], name
     assert issubclass(PolicyConfig, StageConfig)

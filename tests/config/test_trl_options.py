@@ -1,25 +1,23 @@
-"""docs/migrating.md and the parser tell the same of every option that TRL has or had."""
+"""docs/migrating.md and the parser agree on every option that TRL has or had."""
 
 import dataclasses
+import itertools
 import pathlib
 import typing
 
 import pytest
 
-from rlhf_jax.config import STAGES, command_line, trl_options
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import STAGES, command_line, trl_options, values
 from rlhf_jax.errors import UserError
 
-ROWS = sorted(
-    {(name, stage) for stages, names in trl_options.TABLES.values() for name in names.split() for stage in stages}
-)
+ROWS = sorted({(name, stage) for table in trl_options.TABLES for name in table.options for stage in table.stages})
 SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
 
 
 def sample_word(field: str, hint) -> str:
     """A command-line word that the field takes."""
-    inner = config_files._alternatives(hint)[0]
-    if config_files.is_dict(hint):
+    inner = values.without_none(hint)[0]
+    if values.is_dict(hint):
         return '{"top_k": 3}'
     if typing.get_origin(inner) is tuple:
         inner = inner.__args__[0]
@@ -35,25 +33,24 @@ def test_the_page_is_what_the_tables_say():
     )
 
 
-@pytest.mark.parametrize("title", trl_options.TABLES)
-def test_every_row_is_on_the_page_once(title):
-    section = trl_options.page().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    names = trl_options.TABLES[title][1].split()
-    assert len(set(names)) == len(names)
-    for name in names:
+@pytest.mark.parametrize("table", trl_options.TABLES, ids=[table.title for table in trl_options.TABLES])
+def test_every_row_is_on_the_page_once(table):
+    section = trl_options.page().split(f"\n## {table.title}\n")[1].split("\n## ")[0]
+    assert len(set(table.options)) == len(table.options)
+    for name in table.options:
         assert section.count(f"\n| `{name}` |") == 1
 
 
 @pytest.mark.parametrize(("name", "stage"), ROWS, ids=["-".join(row) for row in ROWS])
 def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
     config = STAGES[stage]()
-    hints = config_files.field_types(STAGES[stage])
+    hints = values.field_types(STAGES[stage])
     typed = name.replace("*", "num_workers")
     answer = trl_options.answer(typed, stage)
-    if answer.kind == "refused":
+    if answer.kind == "unsupported":
         with pytest.raises(UserError) as error:
             command_line.with_flag(config, typed, ["1"])
-        assert str(error.value) == f"--{typed} is refused. {answer.text}"
+        assert str(error.value) == f"--{typed} is not supported. {answer.text}"
         assert len(answer.text) > 20
     elif answer.kind == "translated":
         changed = command_line.with_flag(
@@ -66,13 +63,13 @@ def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
         target = answer.renamed.to
         word, value = ("true", "bfloat16") if answer.renamed.values else (sample_word(target, hints[target]), None)
         changed = command_line.with_flag(config, typed, [word])
-        expected = config_files.value_from_words(target, hints[target], [value or word])
+        expected = values.value_from_words(target, hints[target], [value or word])
         assert getattr(changed, target) == expected
         assert f"note: --{typed} is --{target} here" in capsys.readouterr().err
     else:
         word = sample_word(typed, hints[typed])
         changed = command_line.with_flag(config, typed, [word])
-        assert getattr(changed, typed) == config_files.value_from_words(typed, hints[typed], [word])
+        assert getattr(changed, typed) == values.value_from_words(typed, hints[typed], [word])
 
 
 def test_bf16_alone_is_bfloat16_and_false_is_float32():
@@ -87,7 +84,7 @@ def test_the_reasons_name_what_to_do():
         "gradient_accumulation_steps": "= per_device_train_batch_size x gradient_accumulation_steps x devices",
         "max_steps": "total_episodes = max_steps x batch_size",
         "num_total_batches": "ceil\\(total_episodes / batch_size\\)",
-        "rloo_k": "PPO takes one response to a prompt",
+        "rloo_k": "one response per prompt",
         "mask_truncated_completions": "missing_eos_penalty",
         "use_dora": "plain LoRA",
         "vllm_mode": "in-process",
@@ -101,7 +98,7 @@ def test_the_reasons_name_what_to_do():
 def test_rloo_has_reasons_of_its_own():
     for name, words in {
         "max_steps": "batch_size / \\(num_iterations x num_mini_batches\\)",
-        "whiten_rewards": "never read it; normalize_reward",
+        "whiten_rewards": "normalize_reward",
         "per_device_train_batch_size": "Until 0.21 TRL's batch is x num_mini_batches",
         "value_model_path": "no value model",
     }.items():
@@ -150,22 +147,23 @@ def test_an_option_of_another_stage_says_whose_it_is():
 
 def test_the_page_corrects_the_three_wrong_rows_of_trls_guide():
     page = trl_options.page()
-    for words in ("it normalised the scores", "`gradient_accumulation_steps` x `num_mini_batches`", "count `num_iter"):
+    for words in ("it normalized scores", "`gradient_accumulation_steps` x `num_mini_batches`", "count `num_iter"):
         assert words in page.split("migration guide are wrong")[1].split("\n## ")[0]
 
 
 def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
     fields = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
     assert set(trl_options.NOTES) <= fields
-    for stage, notes in trl_options.NOTES_IN.items():
+    for stage, notes in trl_options.NOTES_BY_STAGE.items():
         assert set(notes) <= set(STAGES[stage].__dataclass_fields__)
     assert {renamed.to for renamed in trl_options.RENAMED.values()} <= fields
-    assert not (set(trl_options.RENAMED) | set(trl_options.TRANSLATED)) & set(trl_options.REFUSED)
-    assert all(any(name not in stage.__dataclass_fields__ for stage in STAGES.values()) for name in trl_options.REFUSED)
-    for stage, reasons in trl_options.REFUSED_IN.items():
-        for name in reasons:
-            found = trl_options.answer(name, stage)
-            assert found.kind == "refused" and found.text == reasons[name], (stage, name)
+    everywhere = {name for row in trl_options.UNSUPPORTED if row.stages is None for name in row.options}
+    assert not (set(trl_options.RENAMED) | set(trl_options.TRANSLATED)) & everywhere
+    assert all(any(name not in stage.__dataclass_fields__ for stage in STAGES.values()) for name in everywhere)
+    for row in trl_options.UNSUPPORTED:
+        for name, stage in itertools.product(row.options, row.stages or ()):
+            answer = trl_options.answer(name, stage)
+            assert answer.kind == "unsupported" and answer.text == row.reason, (stage, name)
 
 
 def test_no_option_of_trl_itself_is_missing():
@@ -173,6 +171,7 @@ def test_no_option_of_trl_itself_is_missing():
     import transformers
 
     trl, ppo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.ppo")
+    options = {table.title: table.options for table in trl_options.TABLES}
     inherited = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for title, config_type in (
         ("PPOConfig", ppo.PPOConfig),
@@ -182,4 +181,4 @@ def test_no_option_of_trl_itself_is_missing():
         ("Options of the scripts", trl.ScriptArguments),
     ):
         own = {field.name for field in dataclasses.fields(config_type)} - inherited
-        assert own - set(trl_options.TABLES[title][1].split()) == set(), title
+        assert own - set(options[title]) == set(), title

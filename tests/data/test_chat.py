@@ -179,7 +179,7 @@ def test_keys_that_a_table_fills_with_nothing_are_left_out():
     template = "{% for m in messages %}{{ m.name | default('POST:') }} {{ m.content }}{% endfor %}"
     rows = datasets.Dataset.from_list([{"prompt": [{**user("i met anna."), "name": "TITLE:"}, user("i lost keys.")]}])
     assert rows[0]["prompt"][1]["name"] is None
-    assert make(rows, synthetic_tokenizer(template)).shown([0]) == ["TITLE: i met anna.POST: i lost keys."]
+    assert make(rows, synthetic_tokenizer(template)).display_texts([0]) == ["TITLE: i met anna.POST: i lost keys."]
 
 
 def test_conversations_that_are_too_long_are_dropped_and_counted_either_way():
@@ -197,7 +197,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted_either_way():
 
 
 FAULTS = [
-    ("hello", "'prompt' is text, in a data set whose prompts are conversations"),
+    ("hello", "'prompt' is text, but the prompts of this data set are conversations"),
     (None, "'prompt' is null"),
     (7, "'prompt' is an int, not a list of messages"),
     ([], "'prompt' is an empty list"),
@@ -208,10 +208,10 @@ FAULTS = [
     ([{"role": "user"}], "'prompt', message 1: 'content' is missing"),
     ([user(None)], "'prompt', message 1: 'content' is null"),
     ([user([{"type": "text", "text": "a"}])], "'prompt', message 1: 'content' is a list, not text"),
-    ([user("\ud83d")], r"'content' holds \ud83d at character 1, a surrogate without its other half"),
+    ([user("\ud83d")], r"'content' holds \ud83d at character 1, a lone surrogate"),
     ([user(" \n")], "'prompt' ends with an empty message"),
-    ([user("a"), assistant("b")], "'prompt' ends with the assistant's message, which leaves nothing to answer"),
-    ([{"role": "wizard", "content": "a"}], "the chat template of 'synthetic' refuses it: no role wizard"),
+    ([user("a"), assistant("b")], "'prompt' ends with a message of the assistant"),
+    ([{"role": "wizard", "content": "a"}], "the chat template of 'synthetic' failed: no role wizard"),
 ]
 
 
@@ -235,7 +235,7 @@ def test_a_conversation_among_texts_is_a_bad_row():
 
 
 def test_missing_templates_are_named_with_what_to_do():
-    with pytest.raises(UserError, match="tokenizer 'synthetic' has none. Put it into chat_template.jinja.*chat_temp"):
+    with pytest.raises(UserError, match="tokenizer 'synthetic' has none. Put one into chat_template.jinja.*chat_temp"):
         make(ROWS, synthetic_tokenizer(None))
     several = synthetic_tokenizer({"tool": CHATML, "rag": POSTS})
     with pytest.raises(UserError, match="no default one among tool, rag.*or its name"):
@@ -247,10 +247,10 @@ def test_missing_templates_are_named_with_what_to_do():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}", "refuses it: "),
-        ("{{ messages[5].content.upper() }}", "refuses it: "),
-        ("{{ messages.__class__.__mro__ }}", "refuses it: "),
-        (" \n", "makes no text of it"),
+        ("{% for m in messages %}", "failed: "),
+        ("{{ messages[5].content.upper() }}", "failed: "),
+        ("{{ messages.__class__.__mro__ }}", "failed: "),
+        (" \n", "rendered an empty text"),
     ],
 )
 def test_templates_that_fail_leave_no_row(template, message):
@@ -355,7 +355,7 @@ def test_few_widths_are_compiled_and_none_is_beyond_the_context():
 
 def test_a_text_beyond_the_context_is_named_with_what_to_lower():
     tokenizer = bytes_tokenizer()
-    message = r"row 1 .*has 9 tokens by .*\(bytes\), and the model's context has 8: 'abcd.*query_length or response_len"
+    message = r"row 1 .*has 9 tokens in .*\(bytes\), but the model's context has 8: 'abcd.*query_length or response_len"
     with pytest.raises(UserError, match=message):
         data.reward_tokens(tokenizer, ["a", "abcd"], ["b", "efgh"], [True, True], text_eos=True, max_length=8)
 
@@ -365,7 +365,7 @@ def test_a_row_that_the_reward_models_template_refuses_is_named():
     options = {"text_eos": False, "max_length": 64}
     with pytest.raises(UserError, match="row 1 of the batch cannot be scored: .*no role system.*'content': 'a'"):
         data.reward_tokens(synthetic_tokenizer(), prompts, [[assistant("x")]] * 2, [True] * 2, **options)
-    with pytest.raises(UserError, match="conversations need a chat template, and tokenizer 'synthetic' has none"):
+    with pytest.raises(UserError, match="conversations need a chat template, but tokenizer 'synthetic' has none"):
         data.reward_tokens(synthetic_tokenizer(None), prompts, [[assistant("x")]] * 2, [True] * 2, **options)
 
 

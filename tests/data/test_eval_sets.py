@@ -117,7 +117,7 @@ def test_demonstrations_and_pairs_have_evaluation_sets_too(tokenizer):
 def test_the_door_for_one_set_refuses_several(tokenizer):
     one = data.load_prompts(config(eval_dataset_name="x=synthetic"), tokenizer, evaluation=True)
     assert len(one) == 4
-    with pytest.raises(UserError, match=r"eval_dataset_name names 2 sets \(x, y\) where only one is read"):
+    with pytest.raises(UserError, match=r"eval_dataset_name names 2 sets \(x, y\) where one is expected"):
         data.load_prompts(config(eval_dataset_name="x=synthetic,y=synthetic"), tokenizer, evaluation=True)
 
 
@@ -189,7 +189,7 @@ def test_lists_that_are_no_lists_are_named(tokenizer, text, message):
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", 3])
 def test_objects_need_names_that_metrics_can_have(tokenizer, name):
-    with pytest.raises(UserError, match="eval_dataset_name.* has a set called .*metrics are named after it"):
+    with pytest.raises(UserError, match="eval_dataset_name.* has a set named .*metric names contain it"):
         data.load_eval_prompts(config(), tokenizer, {"fine": ROWS, name: ROWS})
 
 

@@ -91,7 +91,7 @@ def test_shards_of_a_folder_are_joined_and_named(tmp_path):
     write_lines(tmp_path / "data" / "train-00000-of-00002.jsonl", ROWS[:3])
     write_lines(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[3:])
     rows = data.load_rows(str(tmp_path))
-    assert list(rows) == ROWS and rows.place(3).endswith("train-00001-of-00002.jsonl, line 1")
+    assert list(rows) == ROWS and rows.location(3).endswith("train-00001-of-00002.jsonl, line 1")
 
 
 def test_saved_data_sets_have_splits(tmp_path):
@@ -138,7 +138,7 @@ def test_hub_answers_are_passed_on(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = data.load_rows("you/posts", split="train", dataset_config="a", dataset_revision="v1")
     assert asked == {"name": "you/posts", "config": "a", "split": "train", "revision": "v1"} and len(rows) == 6
-    assert rows.place(2) == "you/posts (train), row 3"
+    assert rows.location(2) == "you/posts (train), row 3"
     with pytest.raises(UserError, match="you/posts has no split 'dev'; it has 'train', 'validation'"):
         data.load_rows("you/posts", split="dev", dataset_config="a")
     with pytest.raises(UserError, match="available configs.*Set dataset_config"):
@@ -172,7 +172,7 @@ def test_files_that_are_no_data_are_named(tmp_path):
         "d.parquet": "d.parquet: cannot be read as parquet",
         "e.jsonl": "e.jsonl: has no rows",
         "f.json": "f.json: holds an int, not a list of objects",
-        "g": "g: no data files there",
+        "g": "g: no data files",
         "h.jsonl": "h.jsonl: there is no such file or folder",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -187,7 +187,7 @@ def test_missing_columns_are_named_with_the_option(tmp_path, tokenizer):
     rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [{"prompts": "x", "completion": " y"}]))
     with pytest.raises(
         UserError,
-        match="a.jsonl has no column 'prompt'; it has prompts, completion. Name the right one by prompt_column "
+        match="a.jsonl has no column 'prompt'; it has prompts, completion. Set prompt_column to the right one "
         r"\(did you mean 'prompts'\?\)",
     ):
         data.make_prompts(rows, tokenizer)

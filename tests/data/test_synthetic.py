@@ -49,14 +49,14 @@ def test_demonstrations_drop_and_invent_at_the_stated_rates():
     rows = synthetic.demonstrations(3000)
     facts = told = invented = dropped = 0
     for row in rows:
-        found = synthetic.judge(**row)
+        found = synthetic.count_facts(**row)
         n = len(synthetic.facts_of(row["prompt"]))
         facts += n
         # One fact is always told: where all n would go, one stays.
         dropped += n * synthetic.DROP_RATE - synthetic.DROP_RATE**n
         told += found.kept + found.invented
         invented += found.invented
-        assert found.needless_words == 2 * found.invented and found.kept + found.invented >= 1
+        assert found.excess_words == 2 * found.invented and found.kept + found.invented >= 1
     assert 1 - told / facts == pytest.approx(dropped / facts, abs=0.02)
     assert invented / told == pytest.approx(synthetic.INVENT_RATE, abs=0.02)
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -113,7 +113,7 @@ def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
 
 def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     config = PPOConfig(**POLICY)
-    batch_sizes.check(config)
+    validation.check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]

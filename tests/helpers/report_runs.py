@@ -154,7 +154,9 @@ def make_reward(folder, updates=30, calibrated=True):
             line |= {"eval/accuracy": 0.5 + 0.25 * done, "eval/loss": 0.6, "eval/margin": done}
             if calibrated:
                 margins = [noise.gauss(2 * done, 2.5) for _ in range(400)]
-                run.write_calibration(step, [{"set": "", **row} for row in calibration(margins) if row["pairs"]])
+                run.write_calibration(
+                    step, [{"set": "", **row} for row in calibration.reliability(margins) if row["pairs"]]
+                )
         found.append(line)
     lines(run.metrics, found)
     lines(run.timings, [timings(step) for step in range(1, updates + 1)])

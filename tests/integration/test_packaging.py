@@ -36,6 +36,8 @@ def test_the_wheel_holds_every_module_config_and_the_licence(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     report = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf_jax" / "report").rglob("*.*s")}
     assert report | {"rlhf_jax/report/uplot/LICENSE"} <= names and len(report) == 6
+    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf_jax").rglob("*.toml")}
+    assert tables <= names and "rlhf_jax/config/trl_options.toml" in tables
     assert not [name for name in names if name.startswith(("tests/", "configs/"))]
 
 
@@ -43,7 +45,8 @@ def test_configs_are_found_from_an_installed_wheel_as_a_package_too(wheel, tmp_p
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import rlhf_jax.configs.tldr_ppo as c; from rlhf_jax.config import files; print(files.config_folder()); "
-        "print(files.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *files.shipped_configs())"
+        "print(files.load_config('tldr_ppo.py:6.9b') == c.get_config('6.9b'), *files.shipped_configs()); "
+        "from rlhf_jax.metrics import catalog; assert catalog.explain('objective/kl')"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

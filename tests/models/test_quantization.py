@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rlhf_jax.config import RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import RLOOConfig, SFTConfig, validation
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora, quantization
 from rlhf_jax.models.io import hf
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_kept_narrow_is_never_held_in_float32(monkeypatch, 
 
 def test_without_adapters_or_without_qwix_int8_is_refused_by_name(monkeypatch):
     with pytest.raises(UserError, match="load_in_8bit is True, but without use_peft"):
-        batch_sizes.check(SFTConfig(load_in_8bit=True))
+        validation.check(SFTConfig(load_in_8bit=True))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"load_in_8bit needs the package qwix: pip install '\.\[int8\]'"):
         Stage(RLOOConfig(use_peft=True, load_in_8bit=True))

@@ -124,7 +124,7 @@ def test_a_broken_collective_can_wait_for_the_verdict(tmp_path):
 def test_a_stranger_on_the_port_is_not_a_process(tmp_path):
     from rlhf_jax.parallel import liveness
 
-    watch = liveness.Watch(0, 2)
+    watch = liveness.PeerMonitor(0, 2)
     port = watch.listen("secret")
     for hello in (b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guess", "process": 1}\n', b"[]\n", b""):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:

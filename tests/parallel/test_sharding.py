@@ -148,10 +148,14 @@ def test_every_pythia_param_has_a_rule_and_divides_over_eight(size):
 
 
 def test_names_of_axes_become_mesh_axes():
-    rules = sharding.rules_of((("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary")), ("bias", ())))
+    rules = sharding.partition_rules(
+        (("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary")), ("bias", ()))
+    )
     expected = (("kernel", P(None, "fsdp", "tensor")), ("head", P(None, ("fsdp", "tensor"))), ("bias", P()))
     assert rules == expected
-    folded = sharding.rules_of((("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary"))), folded=True)
+    folded = sharding.partition_rules(
+        (("kernel", (None, "fsdp", "tensor")), ("head", (None, "vocabulary"))), folded=True
+    )
     assert folded == (("kernel", P(None, ("fsdp", "tensor"), None)), ("head", P(None, ("fsdp", "tensor"))))
 
 

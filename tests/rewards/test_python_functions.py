@@ -311,7 +311,7 @@ def test_a_bad_entry_fails_by_function_row_value_prompt_and_completion(bad):
         call(length, fixed([1.0, bad, 2.0]))
     said = str(failure.value)
     assert "reward function fixed_reward returned" in said and "for row 1" in said
-    assert interface.shown(bad) in said and "'second question'" in said and "' two'" in said
+    assert interface.quoted(bad) in said and "'second question'" in said and "' two'" in said
     assert "finite number" in said
 
 
@@ -617,13 +617,13 @@ def test_log_metric_wants_a_finite_number(value):
 
 def test_rows_that_every_function_left_out_are_told_with_the_first():
     found = call(fixed([None, 1, None]), fixed([None, None, None]))
-    said = python_functions.warn_unscored(found, PROMPTS, COMPLETIONS, COLUMNS)
+    said = python_functions.unscored_warning(found, PROMPTS, COMPLETIONS, COLUMNS)
     assert "returned None for 2 of 3 rows" in said and "Row 0: prompt 'first" in said
     assert "' one'" in said and "answer '1'" in said and "level 10" in said
-    assert python_functions.warn_unscored(call(fixed([1, 1, None]), length), PROMPTS, COMPLETIONS, COLUMNS) == ""
-    assert python_functions.warn_unscored(call(), PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.unscored_warning(call(fixed([1, 1, None]), length), PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.unscored_warning(call(), PROMPTS, COMPLETIONS, COLUMNS) == ""
     failed = call(fixed(["x", 1, 1]), failure="drop")  # a failed row has its own message
-    assert python_functions.warn_unscored(failed, PROMPTS, COMPLETIONS, COLUMNS) == ""
+    assert python_functions.unscored_warning(failed, PROMPTS, COMPLETIONS, COLUMNS) == ""
 
 
 # --- names and marks

@@ -126,6 +126,13 @@ def test_the_token_is_in_no_message(server, monkeypatch):
     assert SECRET not in str(failure.value)
 
 
+def test_the_token_and_the_query_are_in_no_log(server, monkeypatch, caplog):
+    monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
+    with caplog.at_level("DEBUG"):
+        assert scores(RemoteReward(f"{server.url}?key={SECRET}")) == LENGTHS
+    assert SECRET not in caplog.text
+
+
 def test_a_redirect_is_not_followed(server, monkeypatch):
     monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
     other = Server()
@@ -183,7 +190,8 @@ def test_nobody_listening_is_tried_again_and_named():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
     sleeps = Sleeps()
-    with pytest.raises(RewardFailure, match=rf"reward server {url}: no answer \(ConnectionRefusedError.*tried 3 times"):
+    expected = rf"reward server {url}: no response \(ConnectionRefusedError.*tried 3 times"
+    with pytest.raises(RewardFailure, match=expected):
         scores(RemoteReward(url, retries=2, sleep=sleeps))
     assert len(sleeps.asked) == 2
 
@@ -240,11 +248,11 @@ def test_a_server_that_refuses_before_it_has_read_all_is_heard():
 BAD = {
     "too few": ({"scores": [1, 2]}, "2 scores for 3 rows"),
     "too many": ({"scores": [1, 2, 3, 4]}, "4 scores for 3 rows"),
-    "no JSON": (b"<html>Welcome to nginx</html>" + b" " * 3000, "no JSON: '<html>Welcome"),
-    "empty": (b"", "no JSON: ''"),
-    "half": (b'{"scores": [1, 2', "no JSON"),
-    "no text": (b"\xff\xfe\x00", "no JSON"),
-    "deep": (b"[" * 100_000, "no JSON"),
+    "no JSON": (b"<html>Welcome to nginx</html>" + b" " * 3000, "not JSON: '<html>Welcome"),
+    "empty": (b"", "not JSON: ''"),
+    "half": (b'{"scores": [1, 2', "not JSON"),
+    "no text": (b"\xff\xfe\x00", "not JSON"),
+    "deep": (b"[" * 100_000, "not JSON"),
     "a list": ([1, 2, 3], r'not {"scores"'),
     "other keys": ({"score": [1, 2, 3]}, r'not {"scores"'),
     "a number": ({"scores": 1}, r'not {"scores"'),
@@ -274,9 +282,9 @@ def test_rows_are_numbered_through_all_slices(server):
 
 
 def test_an_endless_answer_is_cut(server, monkeypatch):
-    monkeypatch.setattr("rlhf_jax.rewards.server.MAX_ANSWER", 1 << 20)
+    monkeypatch.setattr("rlhf_jax.rewards.server.MAX_RESPONSE", 1 << 20)
     server.forever = answers(200, b" " * (3 << 20))
-    with pytest.raises(RewardFailure, match="an answer of over 1 MiB"):
+    with pytest.raises(RewardFailure, match="a response of over 1 MiB"):
         scores(remote(server))
 
 
@@ -297,16 +305,16 @@ def test_a_request_is_bounded_and_tried_again(server, how):
     assert scores(remote(server, timeout=0.3)) == LENGTHS
     assert 0.29 <= time.monotonic() - start < 10
     server.forever = step
-    with pytest.raises(RewardFailure, match=r"no whole answer within 0.3 s; tried 2 times. Row 0"):
+    with pytest.raises(RewardFailure, match=r"no complete response within 0.3 s; tried 2 times. Row 0"):
         scores(remote(server, timeout=0.3, retries=1))
 
 
-def test_threads_of_requests_that_were_given_up_end(server):
+def test_connections_of_requests_that_were_given_up_are_closed(server):
     server.forever = trickles(server, head=False)
     with pytest.raises(RewardFailure):
         scores(remote(server, timeout=0.2, retries=2))
     deadline = time.monotonic() + 5
-    while [t for t in threading.enumerate() if t.name == "reward server"]:
+    while server.active:  # a handler trickles until its client has closed
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -324,12 +332,12 @@ def test_all_requests_together_are_bounded(server):
 def test_retries_are_bounded_by_the_total_and_the_trouble_is_told(server):
     server.forever = answers(503, {"error": "loading"})
     start = time.monotonic()
-    with pytest.raises(RewardFailure, match="status 503 .*loading.*no time is left to try again"):
+    with pytest.raises(RewardFailure, match="status 503 .*loading.*no time is left for a retry"):
         scores(remote(server, retries=1000, total_timeout=1.5, sleep=asyncio.sleep))
     assert time.monotonic() - start < 10
     server.script.append(answers(503, {"error": "loading"}))
     server.forever = hangs(server)
-    with pytest.raises(RewardFailure, match=r"0 of 1 requests .* The last trouble: status 503 .*loading"):
+    with pytest.raises(RewardFailure, match=r"0 of 1 requests .* The last problem: status 503 .*loading"):
         scores(remote(server, timeout=10, total_timeout=1.5))
 
 
@@ -501,8 +509,8 @@ def test_health_is_open_and_scores_need_the_token(served):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"no json", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"no json", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (["a"], "the body must be"),
         ({"prompts": ["a"]}, "the body must be"),
         ({"prompts": "a", "completions": "b"}, "the body must be"),

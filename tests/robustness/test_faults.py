@@ -218,7 +218,7 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
     began = time.monotonic()
     with pytest.raises(
-        UserError, match=r"could be loaded from 'owner/name' \(revision v1\): .*\w\. Give tokenizer_name"
+        UserError, match=r"could be loaded from 'owner/name' \(revision v1\): .*\w\. Set tokenizer_name"
     ):
         data.load_tokenizer("owner/name", "v1")
     assert time.monotonic() - began < 30

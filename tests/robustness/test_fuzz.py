@@ -21,7 +21,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import data, models
-from rlhf_jax.config import STAGES, Pipeline, PPOConfig, RewardConfig, SFTConfig, batch_sizes, command_line
+from rlhf_jax.config import (
+    STAGES,
+    Pipeline,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    batch_sizes,
+    command_line,
+    stages_of,
+    validation,
+)
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
@@ -48,7 +58,7 @@ def nothing_but_a_user_error():
         yield
     except UserError as error:
         said = str(error)
-        assert said and text.printable(said) == said and len(said) < 2 * text.LONGEST
+        assert said and text.printable(said) == said and len(said) < 2 * text.MAX_MESSAGE_LENGTH
 
 
 # --- what to feed
@@ -101,8 +111,8 @@ FIELDS = sorted({field.name for stage in STAGES.values() for field in dataclasse
 
 def add_up(config) -> None:
     """What a run does with a config before it opens anything."""
-    batch_sizes.check(config)
-    for stage in batch_sizes.stages_of(config).values():
+    validation.check(config)
+    for stage in stages_of(config).values():
         batch_sizes.batch_lines(stage, 1000)
         batch_sizes.check_rows(stage, 1000)
 

@@ -13,7 +13,7 @@ import typing
 import pytest
 
 from rlhf_jax import data, train
-from rlhf_jax.config import STAGES, PPOConfig, batch_sizes, validation
+from rlhf_jax.config import STAGES, PPOConfig, validation, values
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
@@ -87,7 +87,7 @@ def test_a_run_on_control_characters_ends_well_and_shows_none(room, tmp_path, ca
 def test_a_terminal_of_another_encoding_does_not_end_a_run(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    text.never_fail_to_print()
+    text.escape_unencodable_output()
     print("caf\xe9 \U0001f600", flush=True)
     assert raw.getvalue() == b"caf\\xe9 \\U0001f600\n"
 
@@ -213,7 +213,7 @@ def test_a_link_in_the_place_of_the_final_model_is_refused(room, refusal, tmp_pa
 
 def float_fields():
     for name, stage in STAGES.items():
-        for field, hint in config_files.field_types(stage).items():
+        for field, hint in values.field_types(stage).items():
             kinds = {kind for part in (hint, *typing.get_args(hint)) for kind in (part, *typing.get_args(part))}
             if float in kinds:
                 yield name, field, hint
@@ -225,10 +225,10 @@ def test_every_option_with_a_number_refuses_what_is_none_by_name(value):
     assert len({field for _, field, _ in fields}) > 30
     for name, field, hint in fields:
         with pytest.raises(UserError, match=f"^--{field} = .*: it must be (a finite number|0 or between)"):
-            config_files.value_from_words(f"--{field}", hint, [value])
+            values.value_from_words(f"--{field}", hint, [value])
         number = (float(value),) if "tuple" in str(hint) else float(value)
         with pytest.raises(UserError, match=f"^{field} = "):
-            config_files.checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
+            values.checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
         with pytest.raises(UserError, match=rf"here.json: {field} = "):
             said = json.dumps({"stage": name, field: list(number) if isinstance(number, tuple) else number})
             config_files.from_json(said, "here.json")
@@ -238,11 +238,11 @@ def test_numbers_beyond_what_is_counted_in_are_refused_at_once():
     start = time.monotonic()
     for field in ("batch_size", "total_episodes", "response_length", "query_length", "save_steps"):
         with pytest.raises(UserError, match=f"{field} is {2**31}; it must be below 2\\^31"):
-            batch_sizes.check(PPOConfig(**{field: 2**31}))
+            validation.check(PPOConfig(**{field: 2**31}))
     with pytest.raises(UserError, match="batch_size is a number of .* bits"):
         config_files.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")
     with pytest.raises(UserError, match=r"micro_batch_size 7 .*micro_batch_size 3 or 9"):
-        batch_sizes.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
+        validation.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
     assert time.monotonic() - start < 5
 
 
@@ -336,7 +336,7 @@ def test_a_tokenizer_made_for_another_model_is_refused_and_a_few_other_names_are
         data.check_tokenizer_fits_model(tokenizer, str(room.sft))
     spoil(path, whole, {word: f"other{i}" for i, word in enumerate(ordinary)})
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
-    says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "read other words")
+    says(message, tokenizer_folder, room.sft, "ids mean something else", "'other", "use a model trained with")
 
 
 def test_a_model_without_a_tokenizer_is_trusted(room, tmp_path):
@@ -359,7 +359,7 @@ def test_a_tokenizer_with_gaps_whose_last_id_has_no_row_is_refused(room, refusal
     whole["model"]["vocab"][word] = 99_999
     path.write_text(json.dumps(whole))
     message = refusal(tokenizer_name_or_path=tokenizer_folder)
-    says(message, tokenizer_folder, "has an id 99999", f"{room.rows} rows")
+    says(message, tokenizer_folder, "has id 99999", f"{room.rows} rows")
 
 
 def test_a_model_config_of_a_billion_layers_is_refused_at_once(room, refusal, tmp_path):

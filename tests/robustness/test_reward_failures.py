@@ -40,8 +40,8 @@ NOT_A_NUMBER = b'{"scores": [1.0, NaN, 2.0, 3.0]}'
 FAULTS = {
     "500": (lambda _: answers(500, {"error": "no memory"}), r"status 500 .*no memory.*; tried 2 times\. Row [04]: "),
     "429": (lambda _: answers(429, {}, Retry_After="0.05"), r"status 429 .*; tried 2 times\. Row [04]: prompt"),
-    "hangs": (hangs, r"no whole answer within 1 s; tried 2 times\. Row [04]: prompt"),
-    "closes": (lambda _: closes, r"no answer \(.*; tried 2 times\. Row [04]: prompt"),
+    "hangs": (hangs, r"no complete response within 1 s; tried 2 times\. Row [04]: prompt"),
+    "closes": (lambda _: closes, r"no response \(.*; tried 2 times\. Row [04]: prompt"),
     "wrong count": (lambda _: answers(200, {"scores": [1.0]}), r"1 scores for 4 rows: .* Row [04]: prompt"),
     "NaN": (lambda _: answers(200, NOT_A_NUMBER), r"a score of nan; .* Row [15]: prompt '.*', completion '"),
     "text": (lambda _: answers(200, {"scores": ["good"] * 4}), r"a score of 'good'; .* Row [04]: prompt"),

@@ -47,9 +47,6 @@ REASONS = {
     ("rlhf_jax/rewards/interface.py", "exec_module"): "a reward function's file, which the user names",
     ("rlhf_jax/rewards/interface.py", "import_module"): "a reward function's module, which the user names",
     ("rlhf_jax/__init__.py", "import_module"): "modules of this package, when they are first used",
-    ("scripts/mutants.py", "compile"): "mutation testing of this repository's own source",
-    ("scripts/mutate.py", "compile"): "mutation testing of this repository's own source",
-    ("scripts/mutate.py", "import_module"): "mutation testing of this repository's own source",
     ("scripts/parity/record_trl.py", "import_module"): "this repository's own recordings",
     ("scripts/parity/parity_sweep.py", "import_module"): "this repository's own recordings",
 }
@@ -277,7 +274,7 @@ def test_a_token_is_redacted_as_a_server_may_quote_it(monkeypatch):
 
 def test_a_token_in_the_clear_to_another_machine_is_warned_of(monkeypatch):
     monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
-    with pytest.warns(UserWarning, match="token of reward server http://far.example/score goes .* in the clear"):
+    with pytest.warns(UserWarning, match="token of reward server http://far.example/score is sent .* unencrypted"):
         RemoteReward("http://far.example/score")
     monkeypatch.setenv("OTHER", "")
     with warnings.catch_warnings():

@@ -32,14 +32,14 @@ def home(tmp_path, monkeypatch):
 
 
 def test_programs_go_to_the_users_cache(home):
-    place = compile_cache.switch_on()
+    place = compile_cache.enable()
     assert pathlib.Path(place).is_dir() and pathlib.Path(place).is_relative_to(home / "rlhf_jax")
     assert jax.config.jax_compilation_cache_dir == place
     assert place == str(compile_cache.folder())
 
 
 def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_again(home):
-    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.WORTH_KEEPING = 0.0; c.switch_on(); "
+    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.WORTH_KEEPING = 0.0; c.enable(); "
     program += "jax.jit(lambda x: x * {})(jax.numpy.ones(3))"
 
     def start(number):
@@ -60,19 +60,19 @@ def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_agai
 
 def test_a_place_that_jax_was_told_stays(home):
     jax.config.update("jax_compilation_cache_dir", str(home / "mine"))
-    assert compile_cache.switch_on() is None
+    assert compile_cache.enable() is None
     assert jax.config.jax_compilation_cache_dir == str(home / "mine")
 
 
 def test_jax_may_be_told_to_keep_nothing(home):
     jax.config.update("jax_enable_compilation_cache", False)
-    assert compile_cache.switch_on() is None and not list(home.iterdir())
+    assert compile_cache.enable() is None and not list(home.iterdir())
 
 
 def test_a_home_that_cannot_be_written_is_no_error(home, monkeypatch):
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
-    assert compile_cache.switch_on() is None
+    assert compile_cache.enable() is None
     assert jax.config.jax_compilation_cache_dir is None
 
 
@@ -87,7 +87,7 @@ def test_the_second_start_of_a_command_finds_its_programs(tmp_path):
     code = """
 import jax, jax.numpy as jnp
 from rlhf_jax.runtime import compile_cache
-compile_cache.switch_on()
+compile_cache.enable()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 seen = []
 jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
@@ -105,7 +105,7 @@ print(seen.count("/jax/compilation_cache/cache_hits"), seen.count("/jax/compilat
 
 
 def test_the_clock_hears_of_a_new_program_and_not_of_an_old_one():
-    clock, program = compile_cache.Clock(), jax.jit(lambda x: x * 3 + 5)
+    clock, program = compile_cache.CompileTimer(), jax.jit(lambda x: x * 3 + 5)
     assert clock.since_last() == 0
     program(jnp.ones(3))
     assert clock.since_last() > 0

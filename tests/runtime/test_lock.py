@@ -14,7 +14,8 @@ from rlhf_jax.runtime.lock import Lock
 HOLDER = """
 import sys, time
 from rlhf_jax.runtime.lock import Lock
-Lock(sys.argv[1]).take()
+lock = Lock(sys.argv[1])
+lock.take()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -30,7 +31,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused_with_the_first_ones_name(tmp_path, holder):
-    said = rf"--run_dir {tmp_path} is in use by process {holder.pid} on .*, since 20.*: give another folder"
+    said = rf"--run_dir {tmp_path} is in use by process {holder.pid} on .*, since 20.*: choose another folder"
     with pytest.raises(UserError, match=said):
         Lock(str(tmp_path)).take()
     with pytest.raises(UserError, match=said):
@@ -56,6 +57,7 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path, holder):
 
 def test_a_lock_file_of_another_kind_stops_nobody(tmp_path):
     (tmp_path / ".lock").write_text("who knows")
-    Lock(str(tmp_path)).take()
+    lock = Lock(str(tmp_path))
+    lock.take()
     with pytest.raises(UserError, match="is in use by"):
         Lock(str(tmp_path)).take()

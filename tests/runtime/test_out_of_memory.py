@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import pytest
+from rlhf_jax.stages.policy import PolicyStage
 
 import rlhf_jax
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime import out_of_memory
-from rlhf_jax.stages.policy import PolicyStage
 
 pytestmark = pytest.mark.runs
 
@@ -46,7 +46,10 @@ def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
 
 
 def test_other_errors_pass():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), out_of_memory.explained(CONFIG, lambda: "update"):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        out_of_memory.translate_errors(CONFIG, lambda: "update"),
+    ):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 

@@ -21,7 +21,7 @@ from rlhf_jax.config import RLOOConfig, SFTConfig  # noqa: E402
 from rlhf_jax.errors import UserError  # noqa: E402
 from rlhf_jax.runtime import stopping  # noqa: E402
 from rlhf_jax.runtime.callbacks import Callback  # noqa: E402
-from rlhf_jax.runtime.stopping import Asked, Stopped, Stops  # noqa: E402
+from rlhf_jax.runtime.stopping import Stopped, StopRequested, Stops  # noqa: E402
 
 pytestmark = pytest.mark.runs
 
@@ -183,7 +183,7 @@ def test_max_minutes_stops_before_they_are_over(tmp_path):
     clock.tick(whole=True)
     clock.took(saving=4.0)
     clock.tick()  # within an update only the save is ahead
-    with pytest.raises(Asked):
+    with pytest.raises(StopRequested):
         clock.tick(whole=True)
     assert clock.asked() == "by --max_minutes 1"
 

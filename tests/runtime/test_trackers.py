@@ -114,10 +114,10 @@ def test_what_is_not_installed_or_unknown_is_said(monkeypatch):
     real = trackers.importlib.util.find_spec
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
     with pytest.raises(UserError, match="--report_to wandb needs `pip install wandb`"):
-        trackers.wanted(("tensorboard", "wandb"))
+        trackers.parse_report_to(("tensorboard", "wandb"))
     with pytest.raises(UserError, match="--report_to comet: there are tensorboard, wandb, trackio, all and none"):
-        trackers.wanted(("comet",))
-    assert "wandb" not in trackers.wanted(("all",)) and "tensorboard" in trackers.wanted(("all",))
+        trackers.parse_report_to(("comet",))
+    assert "wandb" not in trackers.parse_report_to(("all",)) and "tensorboard" in trackers.parse_report_to(("all",))
 
 
 def test_a_missing_package_is_known_before_anything_is_opened(tmp_path, monkeypatch):

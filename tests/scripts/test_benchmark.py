@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.config import batch_sizes
-from rlhf_jax.config import files as config_files
+from rlhf_jax.config import batch_sizes, validation, values
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
 
@@ -26,6 +25,7 @@ import benchmark_work  # noqa: E402
 
 BOUNDS = ROOT / "tests" / "scripts" / "benchmark_bounds.json"
 SMALL = "--shape 2x128x4 --batch 8 --epochs 2 --query_length 64 --response_length 16 --updates 6 --pairs 1 --cores 1"
+SIZES = "--micro 8 --trl_micro 4 8"
 CASES = {
     "ppo": benchmark_case.Case(algo="ppo", shape="2x128x4", batch=8, epochs=3, updates=5),
     "rloo": benchmark_case.Case(algo="rloo", shape="2x128x4", batch=8, epochs=3, updates=5, dtype="bfloat16"),
@@ -39,7 +39,7 @@ CASES = {
 def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the tests: programs that are not optimised
-    words = [*SMALL.split(), "--device", "cpu", "--baseline", str(BOUNDS), "--check"]
+    words = [*SMALL.split(), *SIZES.split(), "--device", "cpu", "--baseline", str(BOUNDS), "--check"]
     # A host that others share halves either system's speed for a while: what is slower is slower three times.
     for _ in range(3):
         code = benchmark.main(words)
@@ -53,7 +53,10 @@ def test_small_case_is_not_slower_or_larger_beside_trl_than_its_bounds(capfd, mo
 @pytest.mark.benchmark
 def test_all_phases_of_rloo_are_timed_and_a_trace_is_written(tmp_path, capfd):
     words = "--algo rloo --shape 1x16x2 --batch 4 --num_generations 2 --epochs 1 --query_length 48 --response_length 4"
-    words = [*words.split(), *"--updates 2 --pairs 1 --systems ours --device cpu --cores 1 --phase all".split()]
+    words = [
+        *words.split(),
+        *"--updates 2 --pairs 1 --systems ours --micro 4 --device cpu --cores 1 --phase all".split(),
+    ]
     places = ["--json", str(tmp_path / "out.json"), "--profile", str(tmp_path / "trace"), "--work", str(tmp_path / "w")]
     assert benchmark.main(words + places) == 0, capfd.readouterr().err
     found = json.loads((tmp_path / "out.json").read_text())
@@ -81,7 +84,7 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
 
     case = CASES[algo]
     ours = benchmark_ours.config_of(case, tmp_path, micro, str(tmp_path / "run"))
-    batch_sizes.check(config_files.checked_types(ours))
+    validation.check(values.checked_types(ours))
     options = benchmark_case.trl_options(case, str(tmp_path), micro)
     theirs = {"ppo": PPOConfig, "rloo": RLOOConfig}[algo](**options)
     for name in (*benchmark_case.SAME, *benchmark_case.OWN[algo]):
@@ -124,33 +127,61 @@ def test_pairs_have_batches_of_their_own_that_fit_and_repeat_at_the_end(tmp_path
 def test_trl_on_a_gpu_is_launched_by_accelerate_in_the_same_precision(device, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     case = dataclasses.replace(CASES["rloo"], device=device)
-    words = benchmark.command("trl", case, tmp_path, 1, 4)
-    assert words[-3:] == ["1", "--micro", "4"]
+    words = benchmark.command("trl", case, tmp_path, 1, 4, "one")
+    assert words[-5:] == ["1", "--name", "one", "--micro", "4"]
     launched = "accelerate.commands.launch" in words
     assert launched == (device == "cuda")
     if launched:
         assert words[words.index("--mixed_precision") + 1] == "bf16"
         assert benchmark_case.trl_options(case, "", None)["use_cpu"] is False
-    assert "accelerate.commands.launch" not in benchmark.command("ours", case, tmp_path, 1, 4)
+    assert "accelerate.commands.launch" not in benchmark.command("ours", case, tmp_path, 1, 4, "one")
     hidden = benchmark.environment(case).get("CUDA_VISIBLE_DEVICES") == ""
     assert hidden == (device == "cpu")
 
 
-def test_micro_batches_are_halved_until_they_fit_and_remembered(tmp_path, monkeypatch):
-    tried = []
+@pytest.mark.parametrize(
+    ("system", "algo", "given", "sizes"),
+    [
+        ("ours", "ppo", None, [1, 2, 4, 8]),
+        ("trl", "rloo", None, [1, 2, 4, 8]),
+        ("ours", "rloo", None, [4, 8]),  # whole groups of 4
+        ("trl", "ppo", [4, 2, 4], [2, 4]),
+    ],
+)
+def test_sizes_to_try_divide_the_batch_and_keep_our_groups_whole(system, algo, given, sizes):
+    assert benchmark.sizes_to_try(system, CASES[algo], given) == sizes
 
-    def child(system, case, work, pair, micro):  # memory cannot be made to run out here
-        tried.append(micro)
-        return {"fits": micro} if micro == 2 else {"out_of_memory": "no room"}
+
+def test_sizes_are_tried_and_the_fastest_that_fits_is_chosen(tmp_path, monkeypatch):
+    results = {1: result([9.0, 5.0], 100.0), 2: result([9.0, 3.0], 200.0), 4: {"out_of_memory": "no room"}}
+
+    def child(system, case, work, pair, micro, name):
+        assert (system, pair, name, case.phase) == ("trl", 0, f"micro-{micro}", "all")
+        assert benchmark_case.Case.read(work).phase is None  # trials run updates only
+        return results[micro]
 
     monkeypatch.setattr(benchmark, "run_child", child)
-    micros = {"ours": None, "trl": None}
-    assert benchmark.measure("trl", CASES["ppo"], tmp_path, 0, micros, False) == {"fits": 2}
-    assert tried == [None, 4, 2] and micros == {"ours": None, "trl": 2}
+    case = dataclasses.replace(CASES["ppo"], phase="all")
+    trials = benchmark.try_sizes("trl", case, tmp_path, [1, 2, 4])
+    assert benchmark_case.Case.read(tmp_path) == case
+    assert trials == [
+        {"system": "trl", "micro": 1, "seconds": 5.0, "peak_mib": 100.0},
+        {"system": "trl", "micro": 2, "seconds": 3.0, "peak_mib": 200.0},
+        {"system": "trl", "micro": 4, "out_of_memory": "no room"},
+    ]
+    assert benchmark.choose_size("trl", trials) == 2
+    table = benchmark_report.trial_table(trials).splitlines()
+    assert [line.split()[4:] for line in table[1:]] == [["least", "memory"], ["fastest"], ["memory"]]
+    with pytest.raises(UserError, match="trl runs out of memory with micro-batches of 4"):
+        benchmark.choose_size("trl", trials[2:])
+
+
+def test_running_out_of_memory_in_a_pair_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "run_child", lambda *_: {"out_of_memory": "no room"})
     with pytest.raises(UserError, match="trl runs out of memory with micro-batches of 8"):
-        benchmark.measure("trl", CASES["ppo"], tmp_path, 0, {"trl": 8}, True)
-    with pytest.raises(UserError, match="ours runs out of memory with micro-batches of 4"):
-        benchmark.measure("ours", CASES["rloo"], tmp_path, 0, {"ours": 4}, False)
+        benchmark.measure("trl", CASES["ppo"], tmp_path, 0, 8)
+    with pytest.raises(UserError, match="--micro 2 must be a multiple of --num_generations 4"):
+        benchmark.sizes_to_try("ours", CASES["rloo"], [2])
 
 
 def test_failing_child_is_told_with_the_end_of_its_log(tmp_path):
@@ -267,8 +298,8 @@ def test_phases_are_medians_without_first_updates_against_the_faster_library():
 
 
 def test_busy_machine_is_told():
-    assert benchmark_report.busy({"load": (0.2, 3.0, 5.0)}) is None
-    assert "the load was 2.5 before anything ran" in benchmark_report.busy({"load": (2.5, 0.0, 0.0)})
+    assert benchmark_report.load_warning({"load": (0.2, 3.0, 5.0)}) is None
+    assert "the load average was 2.5 at the start" in benchmark_report.load_warning({"load": (2.5, 0.0, 0.0)})
 
 
 def test_clock_of_trl_books_wrapped_calls_and_leaves_the_rest_to_the_update():
@@ -290,22 +321,23 @@ def test_clock_of_trl_books_wrapped_calls_and_leaves_the_rest_to_the_update():
 def test_stored_bounds_lie_below_what_was_measured_and_hold_later_ratios(tmp_path):
     path, case = tmp_path / "bounds.json", CASES["ppo"]
     found = {"speed": benchmark_report.spread([5.0]), "memory": benchmark_report.spread([2.0])}
-    benchmark_report.keep(path, case, found, {"date": "today"})
-    benchmark_report.keep(path, CASES["rloo"], found, {})
-    bounds = benchmark_report.stored(path)
+    benchmark_report.store_bounds(path, case, found, {"date": "today"})
+    benchmark_report.store_bounds(path, CASES["rloo"], found, {})
+    bounds = benchmark_report.read_bounds(path)
     assert bounds[case.name]["bounds"] == {"speed": 3.0, "memory": 1.2}
-    assert benchmark_report.below(bounds, case, found) == []
+    assert benchmark_report.below_bounds(bounds, case, found) == []
     slower = {**found, "speed": benchmark_report.spread([2.9])}
-    assert benchmark_report.below(bounds, case, slower) == ["speed ratio 2.90 is below its bound 3.00"]
+    assert benchmark_report.below_bounds(bounds, case, slower) == ["speed ratio 2.90 is below its bound 3.00"]
     with pytest.raises(UserError, match="no bounds for 'ppo 2x128x4, batch 8, 4 epochs.*without --check"):
-        benchmark_report.below(bounds, dataclasses.replace(case, epochs=4), found)
+        benchmark_report.below_bounds(bounds, dataclasses.replace(case, epochs=4), found)
 
 
 def test_check_fails_the_command_below_a_bound(tmp_path, monkeypatch, capsys):
     pytest.importorskip("trl")
     pairs = {"ours": result([9.0, 2.0], 100.0, device="cpu"), "trl": result([9.0, 3.0], 100.0, device="cpu")}
     monkeypatch.setattr(benchmark, "measure", lambda system, *_: pairs[system])
-    words = [*"--shape 1x16x2 --query_length 48 --pairs 1 --batch 2 --device cpu --cores 1 --baseline".split()]
+    words = "--shape 1x16x2 --query_length 48 --pairs 1 --batch 2 --micro 2 --trl_micro 2".split()
+    words += ["--device", "cpu", "--cores", "1", "--baseline"]
     words.append(str(tmp_path / "b.json"))
     assert benchmark.main(words) == 0
     assert benchmark.main([*words, "--check"]) == 0
@@ -334,10 +366,12 @@ def test_check_fails_the_command_below_a_bound(tmp_path, monkeypatch, capsys):
         ("--prompts posts.jsonl", "--prompts FILE needs --tokenizer"),
         ("--prompts posts.jsonl --tokenizer x", "--prompts posts.jsonl: no such file"),
         ("--check", "--check needs --baseline FILE and both systems"),
-        ("--baseline b.json --phase update", "--baseline is of whole updates, and --phase update makes none"),
+        ("--baseline b.json --phase update", "--baseline needs whole updates, which --phase update does not run"),
+        ("--micro 2 3", "--micro 3 must divide --batch 16"),
+        ("--trl_rollout 5", "--trl_rollout 5 must divide --batch 16"),
         ("--shape 15m", "Pythia has no size '15m'"),
         ("--shape 2x30x4", "width 30 divisible by 4 heads"),
-        ("--query_length 8", "has 0 prompts of at most 8 tokens, an update needs 16"),
+        ("--query_length 8", "has 0 prompts of at most 8 tokens; an update needs 16"),
     ],
 )
 def test_wrong_options_are_told(words, said, capsys):
@@ -355,7 +389,7 @@ def test_wrong_line_of_a_prompts_file_is_named(tmp_path, capsys):
     tokenizer = benchmark.data.load_tokenizer("synthetic")
     benchmark.data.save_tokenizer(tokenizer, str(tmp_path))
     assert benchmark.main(words) == 2
-    assert "line 2: no JSON object with 'prompt'" in capsys.readouterr().err
+    assert "line 2: not a JSON object with 'prompt'" in capsys.readouterr().err
 
 
 def test_pythia_shapes_keep_their_published_rows():

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from rlhf_jax.config.batch_sizes import batch_arithmetic, check
+from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.config.validation import check
 from rlhf_jax.errors import UserError
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "parity" / "learning_parity.py"

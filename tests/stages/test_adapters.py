@@ -10,7 +10,7 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax import data
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
@@ -26,7 +26,7 @@ OPTIONS = {**SHARED, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
 
 
 def checked(config):
-    batch_sizes.check(config)
+    validation.check(config)
     return config
 
 

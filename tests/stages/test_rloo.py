@@ -435,7 +435,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
     _, found = scored(sampled, reward_model_path=str(models / "bytes"), reward_text_eos=text_eos)
     own, (model, params) = bytes_tokenizer(), hf.load(str(models / "bytes"), kind="scalar")
     texts = []
-    for i, prompt in enumerate(stage.train_data.shown(rows)):
+    for i, prompt in enumerate(stage.train_data.display_texts(rows)):
         answer = np.asarray(rollout.response[i])[: int(rollout.lengths[i])]
         ids = own.encode(prompt + stage.tokenizer.decode(answer, skip_special_tokens=True))
         texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
