@@ -165,7 +165,7 @@ def generate_unstacked(
         t, carry, cache = loop
         token = jax.lax.dynamic_slice(carry[0], (0, t - 1), (b, 1))[:, 0]
         positions = lengths_of_prompts + t - 1
-        hidden, cache = model.decode(layers, prefix, prompt_mask, cache, token, positions, t - 1, dtype)
+        hidden, cache = model.decode(layers, prefix, cache, token, positions, t - 1, dtype)
         return t + 1, record(carry, hidden, t), cache
 
     seen = None

@@ -12,7 +12,7 @@ from rlhf_jax import models
 from rlhf_jax.config import batch_sizes
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script run from there

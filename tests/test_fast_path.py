@@ -12,7 +12,7 @@ from rlhf_jax import data, losses
 from rlhf_jax.algorithms import actor_critic, microbatch
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
 from rlhf_jax.data import synthetic
-from rlhf_jax.models import layers
+from rlhf_jax.models import attention, layers, linear
 
 
 def distance(a, b):
@@ -37,7 +37,7 @@ def test_a_product_and_its_gradients_are_those_of_the_plain_formula(bias):
         return (out if bias is None else out + bias[None, None]) * up
 
     def ours(x, kernel, bias):
-        return layers.product(None, (None, None), jnp.dtype(jnp.float32), x, kernel, bias) * up
+        return linear.product(None, (None, None), jnp.dtype(jnp.float32), x, kernel, bias) * up
 
     for function in (lambda f: f(*given), lambda f: jax.grad(lambda *a: f(*a).sum(), argnums=(0, 1, 2))(*given)):
         for found, expected in zip(jax.tree.leaves(function(ours)), jax.tree.leaves(function(plain)), strict=True):
@@ -49,7 +49,7 @@ def test_gradients_of_kernel_and_bias_are_summed_in_float32_when_layers_are_bflo
     x = jnp.ones((257, 1), jnp.bfloat16)
 
     def loss(kernel, bias):
-        return layers.product(None, (None, None), jnp.dtype(jnp.bfloat16), x, kernel, bias).sum()
+        return linear.product(None, (None, None), jnp.dtype(jnp.bfloat16), x, kernel, bias).sum()
 
     kernel, bias = jax.grad(loss, argnums=(0, 1))(jnp.ones((1, 1)), jnp.zeros(1))
     assert (kernel.dtype, bias.dtype) == (jnp.float32, jnp.float32)
@@ -85,7 +85,7 @@ def test_causal_attention_is_the_formula_in_value_and_gradient(length):
         columns < jnp.array([length, length, -(-length * 2 // 3)])[:, None]
     )
     upstream = jnp.where(mask[:, :, None, None], normal(9, *shape), 0)
-    ours = with_gradients(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
+    ours = with_gradients(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
     wanted = with_gradients(lambda *args: plain_causal(*args, mask), arguments, upstream)
     keep = mask[:, :, None, None]
     assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-6
@@ -102,7 +102,7 @@ def test_causal_attention_keeps_no_weights_for_the_backward_pass():
         residuals = jax.eval_shape(lambda *args: jax.vjp(attend, *args)[1], *arguments)
         return max(math.prod(x.shape) for x in jax.tree.leaves(residuals))
 
-    assert kept(lambda *args: layers.causal_attention(*args, mask)) == 2 * length * 2 * 8
+    assert kept(lambda *args: attention.causal_attention(*args, mask)) == 2 * length * 2 * 8
     assert kept(lambda *args: plain_causal(*args, mask)) == 2 * 2 * length * length
 
 
@@ -110,8 +110,8 @@ def test_attention_in_bfloat16_stays_close_to_float32():
     arguments, mask = [normal(i, 2, 140, 2, 16) for i in range(3)], jnp.ones((2, 140), bool)
     upstream = normal(4, 2, 140, 2, 16)
     half = [x.astype(jnp.bfloat16) for x in arguments]
-    ours = with_gradients(lambda *args: layers.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
-    wanted = with_gradients(lambda *args: layers.causal_attention(*args, mask), arguments, upstream)
+    ours = with_gradients(lambda *args: attention.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
+    wanted = with_gradients(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
     assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
     for found, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted)):
         assert distance(found, exact) < 1e-2  # 8 bits of mantissa: 4e-3 a rounding
@@ -127,7 +127,7 @@ def test_attention_after_a_shared_prefix_is_the_formula_in_value_and_gradient(gr
     keep = (jnp.arange(own)[:, None] >= jnp.arange(own)[None, :])[None, None]
 
     def ours(query, key, value, prefix_key, prefix_value):
-        return layers.attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prefix_keep)
+        return attention.attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prefix_keep)
 
     def plain(query, key, value, prefix_key, prefix_value):
         keys, values = (

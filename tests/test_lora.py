@@ -17,7 +17,7 @@ from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from rlhf_jax.models.io.safetensors import open_file
-from rlhf_jax.models.layers import frozen_product, product
+from rlhf_jax.models.linear import frozen_product, product
 from tests.models_common import distance, padded_rows, reference, reference_inputs
 
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models import custom_shape, layers, lora
+from rlhf_jax.models import attention, custom_shape, lora
 from tests.models_common import distance, padded_rows, random_params
 from tests.test_fast_path import normal, plain_causal, with_gradients
 
@@ -66,7 +66,7 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     upstream = normal(9, 2, queries, 2, 8)
 
     def alone(query, key, value):
-        return layers.causal_attention(query[:, -queries:], key, value, mask)
+        return attention.causal_attention(query[:, -queries:], key, value, mask)
 
     def of_all(query, key, value):
         return plain_causal(query, key, value, mask)[:, -queries:]

@@ -35,14 +35,6 @@ _CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and
 _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
 _HEAD_NAMES = (*_CAUSAL_HEADS, _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS)
 _SCALAR_PREFIX = "lm_backbone."
-# A nested config is saved as its difference from transformers' defaults, so these are what its absent keys mean.
-_NESTED_DEFAULTS = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-}
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -270,7 +262,8 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
             raise UserError(f"{path}: bias is {offset!r}; a ScalarModel's offset must be a number.")
         nested = hf.get("base_config")
         if isinstance(nested, dict):
-            base = {**(_NESTED_DEFAULTS if nested.get("model_type") == "gpt_neox" else {}), **nested}
+            family = FAMILIES.get(str(nested.get("model_type")))
+            base = {**(family.nested_defaults if family else {}), **nested}
         elif hf.get("num_hidden_layers") is not None:
             base = {**hf, "model_type": "gpt_neox"}
         else:
