@@ -61,8 +61,8 @@ def _product_backward(layout, names, dtype, residuals, d_out):
 def _kernel_gradient(layout, names, x: Array, d_out: Array) -> Array:
     """[..., D], [..., F] -> [D, F] float32, summed over rows."""
     x_RxD, d_out_RxF = (a.reshape(-1, a.shape[-1]) for a in (x, d_out))
-    if d_out_RxF.shape[1] < d_out_RxF.shape[0] // 8:
-        # A CPU makes a tall and narrow product six times slower than the same transposed.
+    if d_out_RxF.shape[1] < x_RxD.shape[1] // 8:
+        # A CPU computes a tall, narrow product six times slower than its transpose.
         d_kernel = jnp.einsum("rd,rf->fd", x_RxD, d_out_RxF, preferred_element_type=jnp.float32).T
     else:
         d_kernel = jnp.einsum("rd,rf->df", x_RxD, d_out_RxF, preferred_element_type=jnp.float32)
