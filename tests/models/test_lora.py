@@ -15,7 +15,7 @@ from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from rlhf_jax.models.io.safetensors import open_file
-from rlhf_jax.models.layers import frozen_product, product
+from rlhf_jax.models.linear import frozen_product, product
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, reference, reference_inputs
 from tests.helpers.optional import optional
