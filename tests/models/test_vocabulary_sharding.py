@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_jax.models import custom_shape
 from rlhf_jax.parallel import sharding
-from tests.children import child, last_line
+from tests.helpers.children import child, last_line
 from tests.models_common import distance, random_params
 
 WIDTH, VOCABULARY, ROWS = 64, 184, 8
