@@ -22,7 +22,7 @@ from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.rewards.python_functions import RewardFailure
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
-from tests.data.test_chat import bytes_tokenizer
+from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
 from tests.helpers.runs import RLOO_OPTIONS, KillAt, lines, tensors
 
