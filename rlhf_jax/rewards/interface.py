@@ -237,8 +237,8 @@ def describe_error(error: BaseException) -> str:
     installed = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")] + ["<frozen"]
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if os.path.dirname(frame.filename) != os.path.dirname(__file__)]
-    own = [frame for frame in frames if not frame.filename.startswith(tuple(installed))] or frames
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith(tuple(installed))] or frames
+    where = f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 

@@ -342,8 +342,7 @@ def check(
     folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
     _check_path(folder, run_dir)
     used = os.path.exists(folder.config)
-    begun = used and folder.has_progress()
-    if begun and resume == "never":
+    if used and folder.has_progress() and resume == "never":
         raise UserError(f"--run_dir {run_dir} already contains a run, and --resume is never: choose another folder")
     if used:
         _config_of(folder, run_dir)
