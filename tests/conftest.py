@@ -5,6 +5,7 @@ import os
 import pathlib
 
 from tests.helpers.children import QUICK
+from tests.helpers.reward_server import Server
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -45,6 +46,13 @@ def room_for_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.close()
 
 
 # Workers take whole files: a slow one that comes last would run alone.

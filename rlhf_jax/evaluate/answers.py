@@ -192,7 +192,7 @@ def add_scores(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> No
         lengths = np.where(np.arange(total) < count, rollout.lengths, -1).astype(np.int32)  # -1 marks padding rows
         placed = sharding.shard_batch(rollout.replace(lengths=lengths), mesh)
         scored = scorer.score(placed, source, np.repeat(rows, group), group, TrainerState(is_eval=True), limit=count)
-        each, weighted = jax.device_get((scored.each, jnp.where(scored.scorable, scored.whole, jnp.nan)))
+        each, weighted = jax.device_get((scored.each_reward, jnp.where(scored.scorable, scored.total_scores, jnp.nan)))
         rewards.append(each[:count].reshape(real, group, -1))
         scores.append(weighted[:count].reshape(real, group))
     answers.rewards = np.concatenate(rewards).astype(np.float64)

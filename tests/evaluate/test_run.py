@@ -25,8 +25,8 @@ from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.evaluate.run import run
 from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf, peft
-from tests.evaluate.test_judge import chat, question
-from tests.helpers.reward_server import Server, answers, send
+from tests.helpers.judge_server import chat, question
+from tests.helpers.reward_server import answers, send
 
 POSTS = 10
 SECRET = "sk-5d41402a"
@@ -350,11 +350,9 @@ def test_the_command_line_says_what_is_wrong_in_one_line(capsys, monkeypatch, wo
 
 
 @pytest.fixture
-def server():
-    server = Server()
+def server(server):
     server.forever = lambda handler: send(handler, 200, chat("[[A]]"))
-    yield server
-    server.close()
+    return server
 
 
 def test_a_remote_judge_is_asked_about_every_pair_in_both_orders_and_its_key_is_nowhere(
@@ -382,7 +380,7 @@ def test_a_judge_that_is_not_there_is_known_before_a_weight_is_read(room, tmp_pa
     monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("weights were read"))
     server.forever = answers(401, {"error": "no key"})
     given = {"judge_url": server.url, "judge_model": "small", "judge_retries": 0}
-    with pytest.raises(UserError, match="status 401.*test question"):
+    with pytest.raises(UserError, match="status 401"):
         run(EvaluateConfig(**options(room, output_dir=str(tmp_path / "out"), **given)), lambda _: None)
 
 

@@ -6,7 +6,8 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """Flags of XLA for programs that run once, as those of most tests: making them fast takes longer than all else."""
 

@@ -53,12 +53,6 @@ def padded_rows(lengths, left, width: int, seed: int = 0):
     return rng.integers(0, PAD, mask.shape).astype(np.int32), mask
 
 
-def distance(a, b) -> float:
-    """||a - b|| / ||b||."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
 def random_params(model, heads=("causal",), seed: int = 0):
     """Params of a model with every weight random, numpy float32; layer norms near 1."""
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))

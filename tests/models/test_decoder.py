@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import HEADS, custom_shape, decoder, layers, pythia
 from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
-from tests.helpers.models_common import distance, padded_rows, random_params
+from tests.helpers.arrays import distance
+from tests.helpers.models_common import padded_rows, random_params
 
 MODEL = custom_shape("2x32x4", 61)
 PARAMS = random_params(MODEL, HEADS)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import sys
 
 import jax
@@ -11,10 +10,12 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import custom_shape, layers, lora
-from tests.helpers.models_common import distance, padded_rows, random_params
-from tests.models.test_layers import normal, plain_causal, with_gradients
+from tests.helpers.arrays import distance, normal, value_and_vjp
+from tests.helpers.attention import plain_causal
+from tests.helpers.models_common import padded_rows, random_params
+from tests.helpers.paths import SCRIPTS
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "bench"))
+sys.path.insert(0, str(SCRIPTS / "bench"))
 
 from count_work import count  # noqa: E402
 
@@ -71,7 +72,7 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     def of_all(query, key, value):
         return plain_causal(query, key, value, mask)[:, -queries:]
 
-    found, expected = (with_gradients(f, arguments, upstream) for f in (alone, of_all))
+    found, expected = (value_and_vjp(f, arguments, upstream) for f in (alone, of_all))
     assert distance(found[0], expected[0]) < 1e-6
     for ours, wanted in zip(found[1], expected[1]):
         assert distance(ours, wanted) < 2e-6

@@ -22,8 +22,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.report import __main__ as command
 from rlhf_jax.report import charts, html_parts, page, read_run, samples, series, table_data
 from tests.helpers import report_runs
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 VOID = {"meta", "input", "br", "img", "link", "hr"}
 
 

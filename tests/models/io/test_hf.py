@@ -16,11 +16,11 @@ import transformers
 
 from rlhf_jax.models import HEADS, Model, custom_shape
 from rlhf_jax.models.io import hf
+from tests.helpers.arrays import distance
 from tests.helpers.models_common import (
     SHAPE,
     VOCAB,
     assert_trees_equal,
-    distance,
     padded_rows,
     random_params,
     reference,
