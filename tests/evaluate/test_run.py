@@ -380,7 +380,7 @@ def test_a_judge_that_is_not_there_is_known_before_a_weight_is_read(room, tmp_pa
     monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("weights were read"))
     server.forever = answers(401, {"error": "no key"})
     given = {"judge_url": server.url, "judge_model": "small", "judge_retries": 0}
-    with pytest.raises(UserError, match="status 401"):
+    with pytest.raises(UserError, match="status 401.*test question"):
         run(EvaluateConfig(**options(room, output_dir=str(tmp_path / "out"), **given)), lambda _: None)
 
 
