@@ -249,4 +249,4 @@ def test_points_of_the_frontier_and_of_the_calibration_answer_to_the_pointer(pag
     run = page(tab="reward")
     (last,) = run("return JSON.parse(document.getElementById('data').textContent).tabs[1].calibration.slice(-1)")
     told = run(script, "[data-calibration]", last["bins"][0][:2])
-    assert told.startswith(f"{last['bins'][0][2]} pairs: sure 0.5")
+    assert told.startswith(f"{last['bins'][0][2]} pairs: confidence 0.5")
