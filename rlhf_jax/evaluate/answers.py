@@ -189,7 +189,7 @@ def score(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> None:
         found = scorer.score(
             placed, source, np.repeat(rows, group), group, TrainerState(is_eval=True), limit=real * group
         )
-        own, whole = jax.device_get((found.each, jnp.where(found.scorable, found.whole, jnp.nan)))
+        own, whole = jax.device_get((found.each_reward, jnp.where(found.scorable, found.total_scores, jnp.nan)))
         each.append(own[:there].reshape(real, group, -1))
         scores.append(whole[:there].reshape(real, group))
     answers.each = np.concatenate(each).astype(np.float64)

@@ -7,7 +7,6 @@ benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import time
@@ -32,7 +31,8 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax.algorithms import actor_critic, microbatch, rloo
+from rlhf_jax.algorithms import actor_critic, microbatch, rollout_metrics
+from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config import validation, values
@@ -41,7 +41,8 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
+from rlhf_jax.stages.build_programs import build_programs
 
 REPEATS = 3
 
@@ -88,10 +89,24 @@ def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, f
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
     with logger:
-        watched = monitor.Watch(stage, run_folder)
-        run = loop.Loop(stage, 0, control, run_folder, NoCheckpoints(), logger, (peak,), stopping.Stops(), watched)
-        state, _ = run.train(stage.state, {})
-    return state, metrics_logger.read_metrics(run_folder.timings), peak.memory
+        run = loop.Loop(
+            stage,
+            state=stage.state,
+            start=0,
+            run_folder=run_folder,
+            checkpoints=NoCheckpoints(),
+            logger=logger,
+            callbacks=(peak,),
+            control=control,
+            stops=stopping.Stops(),
+            monitor=monitor.Monitor(stage, run_folder),
+        )
+        with run.guarded():
+            while run.updates_remain():
+                run.begin_update()
+                run.end_update(*stage.train_step(run.state, run.step))
+                run.run_due(run.due())
+    return run.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
 
 
 def loop_phases(line: dict[str, float]) -> dict[str, float]:
@@ -111,21 +126,28 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def prefill_only(stage):
-    """The stage with responses of one token: its rollout is prefill and one sampled token."""
-    short = copy.copy(stage)
-    short.config = dataclasses.replace(stage.config, response_length=1)
-    short._compile()
-    return short
+    """The stage's runner with responses of one token: its rollout is prefill and one sampled token."""
+    context = dataclasses.replace(stage.context, config=dataclasses.replace(stage.config, response_length=1))
+    programs = build_programs(
+        context,
+        stage.algorithm,
+        stage.models,
+        stage.state,
+        optimizer=optimizers.make_optimizer(stage.config, stage.total_steps),
+        eos_id=stage.tokenizer.eos_id,
+        episodes_per_epoch=stage.rows,
+    )
+    return dataclasses.replace(stage.runner, context=context, programs=programs)
 
 
 def alone(stage, name: str) -> Callable:
     """Jitted forward pass of 'reference' (log-probabilities) or 'value': (params, rollout, experience) -> array."""
-    c, nets = stage.config, stage.nets
+    c, models = stage.config, stage.models
 
     def ppo_rows(rows, params):
         tokens, mask = rows
         t = c.response_length
-        model = nets.value if name == "value" else nets.ref
+        model = (models.value if name == "value" else models.reference).model
         hidden = actor_critic.response_hidden(model, params, tokens, mask, t, c)
         if name == "value":
             return model.scalars(params, hidden)
@@ -135,10 +157,11 @@ def alone(stage, name: str) -> Callable:
         if stage.name == "ppo":
             rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
             return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
-        rows = experience if stage.shared_prompts else rloo.apart(experience)
+        rows = experience if stage.shares_prompts else rollout_metrics.split_groups(experience)
         groups, size = rows.lengths.shape
-        at_once = microbatch.groups_at_once(c.rollout_batch_size, size, groups)
-        return map_in_chunks(lambda part: actor_critic.group_logprobs(nets.ref, params, part, c)[0], rows, at_once)
+        at_once = microbatch.groups_per_chunk(c.rollout_batch_size, size, groups)
+        reference = models.reference.model
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(reference, params, part, c)[0], rows, at_once)
 
     return jax.jit(run)
 
@@ -154,12 +177,13 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     Returns:
       {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has "seconds" only.
     """
-    group, found = stage.group, {}
+    group_size, found = stage.group_size, {}
     prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
-    rows = np.repeat(prompts.rows, group)
+    rows = np.repeat(prompts.rows, group_size)
 
-    def roll(which=stage):
-        return which.roll(state.params["policy"], prompts, state.seed, state.step, None, group)
+    def roll(runner=stage.runner):
+        options = {"seed": state.seed, "step": state.step, "group_size": group_size}
+        return runner.generate_rollout(state.params["policy"], prompts, **options)
 
     if "generate" in wanted:
         short = prefill_only(stage)
@@ -172,15 +196,17 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     rollout = roll()
 
     def score():
-        return stage.scorer.score(rollout, stage.train_data, rows, group, stage.trainer_state(0))
+        return stage.scorer.score(rollout, stage.train_data, rows, group_size, stage.runner.trainer_state(0))
 
     if "reward" in wanted:
         found["reward"] = timed(lambda: score().scores)
     if set(wanted) <= {"generate", "reward"}:
         return found
-    experience, judged = jax.block_until_ready(stage.judge(state, rollout, score(), group))
-    params = stage.nets.whole(stage.base, state.params)
-    frozen = {"reference": stage.nets.reference(stage.base, stage.reference(state)), "value": params.get("value")}
+    made = stage.runner.make_experience(state, rollout, score(), group_size)
+    experience, metrics = jax.block_until_ready(made)
+    models = stage.models.with_trained(state.params)
+    parts = {"reference": models.reference, "value": models.value}
+    frozen = {name: None if network is None else network.params for name, network in parts.items()}
     for name, params in frozen.items():
         if name in wanted:
             program = alone(stage, name)
@@ -189,8 +215,8 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
         def learn():
             nonlocal state
-            state, seen = stage._update(state, stage.base, experience, judged)
-            return seen
+            state, update_metrics = stage.programs.update(state, stage.models.base, experience, metrics)
+            return update_metrics
 
         found["update"] = timed(learn)
     return found
@@ -231,7 +257,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
     config = config_of(case, work, micro, str(work / f"run-{name}"))
     validation.check(values.checked_types(config))
     began = time.perf_counter()
-    stage = STAGES[case.algo](config, train_dataset=rows_of(work, pair))
+    stage = open_stage(config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
     state = stage.state
     try:

@@ -27,10 +27,12 @@ import numpy as np
 from benchmark_case import Case, our_options
 
 from rlhf_jax import UserError, data
-from rlhf_jax.algorithms import actor_critic, microbatch, ppo, rloo
+from rlhf_jax.algorithms import microbatch, ppo, rloo
+from rlhf_jax.algorithms.actor_critic import Models, Network
+from rlhf_jax.algorithms.optimizer import make_optimizer
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.generate import Sampling, generate
-from rlhf_jax.types import PromptBatch, Rollout, TrainState
+from rlhf_jax.types import PromptBatch, Rollout, ScoredRollout, TrainState
 
 
 @dataclasses.dataclass
@@ -88,9 +90,10 @@ def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, 
     options = our_options(case, benchmark.HERE, micro, "none")
     config = CONFIGS[case.algo](**{**options, "rollout_batch_size": None})
     value = model if case.algo == "ppo" else None
-    nets = actor_critic.Networks(model, model, value)
+    models = Models(Network(model), Network(model), None if value is None else Network(value))
     c, t, p, b = case.query_length, case.response_length, case.prompts_per_update, case.batch
-    optimizer = microbatch.make_optimizer(config)
+    algorithm = {"ppo": ppo, "rloo": rloo}[case.algo]
+    optimizer = make_optimizer(config, 1, algorithm.steps_per_update(config))
     dtype = jnp.dtype(case.dtype)
 
     def start():
@@ -111,24 +114,20 @@ def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, 
         sampling = Sampling(t, config.temperature)
         return generate(model, params, prompts, jax.random.key(0), sampling, group=case.group, dtype=dtype)
 
-    def judge(state, rollout):
-        ref, scores = state.params["policy"], jnp.zeros(b)
-        if case.algo == "ppo":
-            return ppo.make_experience(nets, state.params, ref, rollout, scores, state.kl_coef, config, 0)[0]
-        return rloo.make_experience(nets, state.params, ref, rollout, scores, scores == 0, config, 0)[0]
+    def experience_of(state, rollout):
+        reference = Network(model, state.params["policy"])
+        batch = ScoredRollout(rollout, jnp.zeros(b), group_size=case.group)
+        whole = models.replace(reference=reference).with_trained(state.params)
+        return algorithm.make_experience(whole, batch, config=config, kl_coef=state.kl_coef)[0]
 
-    def learn(state, experience):
-        if case.algo == "ppo":
-            order = ppo.permutations(jax.random.key(0), case.epochs, b)
-            return ppo.update(nets, optimizer, state, experience, order, jnp.float32(0), config)
-        order = rloo.permutations(jax.random.key(0), case.epochs, p, "per_epoch")
-        return rloo.update(nets, optimizer, state, experience, order, jnp.zeros(rloo.steps_of(config)), config)
+    def update(state, experience):
+        return algorithm.update(models, state, experience, config=config, optimizer=optimizer, key=jax.random.key(0))
 
     state, prompts, rollout = jax.eval_shape(start)
     found = {
         "generate": jax.make_jaxpr(sample)(state.params["policy"], prompts),
-        "experience": jax.make_jaxpr(judge)(state, rollout),
-        "update": jax.make_jaxpr(learn)(state, jax.eval_shape(judge, state, rollout)),
+        "experience": jax.make_jaxpr(experience_of)(state, rollout),
+        "update": jax.make_jaxpr(update)(state, jax.eval_shape(experience_of, state, rollout)),
     }
     return found, microbatch.prompt_widths(config, c)
 

@@ -16,6 +16,7 @@ ends the process by the signal right before the N-th change of a file in a phase
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import signal
@@ -91,9 +92,9 @@ def watch(reporter: Reporter) -> None:
     """Puts the reporter between the loop and what it calls."""
     from jax._src import compiler
 
+    from rlhf_jax import train
     from rlhf_jax.runtime import run_folder
     from rlhf_jax.runtime.checkpoint import Checkpoints
-    from rlhf_jax.stages import STAGES
 
     compile_it, compiled = compiler.backend_compile_and_load, [0]
 
@@ -126,13 +127,12 @@ def watch(reporter: Reporter) -> None:
         reporter.tell("end", "export", 1)
 
     run_folder.RunFolder.finish = finishing
-    for name, stage in STAGES.items():
-        STAGES[name] = functools.partial(watched, reporter, stage)
+    train.open_stage = functools.partial(watched, reporter, train.open_stage)
 
 
-def watched(reporter: Reporter, kind: type, *arguments, **options):
+def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
     """A stage whose rollouts and updates in training, and whose export, are told."""
-    stage = kind(*arguments, **options)
+    stage = open_stage(*arguments, **options)
     now: list[int] = []  # the number of the update that is made; evaluation rolls out too
 
     def around(phase: str, call: Callable) -> Callable:
@@ -141,10 +141,10 @@ def watched(reporter: Reporter, kind: type, *arguments, **options):
 
         return inner
 
-    def train_step(state, step):
+    def train_step(state, step, *tick):
         now.append(step + 1)
         try:
-            return step_of(state, step)
+            return step_of(state, step, *tick)
         finally:
             now.clear()
 
@@ -155,9 +155,12 @@ def watched(reporter: Reporter, kind: type, *arguments, **options):
 
     step_of, export_of = stage.train_step, stage.export
     stage.train_step, stage.export = train_step, export
-    for phase, name in (("rollout", "_rollout"), ("update", "_update")):
-        if hasattr(stage, name):
-            setattr(stage, name, around(phase, getattr(stage, name)))
+    if hasattr(stage, "programs"):
+        generate, update = around("rollout", stage.programs.generate), around("update", stage.programs.update)
+        stage.programs = dataclasses.replace(stage.programs, generate=generate, update=update)
+        stage.runner = dataclasses.replace(stage.runner, programs=stage.programs)
+    else:
+        stage.update_step = around("update", stage.update_step)
     return stage
 
 

@@ -210,5 +210,5 @@ def test_a_function_that_fails_or_scores_is_named_with_the_row():
         FunctionJudge(lambda prompts, completions: [1, 7, 1]).compare(PROMPTS, MINE, OTHERS)
     with pytest.raises(JudgeFailure, match="judge .* raised ZeroDivisionError"):
         FunctionJudge(lambda prompts, completions: 1 / 0).compare(PROMPTS, MINE, OTHERS)
-    with pytest.raises(UserError, match="asks for 'scores'"):
+    with pytest.raises(UserError, match="'scores'"):
         FunctionJudge(lambda prompts, completions, scores: [])

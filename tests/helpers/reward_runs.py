@@ -93,9 +93,9 @@ class Watch(Callback):
         learn = stage.train_step
         self.params.append(copied(stage.state.params))
 
-        def train_step(state, step):
+        def train_step(state, step, *tick):
             self.before(step)
-            state, *others = learn(state, step)
+            state, *others = learn(state, step, *tick)
             self.params.append(copied(state.params))
             return state, *others
 

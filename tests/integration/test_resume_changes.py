@@ -72,7 +72,7 @@ def steps(folder):
     ],
 )
 def test_data_that_has_changed_is_refused_and_may_be_overridden(folder, capsys, rows, said):
-    with pytest.raises(UserError, match=r"holds a run of other data or models: .*--override_resume(?s:.*)" + said):
+    with pytest.raises(UserError, match=r"--run_dir .* other data or models: .*--override_resume(?s:.*)" + said):
         run(folder, rows)
     assert steps(folder) == [1, 2, 3, 4]  # nothing was touched
     run(folder, rows, override_resume=True)

@@ -18,7 +18,7 @@ from rlhf_jax.models import custom_shape, lora, quantization
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages.base import Stage
+from rlhf_jax.stages.context import StageContext
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows
 
@@ -154,4 +154,4 @@ def test_without_adapters_or_without_qwix_int8_is_refused_by_name(monkeypatch):
         validation.check(SFTConfig(load_in_8bit=True))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"load_in_8bit.*qwix.*\[int8\]"):
-        Stage(RLOOConfig(use_peft=True, load_in_8bit=True))
+        StageContext.open(RLOOConfig(use_peft=True, load_in_8bit=True))

@@ -140,9 +140,9 @@ def positional(prompts, completions, /):
     [
         (positional, "reward function positional takes prompts, completions by position only"),
         (len, "reward function len takes obj by position only"),
-        (max, "reward function max: Python cannot tell"),
-        (3, "reward function int of type int cannot be called"),
-        (TrainerState, r"TrainerState is a class: give an instance, TrainerState\(\)"),
+        (max, "reward function max:"),
+        (3, "reward function int of type int"),
+        (TrainerState, r"TrainerState is a class.*TrainerState\(\)"),
     ],
 )
 def test_what_keywords_cannot_reach_is_refused_at_once(function, said):
@@ -548,7 +548,7 @@ def test_an_async_function_that_blocks_the_loop_ends_in_an_error_too():
     found = call(blocks, length, failure="drop", timeout=0.2)
     assert time.perf_counter() - start < 15
     assert found.failed.all() and found.rewards[:, 1].tolist() == [4, 4, 6]
-    assert "blocks gave no answer within 0.2 s, nor let go of the event loop" in found.problems[0]
+    assert "function blocks did not return within 0.2 s and the event loop is blocked" in found.problems[0]
 
 
 def test_a_function_that_bounds_itself_has_its_own_time():
@@ -703,11 +703,11 @@ def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("brevity", "names no function in a module. Give 'module:function'"),
-        ("my_rewards.py", "names no function in a module"),
-        ("my_rewards:", "names no function"),
-        (":brevity", "names no function"),
-        ("", "names no function"),
+        ("brevity", "does not name a function in a module. Give 'module:function'"),
+        ("my_rewards.py", "does not name a function in a module"),
+        ("my_rewards:", "does not name a function"),
+        (":brevity", "does not name a function"),
+        ("", "does not name a function"),
         ("my_rewards.py:brevty", r"my_rewards.py has no 'brevty'. Did you mean brevity\?"),
         ("my_rewards:brevty", r"my_rewards has no 'brevty'. Did you mean brevity\?"),
         ("my_rewards:zzz", "has no 'zzz'. It has .*brevity"),
@@ -718,7 +718,7 @@ def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
         ("reward_package.iner.scores.good", "there is no module 'reward_package.iner.scores'"),
         ("reward_package.inner.scors.good", r"no module 'reward_package.inner.scors'. Did you mean scores\?"),
         ("my_rewards.brevity.more", "there is no module 'my_rewards.brevity'"),
-        ("my_rewards:NUMBER", "NUMBER is of type int and cannot be called"),
+        ("my_rewards:NUMBER", "NUMBER is of type int"),
         ("my_rewards:Broken", r"Broken\(\) failed: RuntimeError: no weights \(.*my_rewards.py, line 12\)"),
         ("my_rewards:Hungry", r"Hungry\(\) failed: TypeError: .*missing 1 required positional argument: 'path'"),
     ],

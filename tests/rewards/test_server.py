@@ -506,7 +506,7 @@ def test_health_is_open_and_scores_need_the_token(served):
         ({"prompts": ["a"], "completions": ["b", "c"]}, "1 prompts but 2 completions"),
         ({"prompts": ["a", 5], "completions": ["b", "c"]}, "row 1: prompt and completion must both be texts"),
         ({"prompts": [["a"]], "completions": ["b"]}, "row 0: prompt and completion must both"),
-        ({"prompts": [["a"]], "completions": [["b"]]}, "row 0: the chat template cannot write"),
+        ({"prompts": [["a"]], "completions": [["b"]]}, "row 0: the chat template cannot render"),
         ({"prompts": ["a", "i met anna. " * 60], "completions": ["b", ""]}, "row 1 has .* tokens; the model takes 96"),
     ],
 )

@@ -20,7 +20,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
 from tests.helpers.hub import Hub
 from tests.helpers.user_files import arguments, config_with, mentions, write_jsonl
 
@@ -54,11 +54,11 @@ def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(user_files, 
 
 def test_a_models_folder_is_no_runs_folder(user_files, refusal, tmp_path):
     shutil.copytree(user_files.sft, tmp_path / "model")
-    mentions(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "no run's folder")
+    mentions(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "not a run's folder")
 
 
 def test_a_run_folder_below_a_file(refusal, user_files, monkeypatch):
-    monkeypatch.setitem(train.STAGES, "ppo", None)  # refused before any model is opened
+    monkeypatch.setattr(train, "open_stage", None)  # refused before any model is opened
     mentions(refusal(run_dir=user_files.posts / "x" / "y"), "--run_dir", f"{user_files.posts} is a file")
 
 
@@ -66,7 +66,7 @@ def test_a_run_folder_below_a_file(refusal, user_files, monkeypatch):
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
-    pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
+    pathlib.Path(run.finished_file).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match="finished.json.*damaged"):
         run_folder.check(run.path, SOME)
 
@@ -245,7 +245,7 @@ def test_a_tokenizer_comes_from_the_hub_and_only_its_files(user_files, monkeypat
 
 
 def stage_of(user_files, name: str, tmp_path, **options):
-    return STAGES[name](resolve(command_line.parse(arguments(user_files, name, tmp_path / "run", **options))))
+    return open_stage(resolve(command_line.parse(arguments(user_files, name, tmp_path / "run", **options))))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_evaluation_does_not_compile_the_rollout_again(user_files, tmp_path):
     options = {"total_episodes": 8, "eval_dataset_name": user_files.posts, "length_buckets": 64}
     stage = stage_of(user_files, "ppo", tmp_path, **options)
     state, _, _ = stage.train_step(stage.state, 0)
-    stage.complete(state.params["policy"], stage.held_out, 8, stage.config.temperature)
+    stage.evaluator.complete(state.params["policy"], stage.evaluator.held_out, 8, stage.config.temperature)
     state, _, _ = stage.train_step(state, 1)
-    assert stage._rollout._cache_size() == 1
-    assert jax.tree.leaves(stage._eval_seed)[0].sharding == state.seed.sharding
+    assert stage.programs.generate._cache_size() == 1
+    assert jax.tree.leaves(stage.evaluator.seed)[0].sharding == state.seed.sharding

@@ -182,7 +182,7 @@ def test_a_run_dir_that_cannot_be_is_named_before_any_model_is_opened(refusal, t
 @pytest.mark.parametrize("run_dir", ["/proc/no/run", "x" * 300, "\ud800"])
 def test_a_run_dir_that_cannot_be_written_is_named(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"--run_dir .* cannot be written: .*Give another folder"):
+    with pytest.raises(UserError, match=r"--run_dir .* cannot be written: "):
         run_folder.RunFolder.open(run_dir, {"stage": "ppo"})
 
 
@@ -298,7 +298,7 @@ def test_a_config_that_cannot_be_a_file_is_named(tmp_path, capsys, spec):
     [
         ('{"stage": []}', "'stage' must be one of"),
         ('{"a": ' * 50_000, "is not JSON: Nested too deep"),
-        ('{"stage": "sft", "batch_size": ' + "9" * 5000 + "}", "is not JSON: A number of too many digits"),
+        ('{"stage": "sft", "batch_size": ' + "9" * 5000 + "}", "is not JSON: A number with too many digits"),
         ('{"stage": "sft", "learning_rate": 1' + "0" * 400 + "}", "learning_rate = inf"),
     ],
 )

@@ -53,9 +53,9 @@ class Meddler(Callback):
         learn, step_of = stage.train_step, [0]
         self.states.append(copied(stage.state))
 
-        def train_step(state, step):
+        def train_step(state, step, *tick):
             step_of[0] = step + 1
-            state, *others = learn(state, step)
+            state, *others = learn(state, step, *tick)
             self.states.append(copied(state))
             return state, *others
 
@@ -139,7 +139,8 @@ def test_a_bad_update_stops_a_run_which_then_goes_on_without_it(good, tmp_path, 
     resumed = rlhf_jax.run(ppo(where, **OF_PPO), reward_funcs=evens)
     assert bytes_of(where) == bytes_of(good.run_dir) and not os.listdir(where / "nonfinite")
     assert bytes_of(resumed.paths["policy"], "model.safetensors") == bytes_of(good.paths["policy"], "model.safetensors")
-    programs = [getattr(meddler.stage, name)._cache_size() for name in ("_rollout", "_experience", "_update")]
+    names = ("generate", "experience", "update")
+    programs = [getattr(meddler.stage.programs, name)._cache_size() for name in names]
     assert programs == [1, 1, 1]
 
 
@@ -226,7 +227,7 @@ def fit(folder, **options):
 def poison(monkeypatch):
     """The loss of a batch with juan in it is NaN; the update (1-based) whose batch that is."""
     real = sft.token_losses
-    stage = rlhf_jax.stages.SFTStage(fit("unused"), train_dataset=DEMONSTRATIONS)
+    stage = rlhf_jax.stages.open_stage(fit("unused"), train_dataset=DEMONSTRATIONS)
     (juan,) = stage.tokenizer.encode(" juan")
 
     def token_losses(model, params, tokens, lengths, **options):
@@ -299,10 +300,10 @@ class KillIn(Callback):
     def on_train_begin(self, stage, control):
         learn = stage.train_step
 
-        def train_step(state, step):
+        def train_step(state, step, *tick):
             if step == 1:
                 raise Killed
-            return learn(state, step)
+            return learn(state, step, *tick)
 
         stage.train_step = train_step
 

@@ -117,7 +117,7 @@ def test_dropped_rows_are_counted_and_teach_nothing_and_the_run_goes_on(plan, se
     said = [str(warning.message) for warning in warned]
     told = [text for text in said if text.startswith(f"reward server {server.url}: ")]
     for text, fault in zip(told, filter(None, plan), strict=True):
-        assert re.search(FAULTS[fault][1], text) and text.endswith("; its rows are left out")
+        assert re.search(FAULTS[fault][1], text) and text.endswith("; its rows are dropped")
     nothing = [text for text in said if text.endswith("no response has a score; nothing is learned from it")]
     assert [text.partition(":")[0] for text in nothing] == [f"update {i}" for i, f in enumerate(plan, 1) if f]
 
@@ -146,7 +146,7 @@ def test_a_failing_function_is_named_and_what_was_done_is_kept(fault, judged, tm
     free = threading.Event()
     trouble, said = {
         "raises": (lambda found: {}["key"], rf"raised KeyError: 'key' \({re.escape(__file__)}, line \d+\)"),
-        "hangs": (lambda found: free.wait(60), r"gave no answer within 1 s\. Row 0: prompt '.*', completion '"),
+        "hangs": (lambda found: free.wait(60), r"did not return within 1 s\. Row 0: prompt '.*', completion '"),
         "returns NaN": (
             lambda found: [*found[:3], float("nan"), *found[4:]],
             r"returned nan for row 3\. .* Row 3: prompt '.*', completion '",

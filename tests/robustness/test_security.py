@@ -417,7 +417,7 @@ def test_an_error_of_the_server_tells_its_kind_alone(bounded, capsys):
     ("arguments", "said"),
     [
         ((), "--token_env RLHF_JAX_REWARD_TOKEN: this environment variable is not set"),
-        (("--no_token", "--host", "0.0.0.0"), "--no_token with --host 0.0.0.0: without a token .* loopback only"),
+        (("--no_token", "--host", "0.0.0.0"), "--no_token with --host 0.0.0.0: without a token .*loopback only"),
         (("--no_token", "--host", "::"), "loopback only"),
         (("--no_token", "--max_connections", "0"), "--max_connections is 0"),
     ],

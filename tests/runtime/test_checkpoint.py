@@ -131,7 +131,7 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path):
 def test_a_missing_step_names_those_that_are_there(tmp_path):
     with Checkpoints(str(tmp_path / "c")) as checkpoints:
         checkpoints.save(1, make_state())
-        with pytest.raises(UserError, match=r"no checkpoint .*/c/7; there are \[1\]"):
+        with pytest.raises(UserError, match=r"no checkpoint .*/c/7; existing steps: \[1\]"):
             checkpoints.restore(7, abstract(make_state()))
 
 

@@ -39,7 +39,7 @@ def test_programs_go_to_the_users_cache(home):
 
 
 def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_again(home):
-    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.WORTH_KEEPING = 0.0; c.enable(); "
+    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.MIN_COMPILE_SECONDS = 0.0; c.enable(); "
     program += "jax.jit(lambda x: x * {})(jax.numpy.ones(3))"
 
     def start(number):

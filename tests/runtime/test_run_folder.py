@@ -61,7 +61,7 @@ def test_another_config_is_refused_with_old_and_new_values(run_dir):
     with pytest.raises(UserError) as error:
         entered(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
     message = str(error.value)
-    assert message.startswith(f"--run_dir {run_dir} holds a run of another config")
+    assert message.startswith(f"--run_dir {run_dir} contains a run with another config")
     assert message.splitlines()[1:] == [
         "  seed: 1 -> 2",
         "  kl_coef: 0.05 -> null",
@@ -74,7 +74,7 @@ def test_an_unreadable_config_is_refused(run_dir):
     run = used(run_dir)
     with open(run.config, "w") as file:
         file.write("{")
-    with pytest.raises(UserError, match="config.json is no JSON"):
+    with pytest.raises(UserError, match="config.json is not JSON"):
         run_folder.check(run_dir, CONFIG)
 
 

@@ -47,7 +47,9 @@ def begun(callback, folder, **options):
 
 
 def test_metrics_have_transformers_names():
-    found = trackers.named({"loss": 1, "objective/kl": 2, "eval/scores": 3, "eval_objective/kl": 4, "eval_a_loss": 5})
+    found = trackers.tracker_names(
+        {"loss": 1, "objective/kl": 2, "eval/scores": 3, "eval_objective/kl": 4, "eval_a_loss": 5}
+    )
     assert found == {
         "train/loss": 1,
         "train/objective/kl": 2,
@@ -168,7 +170,9 @@ def reported(calls, config, **objects):
 def told(folder):
     """{(step, metric): value} of metrics.jsonl."""
     rows = read_metrics(str(folder / "metrics.jsonl"))
-    return shown({(r["step"], metric): v for r in rows for metric, v in trackers.named(r).items() if metric != STEP})
+    return shown(
+        {(r["step"], metric): v for r in rows for metric, v in trackers.tracker_names(r).items() if metric != STEP}
+    )
 
 
 def shown(logged):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data
+from rlhf_jax import data, stages
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
@@ -22,7 +22,6 @@ from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.rewards.python_functions import RewardFailure
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
-from rlhf_jax.stages import RLOOStage
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
 from tests.helpers.runs import RLOO_OPTIONS, KillAt, lines, tensors
@@ -237,34 +236,30 @@ def test_a_run_that_begins_again_forgets_the_evaluation_at_its_start(tmp_path):
 # ------------------------------------------------------------------------------------------------- the stage by itself
 
 
-def open_stage(**options):
+def rloo_stage(**options):
     functions = options.pop("reward_funcs", [brevity])
     given = {name: options.pop(name) for name in ("train_dataset", "eval_dataset") if name in options}
-    return RLOOStage(config(**options), reward_funcs=functions, **given)
+    return stages.open_stage(config(**options), reward_funcs=functions, **given)
 
 
 def test_programs_compile_once_and_shared_prompts_change_nothing():
     options = {"micro_batch_size": 4, "num_iterations": 2, "eval_dataset": EVAL_SETS["near"] * 2}
     runs, tokens, policies = [], [], []
     for shared in (True, False):
-        stage = open_stage(shared_prompts=shared, **options)
-        rollout = stage.roll(
-            stage.state.params["policy"],
-            stage.train_data.batch(42, 0, 4),
-            stage.state.seed,
-            stage.state.step,
-            None,
-            stage.group,
+        stage = rloo_stage(shared_prompts=shared, **options)
+        state, prompts = stage.state, stage.train_data.batch(42, 0, 4)
+        rollout = stage.runner.generate_rollout(
+            state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
         )
         tokens.append(np.asarray(rollout.response))
-        state, found = stage.state, []
+        found = []
         for step in range(3):
             state, of_step, seconds = stage.train_step(state, step)
             found.append(jax.device_get(of_step))
             assert {"generate", "score", "experience", "update"} <= set(seconds)
             stage.evaluate(state)  # 6 prompts x 2: a whole batch, and one that is filled up
-        programs = (stage._rollout, stage._experience, stage._look, stage._update)
-        assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+        names = ("generate", "experience", "eval_metrics", "update")
+        assert [getattr(stage.programs, name)._cache_size() for name in names] == [1, 1, 1, 1]
         runs.append(found)
         policies.append(state.params["policy"])
         stage.close()
@@ -280,7 +275,7 @@ def test_programs_compile_once_and_shared_prompts_change_nothing():
 
 def test_an_evaluation_with_another_group_size_fits_any_rollout_batch():
     options = {"batch_size": 10, "rollout_batch_size": 10, "num_generations_eval": 3}
-    stage = open_stage(**options, eval_dataset=EVAL_SETS["near"] * 4)
+    stage = rloo_stage(**options, eval_dataset=EVAL_SETS["near"] * 4)
     assert stage.evaluate(stage.state)["eval_completions/mean_length"] > 0
 
 
@@ -295,7 +290,7 @@ def test_a_metric_that_only_some_evaluation_batches_log_is_their_mean():
             log_metric("even", len(calls))
         return brevity(completions)
 
-    stage = open_stage(reward_funcs=[now_and_then], eval_dataset=EVAL_SETS["near"] * 4)
+    stage = rloo_stage(reward_funcs=[now_and_then], eval_dataset=EVAL_SETS["near"] * 4)
     found = stage.evaluate(stage.state)
     assert len(calls) == 3 and found["eval_odd"] == 2 and found["eval_even"] == 2
 
@@ -338,7 +333,7 @@ def test_rows_that_a_function_fails_on_are_dropped_and_counted(tmp_path):
         result = rlhf_jax.run(config(tmp_path / "run", **options), reward_funcs=[fragile, brevity])
     texts = [str(warning.message) for warning in said]
     assert any("fragile returned nan for row 1 (and 2 more bad values)" in text for text in texts)
-    assert any("fragile raised ZeroDivisionError: no luck" in text and "left out" in text for text in texts)
+    assert any("fragile raised ZeroDivisionError: no luck" in text and "dropped" in text for text in texts)
     first, second = lines(result.run_dir)
     assert first["rewards/dropped"] == 3 and second["rewards/dropped"] == 8 and "loss" not in second
     kept = np.array([0, 2, 3, 6, 7])
@@ -363,10 +358,12 @@ def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
 @pytest.fixture(scope="module")
 def sampled():
     """A stage, a rollout of one of its batches, and the rows of that."""
-    stage = open_stage()
+    stage = rloo_stage()
     prompts, state = stage.train_data.batch(42, 0, 4), stage.state
-    rollout = stage.roll(state.params["policy"], prompts, state.seed, state.step, None, stage.group)
-    return stage, rollout, np.repeat(prompts.rows, stage.group)
+    rollout = stage.runner.generate_rollout(
+        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+    )
+    return stage, rollout, np.repeat(prompts.rows, stage.group_size)
 
 
 def scored(sampled, functions=(), **options):
@@ -375,8 +372,8 @@ def scored(sampled, functions=(), **options):
     c = config(**options)
     models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
     scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
-    scorer.load_weights(stage.weights)
-    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group, stage.trainer_state(0))
+    scorer.set_params([stage.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
+    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group_size, stage.runner.trainer_state(0))
 
 
 def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
@@ -406,7 +403,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
     _, found = scored(sampled, reward_model_path=str(models / "bytes"), reward_text_eos=text_eos)
     own, (model, params) = bytes_tokenizer(), hf.load(str(models / "bytes"), kind="scalar")
     texts = []
-    for i, prompt in enumerate(stage.train_data.shown(rows)):
+    for i, prompt in enumerate(stage.train_data.display_texts(rows)):
         answer = np.asarray(rollout.response[i])[: int(rollout.lengths[i])]
         ids = own.encode(prompt + stage.tokenizer.decode(answer, skip_special_tokens=True))
         texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
