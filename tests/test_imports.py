@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests.conftest import slowest
 from tests.helpers.paths import PACKAGE, ROOT
 
 FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -269,3 +270,7 @@ def test_every_folder_of_tests_is_a_package():
     """Two files of one name in two folders are two modules then."""
     folders = {path.parent for path in TESTS.rglob("*.py")} - {TESTS / "helpers" / "fake_trackers"}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_the_slowest_test_files_are_there():
+    assert not [path for path in slowest() if not path.is_file()]

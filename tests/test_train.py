@@ -19,47 +19,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.stages import open_stage
-from tests.helpers.runs import OPTIONS, KillAt, Killed, lines, tensors
-
-SHARED = {
-    "dataset_name": "synthetic",
-    "tokenizer_name_or_path": "synthetic",
-    "query_length": 64,
-    "max_train_samples": 64,
-    "max_eval_samples": 8,
-    "learning_rate": 1e-3,
-    "batch_size": 8,
-    "report_to": (),
-    "save_steps": 1,
-}
-TEXTS = {"max_length": 72, "length_buckets": (72,)}
-
-
-def sft_config(folder, **options):
-    fixed = {**SHARED, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 4, **options}
-    return SFTConfig(run_dir=str(folder), **fixed)
-
-
-def ppo_config(folder, sft, **options):
-    fixed = {
-        **SHARED,
-        "sft_model_path": os.path.join(sft, "policy"),
-        "reward_model_path": None,
-        "value_model": "shared_backbone",
-        "length_buckets": (64,),
-        "total_episodes": 32,
-        "response_length": 6,
-        "num_ppo_epochs": 2,
-        "num_mini_batches": 2,
-        "num_sample_generations": 2,
-        "missing_eos_penalty": 1.0,
-        **options,
-    }
-    return PPOConfig(run_dir=str(folder), **fixed)
-
-
-def wordiness(completions, **_):
-    return [float(len(text.split())) for text in completions]
+from tests.helpers.runs import OPTIONS, TEXTS, KillAt, Killed, lines, ppo_config, sft_config, tensors, wordiness
 
 
 class StopAfter(Callback):

@@ -7,8 +7,8 @@ import pytest
 
 from rlhf_jax.models import custom_shape
 from rlhf_jax.parallel import sharding
-from tests.helpers.children import child, last_line
 from tests.helpers.arrays import distance
+from tests.helpers.children import child, last_line
 from tests.helpers.models_common import random_params
 
 WIDTH, VOCABULARY, ROWS = 64, 184, 8

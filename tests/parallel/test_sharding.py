@@ -205,7 +205,7 @@ def test_params_wait_in_host_memory_and_come_back(monkeypatch):
     assert here["w"].sharding == params["w"].sharding and sharding.resident(params)["w"] is params["w"]
     np.testing.assert_array_equal(here["w"], np.arange(8))
     monkeypatch.setattr(sharding, "PINNED", "nowhere")
-    with pytest.raises(UserError, match=r"--offload_frozen nowhere: .* has no nowhere memory \(.*device.*\)"):
+    with pytest.raises(UserError, match=r"--offload_frozen nowhere.*\(.*device.*\)"):
         sharding.to_host_memory(params, "offload_frozen nowhere")
 
 

@@ -123,7 +123,7 @@ def test_a_keyword_that_is_no_column_is_named_with_the_nearest():
         return [0] * len(completions)
 
     for failure in ("raise", "drop"):  # dropping every row of every batch helps nobody
-        with pytest.raises(UserError, match=r"function reward .*'anwser'.*answer"):
+        with pytest.raises(UserError, match="reward.*'anwser'.*answer"):
             call(reward, failure=failure)
     host = HostRewards([reward])
     with pytest.raises(UserError, match="There are completion_ids, completions, difficulty"):
@@ -516,7 +516,7 @@ def test_a_plain_function_that_hangs_is_named_with_the_first_row(failure):
         assert found.seconds["hangs"] == pytest.approx(0.3)
         said = found.problems[0]
     assert time.perf_counter() - start < 10
-    assert "reward function hangs did not return within 0.3 s. Row 0: prompt 'first ppp" in said and "' one'" in said
+    assert re.search("hangs .*0.3 s.*Row 0: prompt 'first ppp.*' one'", said)
     free.set()
     host.close()
 
@@ -540,7 +540,7 @@ def test_async_functions_that_hang_are_cancelled_and_named(failure):
 
     start = time.perf_counter()
     if failure == "raise":
-        with pytest.raises(RewardFailure, match=r"hangs did not return within 0.3 s. Row 0: prompt 'first"):
+        with pytest.raises(RewardFailure, match=r"hangs.*0\.3 s.*Row 0: prompt 'first"):
             call(hangs, async_level, timeout=0.3)
     else:
         found = call(hangs, async_level, stubborn, failure="drop", timeout=0.3)
@@ -611,7 +611,7 @@ def test_log_metric_wants_a_finite_number(value):
         log_metric("accuracy", value)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\) got .*finite number"):
+    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\).*finite"):
         call(reward)
 
 

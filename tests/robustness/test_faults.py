@@ -54,7 +54,7 @@ def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(user_files, 
 
 def test_a_models_folder_is_no_runs_folder(user_files, refusal, tmp_path):
     shutil.copytree(user_files.sft, tmp_path / "model")
-    mentions(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "no run's folder")
+    mentions(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "not a run's folder")
 
 
 def test_a_run_folder_below_a_file(refusal, user_files, monkeypatch):
@@ -66,7 +66,7 @@ def test_a_run_folder_below_a_file(refusal, user_files, monkeypatch):
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
-    pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
+    pathlib.Path(run.finished_file).write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match="finished.json.*damaged"):
         run_folder.check(run.path, SOME)
 

@@ -166,7 +166,7 @@ def test_links_and_pipes_in_the_place_of_data_are_named_and_a_link_to_data_is_re
 def test_a_run_dir_that_cannot_be_is_named_before_any_model_is_opened(refusal, tmp_path, monkeypatch):
     (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    monkeypatch.setitem(train.STAGES, "ppo", None)
+    monkeypatch.setattr(train, "open_stage", None)
     for run_dir, part in (
         ("a\0b", "NUL"),
         ("~nobody_of_this_name/x", "no user of that name"),
@@ -268,7 +268,7 @@ CONFIGS = {
     ),
     "a dict in itself": (
         "d = {}\nd['a'] = d\ndef get_config(v=None): return PPOConfig(generation_kwargs=d)",
-        ["generation_kwargs is nested more than 50 deep"],
+        ["generation_kwargs", "50 deep"],
     ),
 }
 

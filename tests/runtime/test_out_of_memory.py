@@ -81,7 +81,7 @@ def test_what_was_done_is_saved_where_the_state_is_whole(tmp_path, monkeypatch, 
     monkeypatch.setattr(RolloutStage, "train_step", train_step)
     monkeypatch.setattr(owner, method, fails)
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"))
-    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase} \(allocating 3\.0 GiB"):
+    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase}.*3\.0 GiB"):
         rlhf_jax.run(config, reward_funcs=length)
     assert [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()] == kept
     monkeypatch.undo()

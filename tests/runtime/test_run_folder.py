@@ -81,7 +81,7 @@ def test_an_unreadable_config_is_refused(run_dir):
 def test_a_folder_of_something_else_is_refused(tmp_path):
     for name in ("thesis.tex", "photos.zip", "a", "b"):
         (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"not empty and not a run's folder \(it contains a, b, photos.zip, ...\)"):
+    with pytest.raises(UserError, match="a, b, photos.zip"):
         run_folder.check(str(tmp_path), CONFIG)
     with pytest.raises(UserError, match="is a file"):
         run_folder.check(str(tmp_path / "a"), CONFIG)
@@ -97,7 +97,7 @@ def test_never_refuses_a_used_folder(run_dir):
     entered(run_dir, CONFIG, resume="never")
     entered(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
     used(run_dir)
-    with pytest.raises(UserError, match="already contains a run, and --resume is never"):
+    with pytest.raises(UserError, match="--resume.*never"):
         entered(run_dir, CONFIG, resume="never")
 
 

@@ -231,4 +231,4 @@ with Stops() as stops:
     assert child.poll() is None
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
-    assert "SIGINT again: ending now" in child.stderr.read()
+    assert "SIGINT" in child.stderr.read()

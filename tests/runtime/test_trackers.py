@@ -117,7 +117,7 @@ def test_what_is_not_installed_or_unknown_is_said(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
     with pytest.raises(UserError, match="--report_to wandb needs `pip install wandb`"):
         trackers.parse_report_to(("tensorboard", "wandb"))
-    with pytest.raises(UserError, match="--report_to comet: .*tensorboard, wandb, trackio, all or none"):
+    with pytest.raises(UserError, match="--report_to comet.*tensorboard, wandb, trackio"):
         trackers.parse_report_to(("comet",))
     assert "wandb" not in trackers.parse_report_to(("all",)) and "tensorboard" in trackers.parse_report_to(("all",))
 
@@ -131,7 +131,7 @@ def test_a_missing_package_is_known_before_anything_is_opened(tmp_path, monkeypa
 
 def test_a_tracker_that_cannot_start_ends_the_run_with_its_reason(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_FAILS", "init")
-    with pytest.raises(UserError, match="--report_to wandb: .*no network"):
+    with pytest.raises(UserError, match="--report_to wandb.*no network"):
         begun(trackers.WandbCallback(), tmp_path / "run")
 
 

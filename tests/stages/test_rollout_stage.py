@@ -334,7 +334,7 @@ def test_rows_that_a_function_fails_on_are_dropped_and_counted(tmp_path):
     texts = [str(warning.message) for warning in said]
     assert any("fragile returned nan for row 1 (and 2 more bad values)" in text for text in texts)
     assert any("fragile raised ZeroDivisionError: no luck" in text and "dropped" in text for text in texts)
-    first, second = lines(result)
+    first, second = lines(result.run_dir)
     assert first["rewards/dropped"] == 3 and second["rewards/dropped"] == 8 and "loss" not in second
     kept = np.array([0, 2, 3, 6, 7])
     assert first["rewards/fragile/mean"] == pytest.approx(0.5 * kept.mean())
