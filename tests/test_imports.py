@@ -30,9 +30,9 @@ OUTSIDE = {
 OWNERS = {  # an outside thing, and the files that may touch it
     "orbax": {"runtime/checkpoint.py"},
     "safetensors": {"models/io/safetensors.py"},
-    "argparse": {"config/command_line.py", "train.py", "report/__main__.py"},
+    "argparse": {"config/command_line.py", "report/__main__.py"},
     "matplotlib": {"report/pictures.py"},
-    "tyro": {"config/command_line.py", "train.py"},
+    "tyro": {"config/command_line.py"},
     "jax.distributed": {"parallel/multihost.py"},
     "jax.experimental.multihost_utils": {"parallel/multihost.py"},
     "socket": {"parallel/liveness.py"},
@@ -74,6 +74,7 @@ OTHER_TESTS = {  # folders of tests that no folder of the package has
 }
 OF_SEVERAL_MODULES = {  # test files in a mirrored folder that no single module has
     "algorithms/test_invariance.py": "PPO, RLOO and the sampler: order, buckets, micro-batches",
+    "models/test_vocabulary_sharding.py": "how decoding on eight devices splits the vocabulary",
     "parallel/test_collectives.py": "what the compiled programs of an update send between devices",
     "parallel/test_devices_work.py": "how much of an update each device computes",
     "report/test_report.py": "a report from its folders to its page",

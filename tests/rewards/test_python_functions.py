@@ -3,6 +3,7 @@
 import asyncio
 import fractions
 import functools
+import re
 import signal
 import sys
 import threading
