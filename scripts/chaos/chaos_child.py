@@ -16,6 +16,7 @@ in the background after its call returns; it ends with the last rename in checkp
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import signal
@@ -91,9 +92,9 @@ def watch(reporter: Reporter) -> None:
     """Wraps the functions that the loop calls with the reporter."""
     from jax._src import compiler
 
+    from rlhf_jax import train
     from rlhf_jax.runtime import run_folder
     from rlhf_jax.runtime.checkpoint import Checkpoints
-    from rlhf_jax.stages import STAGES
 
     compile_it, compiled = compiler.backend_compile_and_load, [0]
 
@@ -126,38 +127,37 @@ def watch(reporter: Reporter) -> None:
         reporter.write("end", "export", 1)
 
     run_folder.RunFolder.finish = finishing
-    for name, stage in STAGES.items():
-        STAGES[name] = functools.partial(watched, reporter, stage)
+    train.open_stage = functools.partial(watched, reporter, train.open_stage)
 
 
-def watched(reporter: Reporter, kind: type, *arguments, **options):
+def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
     """A stage that reports its rollouts and updates in training, and its export."""
-    stage = kind(*arguments, **options)
-    now: list[int] = []  # number of the current update; empty during evaluation, which also rolls out
+    from rlhf_jax.stages import RolloutStage
+
+    stage = open_stage(*arguments, **options)
+    step_of, export_of, number = stage.train_step, stage.export, [0]
 
     def around(phase: str, call: Callable) -> Callable:
-        def inner(*arguments):
-            return reporter.run_phase(phase, now[0], lambda: call(*arguments)) if now else call(*arguments)
+        return lambda *arguments: reporter.run_phase(phase, number[0], lambda: call(*arguments))
 
-        return inner
-
-    def train_step(state, step):
-        now.append(step + 1)
-        try:
-            return step_of(state, step)
-        finally:
-            now.clear()
+    def train_step(state, step, *arguments):
+        number[0] = step + 1
+        return step_of(state, step, *arguments)
 
     def export(state, folder):
         reporter.exporting = 1
         reporter.write("begin", "export", 1)
         return export_of(state, folder)
 
-    step_of, export_of = stage.train_step, stage.export
     stage.train_step, stage.export = train_step, export
-    for phase, name in (("rollout", "_rollout"), ("update", "_update")):
-        if hasattr(stage, name):
-            setattr(stage, name, around(phase, getattr(stage, name)))
+    if isinstance(stage, RolloutStage):
+        programs = stage.programs
+        stage.programs = dataclasses.replace(programs, update=around("update", programs.update))
+        # The evaluator keeps the original runner, so its rollouts are not reported.
+        generate = around("rollout", programs.generate)
+        stage.runner = dataclasses.replace(stage.runner, programs=dataclasses.replace(programs, generate=generate))
+    else:
+        stage.update_step = around("update", stage.update_step)
     return stage
 
 

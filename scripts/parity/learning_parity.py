@@ -274,19 +274,19 @@ def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]
 def evaluate_all(work: Path, updates: int, prompts: int) -> None:
     """Samples from the SFT policy and every final policy, on the same held-out prompts with the same keys."""
     from rlhf_jax.data import synthetic
-    from rlhf_jax.stages import STAGES
+    from rlhf_jax.stages import open_stage
 
     names = [line["name"] for line in lines_of(work / "runs.jsonl") if line["updates"] == updates]
     folders = {"sft": work / "start/sft/policy", **{name: work / "runs" / name / "policy" for name in names}}
     path, config = work / "evaluations.jsonl", our_config(Run("ppo", "ours", 0, 1), work)
     config = dataclasses.replace(config, dataset_test_split="validation", max_eval_samples=prompts)
-    stage = STAGES["ppo"](config)
+    stage = open_stage(config)
     try:
         for name, folder in folders.items():
             if any(line["name"] == name and line["prompts"] == prompts for line in lines_of(path)):
                 continue
-            params = stage.weights.load(stage.policy, str(folder), "causal", None)
-            found = stage.complete(params, stage.held_out, prompts, config.temperature)
+            params = stage.weights.load(stage.opened.policy, str(folder), "causal", None)
+            found = stage.evaluator.complete(params, stage.evaluator.held_out, prompts, config.temperature)
             reward = found["scores"] - config.missing_eos_penalty * ~found["ended"]
             gold = synthetic.gold_reward(found["prompts"], found["completions"])
             given = {key: found[key] for key in ("kl", "lengths", "ended")}
