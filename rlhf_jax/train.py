@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         multihost.close(None if stopped.together else str(stopped))
         return stopped.status
     except KeyboardInterrupt:
-        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
+        print("interrupted; rerun the command to resume from the newest checkpoint", file=sys.stderr, flush=True)
         multihost.close("interrupted")
         return 130
     except Exception as error:
@@ -266,8 +266,8 @@ def train_stage(
                         ended = loop.run_due(loop.due())
 
             # --- finish
-            stops.loop(False)
-            if (why := stops.asked()) is not None:
+            stops.set_in_loop(False)
+            if (why := stops.reason()) is not None:
                 message = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(message, together=True)
             end = loop.step
@@ -291,7 +291,7 @@ def closing(loop: Loop, stops: Stops) -> Iterator[None]:
             multihost.announce_error(error)
         raise
     finally:
-        stops.loop(False)
+        stops.set_in_loop(False)
         try:
             loop.logger.close()
         finally:

@@ -5,6 +5,7 @@ import os
 import pathlib
 
 from tests.helpers.children import QUICK
+from tests.helpers.reward_server import Server
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -47,18 +48,26 @@ def room_for_programs():
         gc.collect()
 
 
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
 # Workers take whole files: a slow one that comes last would run alone.
 SLOWEST = """
-algorithms/rloo integration/hub stages/rloo robustness/reward_failures parity/replay evaluate/run stages/adapters
-algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work algorithms/invariance
-models/decoder generate
+algorithms/rloo integration/hub stages/rollout_stage robustness/reward_failures parity/replay evaluate/run
+stages/adapters algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work
+algorithms/invariance models/decoder generate
 """
 
 
 def pytest_collection_modifyitems(items):
-    tests = pathlib.Path(__file__).parent
-    order = {
-        tests / pathlib.Path(name).with_name(f"test_{pathlib.Path(name).name}.py"): place
-        for place, name in enumerate(SLOWEST.split())
-    }
+    order = {path: place for place, path in enumerate(slowest())}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def slowest() -> list[pathlib.Path]:
+    paths = [pathlib.Path(__file__).parent / name for name in SLOWEST.split()]
+    return [path.with_name(f"test_{path.name}.py") for path in paths]

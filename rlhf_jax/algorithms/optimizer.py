@@ -41,12 +41,19 @@ def user_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
 def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Optimizer:
     """AdamW with its learning-rate schedule.
 
-    Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_.
-
     Args:
       config: a stage's config.
       total_updates: updates of the whole run.
       steps_per_update: optimizer steps of an update.
+    """
+    rate = make_schedule(config, total_updates, steps_per_update)
+    return Optimizer(optax.chain(scale_by_adamw(config), scale_by_learning_rate(rate)), rate, keeps_finite=True)
+
+
+def scale_by_adamw(config) -> optax.GradientTransformation:
+    """AdamW without its learning rate.
+
+    Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_.
     """
     parts = []
     if config.max_grad_norm is not None:
@@ -56,9 +63,7 @@ def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Opt
     if config.weight_decay:
         which = config.weight_decay_on
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))
-    rate = make_schedule(config, total_updates, steps_per_update)
-    parts.append(scale_by_learning_rate(rate))
-    return Optimizer(optax.chain(*parts), rate, keeps_finite=True)
+    return optax.chain(*parts)
 
 
 def make_schedule(config, total_updates: int, steps_per_update: int = 1) -> Callable[[Array], Array]:

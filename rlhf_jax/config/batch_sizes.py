@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rlhf_jax.config.dataclasses import Config, Pipeline, PolicyConfig, RewardConfig, RLOOConfig, StageConfig
+from rlhf_jax.config.dataclasses import Config, Pipeline, PolicyConfig, RewardConfig, StageConfig
 from rlhf_jax.config.resolution import stages_of
 from rlhf_jax.errors import UserError
 
@@ -88,8 +88,7 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
     batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)
     minibatch, generations = batch, getattr(config, "num_generations", 1)
     if is_policy:
-        minibatch = batch // config.num_mini_batches
-        epochs = config.num_iterations if isinstance(config, RLOOConfig) else config.num_ppo_epochs
+        minibatch, epochs = batch // getattr(config, "num_mini_batches", 1), config.epochs_per_update
         requested = config.total_episodes
     else:
         requested = config.max_steps * batch if config.max_steps > 0 else None
@@ -190,7 +189,7 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
     if is_policy:
         rounds = counts.batch // counts.rollout_batch
         lines.append(f"rollout: {rounds:,} x {counts.rollout_batch:,} episodes generated and scored at a time")
-        epochs = "iterations" if isinstance(config, RLOOConfig) else "epochs"
+        epochs = "iterations" if hasattr(config, "num_iterations") else "epochs"
         lines.append(
             f"optimizer: {counts.epochs} {epochs} x {counts.batch // counts.minibatch} minibatches of "
             f"{counts.minibatch:,} = {counts.epochs * (counts.batch // counts.minibatch)} steps per update"

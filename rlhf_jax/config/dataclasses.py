@@ -1,6 +1,6 @@
 """The config dataclasses, one per stage, and Pipeline. Names are TRL's. Every field is a flag of the same name.
 
-A field's type says its range (`PositiveInt`, `Annotated[int, Range(...)]`), the string below it is its help text.
+A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`), the string below it is its help text.
 """
 
 from __future__ import annotations
@@ -281,10 +281,10 @@ class PolicyConfig(StageConfig):
     adapters: tuple[str, ...] = ()
     """With use_peft: named adapters on the policy's base model, each NAME=PATH; sft_model_path's is named default."""
     model_adapter_name: str | None = None
-    """Name of the adapter to continue training; None: as start_adapter says, or a new one."""
+    """Name of the adapter to continue training; None: see start_adapter, or a new one."""
     ref_adapter_name: str | None = None
-    """Name of the adapter whose frozen copy is the reference; base: the base model; None: the base model, or as
-    start_adapter says."""
+    """Name of the adapter whose frozen copy is the reference; base: the base model; None: the base model, or see
+    start_adapter."""
 
     # --- rewards
     reward_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
@@ -404,6 +404,11 @@ class PolicyConfig(StageConfig):
     """trl: log the metrics that TRL leaves unmasked or computes after the KL penalty as TRL does."""
 
     @property
+    def epochs_per_update(self) -> int:
+        """Epochs over each batch of episodes."""
+        return 1
+
+    @property
     def depends_on_micro_batching(self) -> bool:
         """With TRL's metrics, which take a variance over micro-batches."""
         return self.metrics == "trl"
@@ -457,6 +462,11 @@ class PPOConfig(PolicyConfig):
     """Position of the score: one token after eos (OpenAI, TRL) or eos itself."""
     loss_aggregation: Literal["token_mean", "token_mean_micro", "seq_mean"] = "token_mean"
     """Mean over all tokens of the minibatch; mean of micro-batch means (TRL); mean over rows of token means."""
+
+    @property
+    def epochs_per_update(self) -> int:
+        """num_ppo_epochs."""
+        return self.num_ppo_epochs
 
     @property
     def depends_on_micro_batching(self) -> bool:
@@ -530,6 +540,11 @@ class RLOOConfig(PolicyConfig):
     """Weight of the policy in the updated reference."""
     ref_model_sync_steps: PositiveInt = 512
     """Optimizer steps between reference updates."""
+
+    @property
+    def epochs_per_update(self) -> int:
+        """num_iterations."""
+        return self.num_iterations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,7 @@ class MetricLogger:
         for sink in self._sinks:
             sink.write(Entry(step, metrics, timings, messages))
         if self._monitor is not None and not closing:
-            self._monitor.verdict()
+            self._monitor.raise_error()
 
     def close(self) -> None:
         """Flushes, and closes the sinks."""

@@ -278,7 +278,7 @@ class _Response(NamedTuple):
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The operating system's or TLS error behind httpx's, which says less ('All connection attempts failed')."""
+    """The operating system's or TLS error behind httpx's more general one ('All connection attempts failed')."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

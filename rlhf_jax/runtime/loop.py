@@ -76,7 +76,7 @@ class Loop:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Within it a stop request saves and raises Stopped, and an error saves what was done before it."""
-        self.stops.loop(True)
+        self.stops.set_in_loop(True)
         try:
             with out_of_memory.translate_errors(self.config, lambda: self.doing):
                 try:
@@ -110,7 +110,7 @@ class Loop:
             compiling = f"{timings['time/compile']:.1f} s of it compiling"
             log(f"{self.stage.name}: the first update took {timings['step_time']:.1f} s, {compiling}")
         else:
-            self.stops.took(update=timings["step_time"])
+            self.stops.record_seconds(update=timings["step_time"])
         # TRL's eps: episodes a second since the run (here: this process) began, everything included.
         episodes = (self.step - self.start) * self.config.batch_size
         timings["eps"] = episodes / (time.perf_counter() - self._began)
@@ -218,7 +218,7 @@ class Loop:
         self.checkpoints.save(self.step, self.state, extra, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started
-        self.stops.took(saving=self._saved_at - started)
+        self.stops.record_seconds(saving=self._saved_at - started)
         evaluated = any(other.startswith("eval") for other in known)
         if name is not None and name not in known and not pending and (evaluated or not name.startswith("eval")):
             problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "
@@ -252,7 +252,7 @@ class Loop:
             self.save(pending)
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
-        why = self.stops.asked()
+        why = self.stops.reason()
         raise Stopped(f"{self.stage.name}: stopped {why} {after}; {RESUME_HINT}", together=True)
 
     def rescue(self, error: UserError) -> None:

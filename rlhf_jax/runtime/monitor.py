@@ -67,7 +67,7 @@ class Monitor:
         Metrics are read one update late; so the update after the alarm is the last, also where they happen to be read
         earlier, for a checkpoint.
         """
-        asked = None if self._alarms is None else self._alarms.asked
+        asked = None if self._alarms is None else self._alarms.stop_step
         return asked is not None and asked < step
 
     def inspect(self, step: int, metrics: dict[str, Any], closing: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -128,7 +128,7 @@ class Monitor:
         """Whether metrics that are not written yet (see `MetricLogger.take`) are of a nonfinite update."""
         return bool(held[0].get(_RAW[0], 0))
 
-    def verdict(self) -> None:
+    def raise_error(self) -> None:
         """Raises NonFinite where the metrics that `inspect` has seen end the run."""
         if self._error is not None:
             raise self._error

@@ -105,7 +105,7 @@ class RolloutEvaluator:
             experience, metrics = runner.make_experience(state, batch.rollout, batch.scored, self.group_size)
             losses = runner.programs.eval_metrics(state.params, runner.models.base, experience)
             metrics = {**metrics, **losses, **batch.scored.metrics}
-            metrics, each, scorable = sharding.fetch((metrics, batch.scored.whole, batch.scored.scorable))
+            metrics, each, scorable = sharding.fetch((metrics, batch.scored.total_scores, batch.scored.scorable))
             by_batch.append({name: float(x) for name, x in metrics.items()})
             weights.append(real)
             scores.append(each[scorable])
@@ -183,7 +183,7 @@ class RolloutEvaluator:
         for batch, real in self._sample(policy, source, limit, temperature, 1, 0, tick):
             rollout = batch.rollout
             kl = self.runner.token_kl(policy, rollout) if self.runner.has_reference else None
-            scores = jnp.where(batch.scored.scorable, batch.scored.whole, jnp.nan)
+            scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
             host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, *by_token))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
@@ -230,7 +230,7 @@ class RolloutEvaluator:
           advantages: [B, T], or [P, G] of whole responses.
           token_kl: [N, T] of the first N responses; None without a reference.
         """
-        fetched = (batch.rollout.response, batch.rollout.lengths, batch.scored.each, advantages, token_kl)
+        fetched = (batch.rollout.response, batch.rollout.lengths, batch.scored.each_reward, advantages, token_kl)
         response, lengths, each, advantages, kl = sharding.fetch(fetched)
         advantages = advantages.reshape(len(lengths), -1)
         n = len(lengths[:TOKEN_ROWS]) if kl is None else len(kl)
@@ -291,7 +291,7 @@ class RolloutEvaluator:
         Returns:
           [{"row": of the prompts' data, "prompt", "response", "score", "not_finite": names of `nonfinite.CAUSES`}]
         """
-        score, scorable = batch.scored.whole, batch.scored.scorable
+        score, scorable = batch.scored.total_scores, batch.scored.scorable
         fetched = (batch.rollout.response, batch.rollout.lengths, score, scorable, experience)
         response, lengths, score, scorable, experience = sharding.fetch(fetched)
         parts = {name: getattr(experience, f"{name}s", None) for name in ("logprob", "value", "advantage", "return")}

@@ -167,7 +167,7 @@ class RolloutStage:
 
         tick()
         self.phase = "experience"
-        if scored.nothing:
+        if scored.none_scorable:
             warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
             state, metrics = self.programs.skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}

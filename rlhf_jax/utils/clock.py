@@ -1,4 +1,4 @@
-"""Seconds of an update's phases."""
+"""Durations of the phases of an update."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import jax
 
 
 class Clock:
-    """Seconds of each phase: waits for its results, so that a phase pays for its own work."""
+    """Seconds of each phase, from waiting for its results: dispatch is asynchronous."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def wait(self, phase: str, result):
-        """Blocks on `result`, books the time since the last call under `phase`, hands the result on."""
+        """Blocks until `result` is ready, records the time since the last call under `phase`, returns the result."""
         result = jax.block_until_ready(result)
         now = time.perf_counter()
         self.seconds[phase] = now - self._last

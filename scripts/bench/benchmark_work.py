@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.layers import QUERY_BLOCK
+from rlhf_jax.models.attention import QUERY_BLOCK
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -20,7 +20,7 @@ def causal(length: int) -> int:
 
 
 def blocked(length: int) -> int:
-    """Pairs that `layers.causal_attention` multiplies: its blocks extend beyond the diagonal."""
+    """Pairs that `attention.causal_attention` multiplies: its blocks extend beyond the diagonal."""
     block = max(QUERY_BLOCK, -(-length // 8))
     stops = [min(start + block, length) for start in range(0, length, block)]
     return sum((stop - start) * stop for start, stop in zip(range(0, length, block), stops))

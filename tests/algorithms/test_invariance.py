@@ -16,17 +16,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import actor_critic, ppo, reward_model, rloo
+from rlhf_jax.algorithms import ppo, reward_model, rloo
+from rlhf_jax.algorithms.actor_critic import token_kl
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import PromptBatch, Rollout, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.arrays import flat
 from tests.helpers.models_common import random_params
 
 V, C, T, B, G = 41, 4, 5, 8, 2
 EOS = 3
 MORE_C, MORE_T = 3, 2
 MODEL = models.custom_shape("1x16x2", V, 64)
-NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
+MODELS = models_of(MODEL, MODEL, MODEL)
 PARAMS = {"policy": random_params(MODEL, ("causal",), 0), "value": random_params(MODEL, ("scalar",), 1)}
 REF = random_params(MODEL, ("causal",), 2)
 few = settings(max_examples=10, deadline=None, derandomize=True)
@@ -84,10 +87,6 @@ def take(tree, rows):
     return jax.tree.map(lambda x: x[rows], tree)
 
 
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
-
-
 def near(a, b, tolerance, name=""):
     a, b = flat(a), flat(b)
     gap = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3)
@@ -105,6 +104,7 @@ KEEP_GRADIENTS = optax.GradientTransformation(
     lambda grads, total, params: (grads, jax.tree.map(lambda t, g: 2 * t + g, total, grads)),
 )
 """Plain gradient descent whose state holds the gradients of all steps."""
+AT_RATE = at_rates(KEEP_GRADIENTS, jnp.float32(0.03))
 
 
 # Programs that run for a millisecond: what takes time is to compile them.
@@ -142,16 +142,17 @@ both_ppo = pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["to
 @functools.cache
 def ppo_program(config):
     """rollout, scores, order of rows -> (experience, its metrics, gradients of an update, its metrics)."""
-    nets, params, moved = NETS, PARAMS, MOVED
+    models, params, moved = MODELS, PARAMS, MOVED
     if config.value_model == "shared_backbone":
-        nets = actor_critic.Networks(MODEL, MODEL, None)
+        models = models_of(MODEL, MODEL)
         params, moved = ({"policy": {**p["policy"], "score": p["value"]["score"]}} for p in (PARAMS, MOVED))
 
     @quick_jit
     def run(rollout, scores, order):
-        kl_coef, rate = jnp.float32(config.kl_coef), jnp.float32(0.03)
-        made, found = ppo.make_experience(nets, params, REF, rollout, scores, kl_coef, config, EOS)
-        state, learned = ppo.update(nets, KEEP_GRADIENTS, fresh_state(moved), made, order[None], rate, config)
+        batch, kl_coef = scored(rollout, scores, eos_id=EOS), jnp.float32(config.kl_coef)
+        made, found = ppo.make_experience(with_params(models, params, REF), batch, config=config, kl_coef=kl_coef)
+        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
+        state, learned = ppo.update(models, fresh_state(moved), made, **options)
         return made, found, state.opt_state, learned
 
     return lambda *given: jax.device_get(run(*given))
@@ -226,10 +227,11 @@ def rloo_program(config):
 
     @quick_jit
     def run(rollout, scores, order):
-        there, rates = jnp.ones(B, bool), jnp.full(rloo.steps_of(config), 0.03)
-        made, found = rloo.make_experience(NETS, policy, REF, rollout, scores, there, config, EOS)
-        state, stats = rloo.update(NETS, KEEP_GRADIENTS, fresh_state(moved), made, order[None], rates, config)
-        return made, found, state.opt_state, rloo.averaged(stats, config)
+        batch = scored(rollout, scores, eos_id=EOS, group_size=G)
+        made, found = rloo.make_experience(with_params(MODELS, policy, REF), batch, config=config)
+        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
+        state, learned = rloo.update(MODELS, fresh_state(moved), made, **options)
+        return made, found, state.opt_state, learned
 
     return lambda *given: jax.device_get(run(*given))
 
@@ -282,7 +284,7 @@ def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
 @quick_jit
 def scores_and_kl(rollout):
     scores = reward_model.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
-    return scores, actor_critic.token_kl(NETS, PARAMS, REF, rollout, OF_TOKENS).sum(axis=1)
+    return scores, token_kl(with_params(MODELS, PARAMS, REF), rollout, OF_TOKENS).sum(axis=1)
 
 
 @few

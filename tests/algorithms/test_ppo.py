@@ -9,16 +9,18 @@ import optax
 import pytest
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms import actor_critic, microbatch, ppo, reward_model
+from rlhf_jax.algorithms import actor_critic, ppo, reward_model
+from rlhf_jax.algorithms.optimizer import scale_by_adamw
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
 from rlhf_jax.types import PromptBatch, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
 
 V, C, T, B = 61, 9, 7, 8
 EOS = 3
 MODEL = custom_shape("2x32x4", V, 64)
-NETS = ppo.Networks(MODEL, MODEL, MODEL)
+MODELS = models_of(MODEL, MODEL, MODEL)
 CONFIG = PPOConfig(
     batch_size=B, num_mini_batches=2, num_ppo_epochs=2, response_length=T, adam_epsilon=1e-5, missing_eos_penalty=1.0
 )
@@ -32,7 +34,7 @@ def make_params(seed=0):
 
 
 def make_state(params, config=CONFIG, optimizer=None):
-    optimizer = optimizer or microbatch.make_optimizer(config)
+    optimizer = optimizer or scale_by_adamw(config)
     return optimizer, TrainState(
         params=params,
         opt_state=optimizer.init(params),
@@ -73,15 +75,28 @@ def world():
 
 def experience_of(world, config=CONFIG, token_rewards=None):
     params, ref, rollout, scores = world
-    run = jax.jit(lambda *args: ppo.make_experience(NETS, *args, config, EOS, token_rewards))
+
+    @jax.jit
+    def run(params, ref, rollout, scores, kl_coef):
+        batch = scored(rollout, scores, None, token_rewards, eos_id=EOS)
+        return ppo.make_experience(with_params(MODELS, params, ref), batch, config=config, kl_coef=kl_coef)
+
     return run(params, ref, rollout, scores, jnp.float32(config.kl_coef))
 
 
 def run_update(params, experience, config=CONFIG, rate=1e-3, seed=0, optimizer=None):
     optimizer, state = make_state(params, config, optimizer)
-    shuffles = ppo.permutations(jax.random.key(seed), config.num_ppo_epochs, B)
-    run = jax.jit(lambda state, e, s: ppo.update(NETS, optimizer, state, e, s, jnp.float32(rate), config))
-    return run(state, experience, shuffles)
+    run = update_program(MODELS, optimizer, rate, config)
+    return run(state, experience, jax.random.key(seed))
+
+
+def update_program(models, optimizer, rate, config, **options):
+    optimizer = at_rates(optimizer, jnp.float32(rate))
+
+    def run(state, experience, key):
+        return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key)
+
+    return jax.jit(run, **options)
 
 
 def distance(a, b):
@@ -149,9 +164,9 @@ def test_prompts_cut_to_their_length_never_change_the_result(world, monkeypatch)
     )
     widths, evaluate = set(), ppo.evaluate_actor_critic
 
-    def seen(nets, params, tokens, *rest):
+    def seen(models, tokens, *rest):
         widths.add(tokens.shape[1])
-        return evaluate(nets, params, tokens, *rest)
+        return evaluate(models, tokens, *rest)
 
     monkeypatch.setattr(ppo, "evaluate_actor_critic", seen)
     wanted, judged = experience_of(world, plain)
@@ -206,7 +221,9 @@ def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
     params, ref, rollout, _ = world
     config = dataclasses.replace(CONFIG, rollout_batch_size=None)
     _, found = experience_of(world, config)
-    kl = jax.jit(lambda p, r: actor_critic.token_kl(NETS, p, r, rollout, config).sum(axis=1))(params, ref)
+    kl = jax.jit(lambda p, r: actor_critic.token_kl(with_params(MODELS, p, r), rollout, config).sum(axis=1))(
+        params, ref
+    )
     assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
     assert float(kl.mean()) == pytest.approx(float(found["objective/kl"]), rel=1e-4)
 
@@ -289,26 +306,25 @@ def test_dense_rewards_land_where_they_were_given(world):
 
 def test_the_kl_controller_moves_toward_its_target():
     _, state = make_state(make_params())
-    config = dataclasses.replace(CONFIG, kl_target=6.0, kl_horizon=1000)
-    up = ppo.control_kl(state, jnp.float32(9.0), config, 100)
-    down = ppo.control_kl(state, jnp.float32(1.0), config, 100)
+    config = dataclasses.replace(CONFIG, kl_target=6.0, kl_horizon=1000, batch_size=100)
+    up, down = (ppo.adapt_kl_coef(state, {"objective/kl": jnp.float32(kl)}, config) for kl in (9.0, 1.0))
     np.testing.assert_allclose(up.kl_coef, 0.05 * (1 + 0.2 * 100 / 1000), rtol=1e-6)
     np.testing.assert_allclose(down.kl_coef, 0.05 * (1 - 0.2 * 100 / 1000), rtol=1e-6)
-    fixed = ppo.control_kl(state, jnp.float32(9.0), CONFIG, 100)
+    fixed = ppo.adapt_kl_coef(state, {"objective/kl": jnp.float32(9.0)}, CONFIG)
     assert float(fixed.kl_coef) == float(state.kl_coef)
 
 
 def test_a_shared_backbone_learns_with_one_network(world):
     params = {"policy": {**world[0]["policy"], "score": world[0]["value"]["score"]}}
-    nets = ppo.Networks(MODEL, MODEL, None)
+    models = models_of(MODEL, MODEL)
     optimizer, state = make_state(params)
     _, ref, rollout, scores = world
 
     @jax.jit
     def step(state):
-        experience, _ = ppo.make_experience(nets, state.params, ref, rollout, scores, state.kl_coef, CONFIG, EOS)
-        shuffles = ppo.permutations(jax.random.key(0), 2, B)
-        return ppo.update(nets, optimizer, state, experience, shuffles, jnp.float32(3e-3), CONFIG)
+        whole, batch = with_params(models, state.params, ref), scored(rollout, scores, eos_id=EOS)
+        experience, _ = ppo.make_experience(whole, batch, config=CONFIG, kl_coef=state.kl_coef)
+        return update_program(models, optimizer, 3e-3, CONFIG)(state, experience, jax.random.key(0))
 
     losses = []
     for _ in range(4):
@@ -321,12 +337,10 @@ def test_a_shared_backbone_learns_with_one_network(world):
 def test_an_update_compiles_once_and_gives_its_input_back(world):
     optimizer, state = make_state(jax.tree.map(jnp.copy, world[0]))
     experience, _ = experience_of(world)
-    step = jax.jit(
-        lambda state, e, s: ppo.update(NETS, optimizer, state, e, s, jnp.float32(1e-3), CONFIG), donate_argnums=0
-    )
+    step = update_program(MODELS, optimizer, 1e-3, CONFIG, donate_argnums=0)
     old = jax.tree.leaves(state.params)[0]
     for seed in range(3):
-        state, _ = step(state, experience, ppo.permutations(jax.random.key(seed), 2, B))
+        state, _ = step(state, experience, jax.random.key(seed))
     assert step._cache_size() == 1 and old.is_deleted()
     assert int(state.step) == 3 and int(state.episodes) == 3 * B
 

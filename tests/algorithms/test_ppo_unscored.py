@@ -9,16 +9,18 @@ import optax
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import actor_critic, ppo
+from rlhf_jax.algorithms import ppo
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.types import Rollout, TrainState
-from tests.helpers.models_common import assert_trees_equal, distance, random_params
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.arrays import distance
+from tests.helpers.models_common import assert_trees_equal, random_params
 
 V, C, N, T = 61, 5, 6, 7
 EOS = 3
 SCORABLE = np.array([True, False, True, True, False, True])
 MODEL = models.custom_shape("1x16x2", V, 64)
-NETS = actor_critic.Networks(MODEL, MODEL, MODEL)
+MODELS = models_of(MODEL, MODEL, MODEL)
 
 
 def batch_of_responses():
@@ -53,15 +55,15 @@ def ppo_programs(config):
     ref, kl_coef = random_params(MODEL, ("causal",), 2), jnp.float32(config.kl_coef)
 
     def experience(rollout, scores, scorable):
-        return ppo.make_experience(
-            NETS, params, ref, rollout, scores, kl_coef, config, EOS, scorable=jnp.asarray(scorable)
-        )
+        batch = scored(rollout, scores, jnp.asarray(scorable), eos_id=EOS)
+        return ppo.make_experience(with_params(MODELS, params, ref), batch, config=config, kl_coef=kl_coef)
 
     def update(experience):
-        zero, optimizer = jnp.int32(0), optax.identity()
+        zero, optimizer = jnp.int32(0), at_rates(optax.identity(), jnp.float32(0.1))
         state = TrainState(params, optimizer.init(params), zero, zero, jnp.uint32(0), kl_coef, jnp.uint32(0))
-        shuffles = jnp.tile(jnp.arange(experience.lengths.shape[0]), (config.num_ppo_epochs, 1))
-        state, found = ppo.update(NETS, optimizer, state, experience, shuffles, jnp.float32(0.1), config)
+        orders = jnp.tile(jnp.arange(experience.lengths.shape[0]), (config.num_ppo_epochs, 1))
+        options = {"config": config, "optimizer": optimizer, "key": jax.random.key(0), "orders": orders}
+        state, found = ppo.update(MODELS, state, experience, **options)
         return jax.tree.map(jnp.subtract, state.params, params), found
 
     return jax.jit(experience), jax.jit(update)

@@ -9,14 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
-from rlhf_jax.algorithms import actor_critic, rloo
+from rlhf_jax.algorithms import rloo
+from rlhf_jax.algorithms.rollout_metrics import split_groups
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
-from tests.helpers.models_common import PAD, distance, reference, reference_inputs
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.arrays import distance, flat
+from tests.helpers.models_common import PAD, reference, reference_inputs
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3
 PROMPTS = np.array([9, 1, 5, 3])
@@ -62,46 +66,55 @@ def world():
         logprobs=jnp.asarray(np.where(INSIDE, rng.normal(size=(B, T)) - 3, 0), jnp.float32),
         response_mask=jnp.ones((B, T), bool),
     )
-    return models, actor_critic.Networks(model, model, None), params, rollout
+    return models, models_of(model, model), params, rollout
 
 
 @functools.cache
-def experience_program(c, group, nets):
+def experience_program(c, group, models):
     def run(policy, ref_params, rollout, scores, scorable, dense):
-        params = {"policy": policy}
-        return rloo.make_experience(nets, params, ref_params, rollout, scores, scorable, c, EOS, dense, group=group)
+        size = c.num_generations if group is None else group
+        batch = scored(rollout, scores, scorable, dense, eos_id=EOS, group_size=size)
+        return rloo.make_experience(with_params(models, {"policy": policy}, ref_params), batch, config=c)
 
     return jax.jit(run)
 
 
 def experience_of(c, scores=SCORES, scorable=ALL, dense=None, *, ref=True, rollout=None, group=None):
-    _, nets, (policy, ref_params, _), made = world()
+    _, models, (policy, ref_params, _), made = world()
     arrays = (jnp.asarray(scores, jnp.float32), jnp.asarray(scorable))
     dense = None if dense is None else jnp.asarray(dense, jnp.float32)
-    run = experience_program(c, group, nets)
+    run = experience_program(c, group, models)
     return run(policy, ref_params if ref else None, rollout or made, *arrays, dense)
 
 
 @functools.cache
-def update_program(c, nets):
-    # Plain gradient descent: Adam would make rounding visible where a gradient is near 0.
-    return jax.jit(lambda *args: rloo.update(nets, optax.identity(), *args[:-1], c, args[-1]))
+def update_program(c, models):
+    def run(state, experience, orders, rates, key):
+        # Plain gradient descent: Adam would make rounding visible where a gradient is near 0.
+        optimizer = at_rates(optax.identity(), rates)
+        return rloo.update_steps(models, state, experience, config=c, optimizer=optimizer, key=key, orders=orders)
+
+    return jax.jit(run)
 
 
-def run_update(c, experience, params=None, *, rates=None, shuffles=None, ref=None, key=None, nets=None, step=0):
+def run_update(c, experience, params=None, *, rates=None, orders=None, ref=None, key=None, models=None, step=0):
     """(state, metrics of each step) after plain gradient descent from `params`, by default those that sampled."""
-    _, plain_nets, (policy, *_), _ = world()
+    _, plain_models, (policy, *_), _ = world()
     params = {"policy": policy if params is None else params}
     zero, empty = jnp.int32(0), optax.identity().init(params)
     state = TrainState(params, empty, jnp.int32(step), zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0), ref)
-    if shuffles is None:
-        shuffles = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
-    rates = jnp.ones(rloo.steps_of(c)) if rates is None else jnp.asarray(rates, jnp.float32)
-    return update_program(c, nets or plain_nets)(state, experience, shuffles, rates, key)
+    if orders is None:
+        orders = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
+    rates = jnp.ones(rloo.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
+    key = jax.random.key(0) if key is None else key
+    return update_program(c, models or plain_models)(state, experience, orders, rates, key)
 
 
-def flat(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+def evaluation(models, c):
+    def run(policy, experience):
+        return rloo.eval_metrics(with_params(models, {"policy": policy}), experience, config=c)
+
+    return jax.jit(run)
 
 
 def gradient_of(c, experience, params=None, **options):
@@ -352,11 +365,11 @@ def test_a_group_of_one_has_no_advantage_but_all_metrics():
 @pytest.mark.parametrize("token_level_kl", [False, True], ids=["sequences", "tokens"])
 def test_absent_rows_change_no_metric(metrics, token_level_kl):
     c = config(metrics=metrics, token_level_kl=token_level_kl, beta=0.3)
-    _, nets, (_, _, moved), rollout = world()
+    _, models, (_, _, moved), rollout = world()
     padded = jax.tree.map(lambda x: jnp.concatenate([x, x[-G:]]), rollout)
     padded = padded.replace(lengths=padded.lengths.at[B:].set(-1))
     scores, there = np.append(SCORES, [np.nan] * G), np.append(ALL, [False] * G)
-    look = jax.jit(lambda policy, experience: rloo.look(nets, {"policy": policy}, experience, c))
+    look = evaluation(models, c)
     both = []
     for given in ({}, {"rollout": padded, "scores": scores, "scorable": there}):
         experience, found = experience_of(c, **given)
@@ -406,18 +419,18 @@ def test_trls_metrics_differ_where_trl_dilutes_them():
 def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     c = config(num_mini_batches=2, num_iterations=2, beta=0.3, **options)
     experience, _ = experience_of(c)
-    shuffles = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3]])
-    rows = (shuffles[:, :, None] * G + jnp.arange(G)[None, None]).reshape(2, B)
+    orders = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3]])
+    rows = (orders[:, :, None] * G + jnp.arange(G)[None, None]).reshape(2, B)
     rates = [2e-3, 1e-3, 3e-3, 2e-3]
     start = flat(world()[2][0])
-    state, stats = run_update(c, experience, rates=rates, shuffles=shuffles)
+    state, stats = run_update(c, experience, rates=rates, orders=orders)
     moved = flat(state.params) - start
-    lone = rloo.apart(experience)
+    lone = split_groups(experience)
     assert lone.lengths.shape == (B, 1)
-    cases = ((None, lone, rows, None), (2, lone, rows, (3, 5)), (G, experience, shuffles, None))
-    for size, given, order, buckets in (*cases, (G, experience, shuffles, (2, 3, 4))):
+    cases = ((None, lone, rows, None), (2, lone, rows, (3, 5)), (G, experience, orders, None))
+    for size, given, order, buckets in (*cases, (G, experience, orders, (2, 3, 4))):
         other = dataclasses.replace(c, micro_batch_size=size, gradient_checkpointing=size == 2, length_buckets=buckets)
-        found, others = run_update(other, given, rates=rates, shuffles=order)
+        found, others = run_update(other, given, rates=rates, orders=order)
         assert distance(flat(found.params), flat(state.params)) < 1e-5
         assert distance(flat(found.params) - start, moved) < 3e-5
         for name, values in stats.items():
@@ -474,11 +487,11 @@ def test_clipping_is_counted_on_its_side(token_level_kl):
 def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     c = config(num_iterations=2, num_mini_batches=2, beta=0.3)
     experience, _ = experience_of(c)
-    shuffles, rates = jnp.array([[2, 0, 3, 1], [1, 3, 0, 2]]), [3e-3, 0.0, 7e-3, 5e-3]
-    state, stats = run_update(c, experience, shuffles=shuffles, rates=rates)
+    orders, rates = jnp.array([[2, 0, 3, 1], [1, 3, 0, 2]]), [3e-3, 0.0, 7e-3, 5e-3]
+    state, stats = run_update(c, experience, orders=orders, rates=rates)
     assert int(state.step) == 1 and int(state.episodes) == B and stats["loss"].shape == (4,)
     policy, alone = world()[2][0], []
-    for rows, rate in zip(np.asarray(shuffles).reshape(4, 2), rates):
+    for rows, rate in zip(np.asarray(orders).reshape(4, 2), rates):
         part = jax.tree.map(lambda x, rows=rows: x[rows], experience)
         single, found = run_update(config(batch_size=B // 2, beta=0.3), part, policy, rates=[rate])
         policy = single.params["policy"]
@@ -486,7 +499,7 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     assert distance(flat(state.params), flat(policy)) < 1e-6
     for name in ("loss", "grad_norm", "entropy", "policy/approxkl_avg", "val/ratio"):
         np.testing.assert_allclose(stats[name], [found[name][0] for found in alone], rtol=1e-4, atol=1e-6, err_msg=name)
-    means = rloo.averaged(stats, c)
+    means = rloo.mean_over_steps(stats, c)
     assert_close(means["loss"], np.mean(stats["loss"]))
     assert_close(means["val/ratio_var"], np.var(stats["val/ratio"], ddof=1))
     assert means["val/first_ratio_error"] == stats["val/ratio_error"][0] < 1e-5 < stats["val/ratio_error"][3]
@@ -517,25 +530,26 @@ def test_the_reference_moves_after_every_third_optimizer_step(done, due):
 
 
 def test_a_dropout_mask_belongs_to_a_row_and_to_a_key():
-    _, nets, _, _ = world()
+    _, models, _, _ = world()
     fields = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-    model = dataclasses.replace(nets.policy, config=dataclasses.replace(nets.policy.config, **fields))
-    dropping, c = actor_critic.Networks(model, nets.ref, None), config(beta=0.3)
-    lone = rloo.apart(experience_of(c)[0])
-    keys = [jax.random.key(0), jax.random.key(1), None]
-    first, second, none = (gradient_of(c, lone, key=key, nets=dropping)[0] for key in keys)
+    policy = models.policy.model
+    dropping = models_of(dataclasses.replace(policy, config=dataclasses.replace(policy.config, **fields)), policy)
+    c, keys = config(beta=0.3), [jax.random.key(0), jax.random.key(1)]
+    lone = split_groups(experience_of(c)[0])
+    first, second = (gradient_of(c, lone, key=key, models=dropping)[0] for key in keys)
+    none, _ = gradient_of(dataclasses.replace(c, disable_dropout=True), lone, key=keys[0], models=dropping)
     assert distance(second, first) > 0.1 and distance(none, first) > 0.1
     assert distance(none, gradient_of(c, lone)[0]) < 1e-6
-    cut, _ = gradient_of(dataclasses.replace(c, micro_batch_size=3), lone, key=keys[0], nets=dropping)
+    cut, _ = gradient_of(dataclasses.replace(c, micro_batch_size=3), lone, key=keys[0], models=dropping)
     assert distance(cut, first) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"metrics": "trl", "micro_batch_size": G, "token_level_kl": True}], ids=str)
-def test_looking_is_a_step_at_rate_0(options):
+def test_eval_metrics_are_those_of_a_step_at_rate_0(options):
     c = config(beta=0.3, epsilon=0.02, **options)
-    _, nets, (_, _, moved), _ = world()
+    _, models, (_, _, moved), _ = world()
     experience, _ = experience_of(c)
-    seen = jax.jit(lambda policy, experience: rloo.look(nets, {"policy": policy}, experience, c))(moved, experience)
+    seen = evaluation(models, c)(moved, experience)
     _, stats = run_update(c, experience, moved, rates=[0.0])
     learned = {"grad_norm", "ratios", "val/ratio_error", "nonfinite/causes", "nonfinite/steps_applied"}
     assert set(stats) - set(seen) == learned

@@ -1,5 +1,7 @@
 """What cannot work is refused before any model is loaded, with the arithmetic."""
 
+import dataclasses
+
 import pytest
 
 from rlhf_jax.config import (
@@ -302,3 +304,28 @@ def test_reinforce_with_several_steps_an_update_is_remarked_on():
     for more in ({"num_iterations": 2}, {"num_mini_batches": 2}):
         (warning,) = batch_sizes.check_rows(RLOOConfig(policy_loss="reinforce", **more), 1000)
         assert "2 optimizer steps" in warning and "without a ratio later steps are off-policy" in warning
+
+
+def micro(config, devices=1, platform="cpu"):
+    return batch_sizes.with_micro_batch(config, devices, platform).micro_batch_size
+
+
+def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow():
+    ppo = PPOConfig(batch_size=64, query_length=512, response_length=53)
+    assert micro(ppo) == 2  # 2,048 / 565 = 3 rows at most, and 3 does not divide 64
+    assert micro(ppo, platform="gpu") == 16  # 16,384 / 565 = 28
+    assert micro(ppo, devices=4) == 8  # 2 a device
+    assert micro(dataclasses.replace(ppo, num_mini_batches=64)) == 1
+    assert micro(dataclasses.replace(ppo, query_length=4096)) == 1  # a row at least
+    assert micro(dataclasses.replace(ppo, query_length=4096), devices=4) == 4  # a row a device at least
+    assert micro(dataclasses.replace(ppo, micro_batch_size=32)) == 32
+    for options in ({"loss_aggregation": "token_mean_micro"}, {"metrics": "trl"}):
+        assert micro(dataclasses.replace(ppo, **options)) is None
+
+
+def test_a_micro_batch_of_rloo_has_whole_groups_and_one_of_pairs_counts_both():
+    assert micro(RLOOConfig(batch_size=64, num_generations=4, query_length=512, response_length=53)) == 4
+    assert micro(RLOOConfig(batch_size=64, num_generations=4, query_length=100, response_length=28)) == 16
+    assert micro(SFTConfig(batch_size=64, max_length=256)) == 8
+    assert micro(RewardConfig(batch_size=64, max_length=256)) == 4
+    assert micro(SFTConfig(batch_size=7, max_length=256)) == 7

@@ -24,7 +24,7 @@ def demonstrations():
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3), st.integers(0, 30))
 def test_rows_of_a_step_are_slices_of_epoch_permutations(rows, batch_size, seed, step):
     if rows < batch_size:
-        with pytest.raises(UserError, match=f"{rows} usable rows, fewer than batch_size = {batch_size}"):
+        with pytest.raises(UserError, match=f"{rows} usable rows.*batch_size = {batch_size}"):
             batches.rows_of_step(rows, batch_size, seed, step)
         return
     epoch, place = divmod(step, rows // batch_size)
@@ -116,7 +116,7 @@ def test_long_demonstrations_are_cut_without_a_false_eos_or_dropped(tokenizer):
     assert (cut.report.kept, cut.report.truncated, cut.report.dropped) == (2, 1, 1)
     dropped = data.make_demonstrations(rows, tokenizer, max_length=9, query_overflow="drop")
     assert (dropped.report.kept, dropped.report.truncated, dropped.report.dropped) == (1, 0, 2)
-    with pytest.raises(UserError, match="all 3 rows are longer than max_length = 3"):
+    with pytest.raises(UserError, match="3 rows.*max_length = 3"):
         data.make_demonstrations(rows, tokenizer, max_length=3)
 
 
@@ -154,9 +154,7 @@ def test_buckets():
     assert data.default_buckets(50) == (16, 32, 40, 56)
     assert data.default_buckets(1) == (8,)
     assert data.bucket(129, (384, 256, 128)) == 256
-    with pytest.raises(
-        UserError, match="length_buckets ends at 128, but a row has 129 tokens: add a bucket of at least"
-    ):
+    with pytest.raises(UserError, match="length_buckets.*128.*129"):
         data.bucket(129, (64, 128))
 
 
@@ -177,3 +175,10 @@ def test_a_report_is_one_line(tokenizer, demonstrations):
     report = data.make_prompts(demonstrations, tokenizer).report
     assert "\n" not in str(report) and "10 of 10 rows" in str(report)
     assert report.tokens == sum(len(tokenizer.encode(row["prompt"])) for row in demonstrations)
+
+
+def test_all_batches_of_prompts_have_one_shape():
+    tokenizer = data.load_tokenizer("synthetic")
+    made = data.make_prompts(data.load_rows(synthetic.prompts(40)), tokenizer)
+    shapes = {made.batch(0, step, 2).tokens.shape for step in range(20)}
+    assert shapes == {(2, data.bucket(made.report.longest, made.buckets))}

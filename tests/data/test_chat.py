@@ -9,14 +9,13 @@ import types
 import datasets
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import data
 from rlhf_jax.data import batches
 from rlhf_jax.errors import UserError
+from tests.helpers.chat_tokenizer import CHATML, bytes_tokenizer
 from tests.helpers.hub import Hub
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].
@@ -28,10 +27,6 @@ POSTS = (
     "{% elif m['role'] == 'system' and loop.first %}SUBREDDIT: {{ m['content'] }}\n\n"
     "{% else %}{{ raise_exception('no role ' ~ m['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}TL;DR:{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -59,27 +54,6 @@ def synthetic_tokenizer(template=POSTS):
     tokenizer = data.load_tokenizer("synthetic")
     tokenizer.hf.chat_template = template
     return tokenizer
-
-
-def bytes_tokenizer(template=CHATML, eos="<|im_end|>"):
-    """Any text in bytes, with ChatML's two tokens and a bos that it adds to every text unless told not to."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<bos>", "<end>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=specials,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        vocab_size=260,
-        show_progress=False,
-    )
-    model.train_from_iterator([""], trainer)
-    model.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token=eos, bos_token="<bos>", pad_token="<bos>", chat_template=template
-    )
-    eos_id = hf.convert_tokens_to_ids(eos)
-    return data.Tokenizer(hf=hf, name="bytes", pad_id=2, eos_id=eos_id, vocab_size=len(hf))
 
 
 def make(rows, tokenizer=None, **options):
@@ -139,7 +113,7 @@ def test_template_arguments_reach_the_template():
     assert made.display_texts([0]) == ["TITLE: help\n\nPOST: i met anna.\n\nTL;DR:"]
     other = make(ROWS, tokenizer, chat_template_kwargs={"chat_template": CHATML})
     assert other.display_texts([0]) == ["<|im_start|>user\ni met anna.<|im_end|>\n<|im_start|>assistant\n"]
-    with pytest.raises(UserError, match="chat_template_kwargs: padding, tokenize cannot be set"):
+    with pytest.raises(UserError, match="chat_template_kwargs.*padding, tokenize"):
         make(ROWS, tokenizer, chat_template_kwargs={"tokenize": True, "padding": True})
 
 
@@ -192,7 +166,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted_either_way():
         assert "2 too long, dropped" in str(made.report)
         assert ("conversations are dropped, not truncated" in str(made.report)) == (overflow == "truncate")
     assert "not truncated" not in str(make(ROWS, tokenizer).report)
-    with pytest.raises(UserError, match="all 3 rows are longer than query_length = 2"):
+    with pytest.raises(UserError, match="3 rows.*query_length = 2"):
         make(ROWS, tokenizer, query_length=2)
 
 
@@ -228,17 +202,17 @@ def test_bad_conversations_are_named_or_skipped_and_counted(bad, message):
 
 def test_a_conversation_among_texts_is_a_bad_row():
     rows = [{"prompt": None}, {"prompt": "POST: i met anna."}, ROWS[0]]
-    with pytest.raises(UserError, match="row 2: 'prompt' is a list, not text.*2 of 4 rows are bad"):
+    with pytest.raises(UserError, match="row 2: 'prompt'.*2 of 4 rows"):
         make(rows[1:] + rows[1:])
     made = make(rows, on_bad_row="skip")
     assert not made.conversational and (len(made), made.report.bad) == (1, 2)
 
 
 def test_missing_templates_are_named_with_what_to_do():
-    with pytest.raises(UserError, match="tokenizer 'synthetic' has none. Put one into chat_template.jinja.*chat_temp"):
+    with pytest.raises(UserError, match="'synthetic'.*chat_template.jinja.*chat_temp"):
         make(ROWS, synthetic_tokenizer(None))
     several = synthetic_tokenizer({"tool": CHATML, "rag": POSTS})
-    with pytest.raises(UserError, match="no default one among tool, rag.*or its name"):
+    with pytest.raises(UserError, match="tool, rag"):
         make(ROWS, several)
     assert make(ROWS, several, chat_template_kwargs={"chat_template": "rag"}).fingerprint == make(ROWS).fingerprint
     assert len(make([{"prompt": "POST: i met anna."}], synthetic_tokenizer(None))) == 1
@@ -254,7 +228,7 @@ def test_missing_templates_are_named_with_what_to_do():
     ],
 )
 def test_templates_that_fail_leave_no_row(template, message):
-    with pytest.raises(UserError, match=rf"row 1: 'prompt': the chat template of 'synthetic' {message}.*No row is us"):
+    with pytest.raises(UserError, match=rf"row 1: 'prompt': .*'synthetic' {message}"):
         make(ROWS, synthetic_tokenizer(template), on_bad_row="skip")
 
 
@@ -363,9 +337,9 @@ def test_a_text_beyond_the_context_is_named_with_what_to_lower():
 def test_a_row_that_the_reward_models_template_refuses_is_named():
     prompts = [CHATS[0], [user("a"), system("b"), user("c")]]
     options = {"text_eos": False, "max_length": 64}
-    with pytest.raises(UserError, match="row 1 of the batch cannot be scored: .*no role system.*'content': 'a'"):
+    with pytest.raises(UserError, match="row 1.*no role system.*'content': 'a'"):
         data.reward_tokens(synthetic_tokenizer(), prompts, [[assistant("x")]] * 2, [True] * 2, **options)
-    with pytest.raises(UserError, match="conversations need a chat template, but tokenizer 'synthetic' has none"):
+    with pytest.raises(UserError, match="chat template.*'synthetic'"):
         data.reward_tokens(synthetic_tokenizer(None), prompts, [[assistant("x")]] * 2, [True] * 2, **options)
 
 

@@ -77,12 +77,10 @@ def test_folders_by_split(tmp_path):
     write_lines(tmp_path / "posts_val.jsonl", ROWS[4:])
     assert len(data.load_rows(str(tmp_path))) == 4
     assert len(data.load_rows(str(tmp_path), split="validation")) == 2
-    with pytest.raises(UserError, match=r"has no split 'test'; its files name train, validation"):
+    with pytest.raises(UserError, match="'test'.*train, validation"):
         data.load_rows(str(tmp_path), split="test")
     write_lines(tmp_path / "pairs_train.jsonl", ROWS)
-    with pytest.raises(
-        UserError, match="holds several data sets for split 'train': pairs_train.jsonl, posts_train.jsonl"
-    ):
+    with pytest.raises(UserError, match="'train'.*pairs_train.jsonl, posts_train.jsonl"):
         data.load_rows(str(tmp_path))
 
 
@@ -98,7 +96,7 @@ def test_saved_data_sets_have_splits(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=table, test=table.select(range(2))).save_to_disk(str(tmp_path / "x"))
     assert len(data.load_rows(str(tmp_path / "x"), split="test")) == 2
-    with pytest.raises(UserError, match="has no split 'validation'; it has train, test"):
+    with pytest.raises(UserError, match="'validation'.*train, test"):
         data.load_rows(str(tmp_path / "x"), split="validation")
 
 
@@ -139,11 +137,11 @@ def test_hub_answers_are_passed_on(monkeypatch):
     rows = data.load_rows("you/posts", split="train", dataset_config="a", dataset_revision="v1")
     assert asked == {"name": "you/posts", "config": "a", "split": "train", "revision": "v1"} and len(rows) == 6
     assert rows.location(2) == "you/posts (train), row 3"
-    with pytest.raises(UserError, match="you/posts has no split 'dev'; it has 'train', 'validation'"):
+    with pytest.raises(UserError, match="you/posts.*'dev'.*'train', 'validation'"):
         data.load_rows("you/posts", split="dev", dataset_config="a")
     with pytest.raises(UserError, match="available configs.*Set dataset_config"):
         data.load_rows("you/posts")
-    with pytest.raises(UserError, match=r"'you/posts' \(revision gone\) could not be loaded: Couldn't reach"):
+    with pytest.raises(UserError, match=r"'you/posts' \(revision gone\).*Couldn't reach"):
         data.load_rows("you/posts", dataset_config="a", dataset_revision="gone")
 
 
@@ -151,7 +149,7 @@ def test_hub_answers_are_passed_on(monkeypatch):
 
 
 def test_streams_are_refused():
-    with pytest.raises(UserError, match="dataset_streaming is refused: .*function of seed and step"):
+    with pytest.raises(UserError, match="dataset_streaming"):
         data.load_rows("synthetic", streaming=True)
     with pytest.raises(UserError, match="dataset_streaming is refused"):
         data.load_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
@@ -177,9 +175,9 @@ def test_files_that_are_no_data_are_named(tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             data.load_rows(str(tmp_path / name))
-    with pytest.raises(UserError, match="train data of type int"):
+    with pytest.raises(UserError, match="train data.*int"):
         data.load_rows(3)
-    with pytest.raises(UserError, match="the list given as train data: has no rows"):
+    with pytest.raises(UserError, match="train data.*no rows"):
         data.load_rows([])
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_jax import data
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
+from tests.helpers.chat_tokenizer import bytes_tokenizer
 
 WORDS = ("<|endoftext|>", "[UNK]", "a", "b", " a", " b", "\n", " ", ".")
 
@@ -32,7 +33,7 @@ def test_missing_pad_takes_the_first_free_row(tmp_path):
 
 
 def test_missing_pad_is_refused_where_no_row_is_free(tmp_path):
-    with pytest.raises(UserError, match=r"no pad token, and no embedding row is free for \[PAD\].*9 rows"):
+    with pytest.raises(UserError, match=r"pad token.*\[PAD\].*9 rows"):
         data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=9)
 
 
@@ -44,7 +45,7 @@ def test_gpt_neox_tokenizer_gets_pad_and_not_a_made_up_one(tmp_path):
 
 def test_pad_equal_to_eos_is_replaced_with_a_warning(tmp_path):
     folder = write_tokenizer(tmp_path, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    with pytest.warns(UserWarning, match=r"pads with its eos.*\[PAD\] is used instead"):
+    with pytest.warns(UserWarning, match=r"eos.*\[PAD\]"):
         tokenizer = data.load_tokenizer(folder, vocab_size=10)
     assert tokenizer.pad_id == 9 != tokenizer.eos_id
 
@@ -57,7 +58,7 @@ def test_a_pad_of_its_own_is_kept_without_warning(tmp_path):
 
 
 def test_more_ids_than_rows_is_refused(tmp_path):
-    with pytest.raises(UserError, match="9 ids but the model's embedding has 8 rows"):
+    with pytest.raises(UserError, match="9 ids.*8 rows"):
         data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=8)
 
 
@@ -70,9 +71,9 @@ def test_no_eos_is_refused(tmp_path):
 
 
 def test_folder_without_tokenizer_and_missing_folder_are_named(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer in folder .*it has no tokenizer.json"):
+    with pytest.raises(UserError, match="tokenizer.json"):
         data.load_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="nowhere'.*there is no such folder.*tokenizer_name_or_path"):
+    with pytest.raises(UserError, match="nowhere'.*tokenizer_name_or_path"):
         data.load_tokenizer(str(tmp_path / "nowhere"))
 
 
@@ -92,8 +93,6 @@ def test_encode_adds_no_special_tokens_and_decode_gives_spaces_back(tmp_path):
 
 
 def test_pieces_are_the_text_that_each_token_adds(tmp_path):
-    from tests.data.test_chat import bytes_tokenizer
-
     several = bytes_tokenizer()
     ids = several.encode("a é 日🙂")
     assert several.token_texts(ids) == ["a", " ", "", "é", " ", "", "", "日", "", "", "", "🙂"]
@@ -135,7 +134,7 @@ def test_models_of_another_tokenizer_are_refused(tmp_path):
     data.check_same_tokenizer(tokenizer, write_tokenizer(ours, eos_token="<|endoftext|>"))
     data.check_same_tokenizer(tokenizer, str(tmp_path))  # no tokenizer there: trusted
     other = write_tokenizer(theirs, words=("<|endoftext|>", "[UNK]", "b", "a"), eos_token="<|endoftext|>")
-    with pytest.raises(UserError, match="id 2 is 'b' there and 'a' here"):
+    with pytest.raises(UserError, match="id 2.*'b'.*'a'"):
         data.check_same_tokenizer(tokenizer, other)
 
 

@@ -31,7 +31,7 @@ def programs(stage):
 def test_parts_are_the_bytes_of_params_and_moments(stage):
     parts = memory.parts(stage)
     heads = {"policy": "causal", "value": "scalar"}
-    made = lambda head: jax.eval_shape(lambda: stage.policy.init(jax.random.key(0), heads=(head,)))  # noqa: E731
+    made = lambda head: jax.eval_shape(lambda: stage.opened.policy.init(jax.random.key(0), heads=(head,)))  # noqa: E731
     counts = {role: sum(x.size for x in jax.tree.leaves(made(head))) for role, head in heads.items()}
     assert {role: parts[role] for role in heads} == {role: 4 * count for role, count in counts.items()}
     # Adam's two moments and its count of steps.

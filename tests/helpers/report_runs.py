@@ -11,7 +11,7 @@ from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.metrics import calibration
 from rlhf_jax.runtime.run_folder import RunFolder
-from rlhf_jax.train import kept
+from rlhf_jax.train import saved_options
 from rlhf_jax.utils.strict_json import json_text
 
 HOSTILE = (
@@ -110,9 +110,11 @@ def make(folder, config, updates=40, total=None, seed=0, sample_rows=12, finishe
     config = dataclasses.replace(config, run_dir=str(folder), seed=seed, batch_size=64, total_episodes=64 * total)
     run = RunFolder(str(folder))
     os.makedirs(folder)
-    (pathlib.Path(folder) / "config.json").write_text(json_text({"stage": algorithm, **kept(config)}))
+    (pathlib.Path(folder) / "config.json").write_text(json_text({"stage": algorithm, **saved_options(config)}))
     if recipe is not None:
-        run.write_recipe(recipe, kept(dataclasses.replace(config, kl_coef=0.05) if algorithm == "ppo" else config))
+        run.write_recipe(
+            recipe, saved_options(dataclasses.replace(config, kl_coef=0.05) if algorithm == "ppo" else config)
+        )
     lines(run.metrics, [policy_metrics(step, total, seed, algorithm) for step in range(1, updates + 1)])
     lines(run.timings, [timings(step, seed) for step in range(1, updates + 1)])
     for step in range(max(updates // 5, 1), updates + 1, max(updates // 5, 1)):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.callbacks import Callback
+from tests.helpers.runs import lines
 
 B, G, T = 8, 4, 8
 SHARED = {
@@ -47,10 +47,6 @@ def ppo(folder, **options):
 def bytes_of(folder, name="metrics.jsonl"):
     with open(os.path.join(folder, name), "rb") as file:
         return file.read()
-
-
-def lines(folder):
-    return logger.read_metrics(os.path.join(folder, "metrics.jsonl"))
 
 
 def table(folder, step):
@@ -97,9 +93,9 @@ class Watch(Callback):
         learn = stage.train_step
         self.params.append(copied(stage.state.params))
 
-        def train_step(state, step):
+        def train_step(state, step, *tick):
             self.before(step)
-            state, *others = learn(state, step)
+            state, *others = learn(state, step, *tick)
             self.params.append(copied(state.params))
             return state, *others
 

@@ -1,10 +1,10 @@
 """Reward servers on loopback: one that does what a script says, and ours from scripts/ in a process of its own."""
 
+import asyncio
 import collections
 import contextlib
 import json
 import os
-import pathlib
 import re
 import socket
 import subprocess
@@ -13,7 +13,10 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+
+PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
+COMPLETIONS = [" one", " three", " fourteen"]
 
 
 class Server:
@@ -118,6 +121,20 @@ def trickles(server, head):
 
 def takes(seconds):
     return lambda _: time.sleep(seconds) or True
+
+
+class Sleeps:
+    """Takes no time, and notes how long it should have taken."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def __call__(self, seconds):
+        self.asked.append(seconds)
+
+
+def scores(function, prompts=PROMPTS, completions=COMPLETIONS):
+    return asyncio.run(function(prompts, completions))
 
 
 @contextlib.contextmanager

@@ -37,9 +37,9 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
-            cache = jax.jit(lambda: stage.policy.empty_cache(BATCH, 6))()[0]["k"]
+            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0]["k"]
             found["cache"] = [cache.shape, cache.addressable_shards[0].data.shape]
-            trees = {"params": stage.state.params, "opt_state": stage.state.opt_state, "base": stage.base}
+            trees = {"params": stage.state.params, "opt_state": stage.state.opt_state, "base": stage.models.base}
             for tree, params in trees.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(params):
                     name = f"{tree}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
@@ -47,7 +47,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
                     found["shards"][name] = sorted({shard.data.shape for shard in leaf.addressable_shards})
 
         def on_train_end(self, stage, paths):
-            counted = {"rollout": stage._rollout, "experience": stage._experience, "update": stage._update}
+            counted = {name: getattr(stage.programs, name) for name in ("generate", "experience", "update")}
             found["programs"][stage.name] = {name: program._cache_size() for name, program in counted.items()}
 
     data, fsdp, tensor = map(int, mesh.split("x"))

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_jax.config import command_line
 from rlhf_jax.evaluate import options as evaluate_options
-from tests.helpers.children import ROOT
+from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import options_page  # noqa: E402
@@ -90,3 +90,30 @@ def test_every_option_has_a_meaning():
     for config, title in options_page.PAGES:
         for option in options_page.options_of(config):
             assert option.meaning or options_page.inherited(config, option.name), f"{title}: {option.name}"
+
+
+def files_of_tests() -> dict[str, list[str]]:
+    """{name of a test function: the files that have it}, both without test_."""
+    found = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        file = path.relative_to(ROOT / "tests").with_name(path.stem.removeprefix("test_")).as_posix()
+        for node in ast.parse(text_of(path)).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.setdefault(node.name.removeprefix("test_"), []).append(file)
+    return found
+
+
+def test_tests_that_the_pages_name_are_there():
+    """`FILE::TEST`: FILE is the end of one path under tests/, enough to tell it; `replay::CASE` is a recorded run."""
+    files, named = files_of_tests(), 0
+    for page in PAGES:
+        for file, test in re.findall(r"`([\w/]+)::([\w]+)`", text_of(page)):
+            if (file, test) == ("FILE", "TEST") or (file, test) == ("replay", "CASE"):
+                continue
+            recorded = file == "replay" and (ROOT / "tests" / "parity" / "cases" / test).is_dir()
+            found = [path for path in files.get(test, ()) if f"/{path}".endswith(f"/{file}")]
+            assert recorded or len(found) == 1, f"{page.name}: {file}::{test} is {found or files.get(test)}"
+            named += 1
+        for path in re.findall(r"tests/[\w/]+\.(?:py|json)", text_of(page)):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+    assert named > 80

@@ -5,7 +5,6 @@ Real processes over loopback, started by the command as a user does (see one_cac
 
 import json
 import os
-import pathlib
 import re
 import signal
 import socket
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.helpers.children import QUICK, reward_checkpoint
+from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.processes
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = ("all/sft", "all/reward", "all/ppo", "rloo")
 MESHES = {"one": (1, 1, "1 1"), "two": (2, 2, "2 1"), "four": (4, 1, "1 2")}
 """Processes, devices each, devices on fsdp and on tensor; `data` takes the others, 2."""
@@ -343,14 +342,14 @@ def test_a_killed_process_ends_the_others_with_its_name_and_what_to_do(folder, d
     pid = started.processes[dies].pid
     gone, then = errors(texts[1 - dies])
     assert f"error: process {dies} of 2 (host {socket.gethostname()}, pid {pid}) is gone" in gone
-    assert "the same command, for all processes, continues from the newest checkpoint" in then
+    assert "rerun the command on every process to resume from the newest checkpoint" in then
 
 
 @pytest.mark.parametrize(
     "function, options, said",
     [
         ("failing", (), "reward function failing raised ValueError: the judge is out"),
-        ("hanging", ("--reward_timeout", "2"), "reward function hanging gave no answer within 2 s"),
+        ("hanging", ("--reward_timeout", "2"), "reward function hanging did not return within 2 s"),
     ],
 )
 def test_a_reward_that_fails_on_one_process_ends_all_with_one_error(folder, function, options, said, tmp_path):
@@ -374,7 +373,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_point(runs, folder, tmp_p
     own = ("--run_dir", str(run_dir), "--save_steps", "0", "--override_resume")
     codes, texts = Started(folder, "two", "rloo", *reward, *own, TOLD=str(who)).ends()
     assert codes == [75, 75], texts
-    said = "rloo: stopped by SIGTERM after update 1, which is saved; the same command continues"
+    said = "rloo: stopped by SIGTERM after update 1, which is saved; rerun the command to resume"
     assert all(said in text for text in texts)
     assert os.listdir(run_dir / "checkpoints") == ["1"]
     whole = (runs / "two" / "rloo" / "metrics.jsonl").read_bytes()

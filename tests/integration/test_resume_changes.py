@@ -72,7 +72,7 @@ def steps(folder):
     ],
 )
 def test_data_that_has_changed_is_refused_and_may_be_overridden(folder, capsys, rows, said):
-    with pytest.raises(UserError, match=r"holds a run of other data or models: .*--override_resume(?s:.*)" + said):
+    with pytest.raises(UserError, match=r"--run_dir .* other data or models: .*--override_resume(?s:.*)" + said):
         run(folder, rows)
     assert steps(folder) == [1, 2, 3, 4]  # nothing was touched
     run(folder, rows, override_resume=True)
@@ -98,7 +98,7 @@ def test_a_starting_model_that_has_changed_is_refused(folder, tmp_path):
 
 
 def test_an_option_that_has_changed_is_refused_and_may_be_overridden(folder, capsys):
-    with pytest.raises(UserError, match=r"or --override_resume to go on with the new ones\n  learning_rate: 3e-06 -> "):
+    with pytest.raises(UserError, match="--override_resume(?s:.*)learning_rate: 3e-06 -> "):
         run(folder, learning_rate=0.1)
     run(folder, learning_rate=0.1, override_resume=True)
     assert "sft: changed since the run began: learning_rate: 3e-06 -> 0.1" in capsys.readouterr().out
@@ -176,7 +176,7 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path, capsys):
 
 
 def test_a_metric_that_is_none_is_named_after_the_first_save(tmp_path):
-    with pytest.raises(UserError, match="--metric_for_best_model los: update 1 has no such metric; it has .*grad_norm"):
+    with pytest.raises(UserError, match="--metric_for_best_model los.*grad_norm"):
         run(tmp_path / "run", metric_for_best_model="los")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
     run(tmp_path / "run", metric_for_best_model="loss")  # it may change
@@ -192,5 +192,5 @@ def test_save_minutes_saves_by_the_clock(tmp_path):
 
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_update(tmp_path, monkeypatch):
     monkeypatch.setattr(train.Checkpoints, "room", lambda *_: (3 << 20, 2 << 20))
-    with pytest.raises(UserError, match=r"--run_dir .*: a checkpoint takes up to 3 MiB, and 2 MiB are free there"):
+    with pytest.raises(UserError, match="--run_dir .*3 MiB.*2 MiB"):
         run(tmp_path / "run")

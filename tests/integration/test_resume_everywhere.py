@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import shutil
 import sys
 
@@ -10,12 +9,13 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig
-from rlhf_jax.runtime.callbacks import Callback
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos_compare  # noqa: E402
+
+from tests.helpers.runs import KillAt  # noqa: E402
 
 pytestmark = pytest.mark.runs
 
@@ -65,17 +65,6 @@ class Killed(BaseException):
     """Stands for a kill: raised in the middle of a run."""
 
 
-class KillWhenRead(Callback):
-    """Ends the run when the metrics of an update are read: before its checkpoint, after that of the one before."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, step, metrics, control):
-        if step == self.step:
-            raise Killed
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def whole(request, tmp_path_factory):
     """A config, its updates, and the folder of the uninterrupted run."""
@@ -110,7 +99,7 @@ def test_a_run_killed_in_every_update_ends_the_same(whole, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for step in range(2, updates + 1):
         with pytest.raises(Killed):
-            rlhf_jax.run(config, callbacks=[KillWhenRead(step)])
+            rlhf_jax.run(config, callbacks=[KillAt(step, Killed)])
     rlhf_jax.run(config)
     said = capsys.readouterr().out
     assert all(f"continuing after update {step} of {updates}" in said for step in range(1, updates))

@@ -12,8 +12,9 @@ import rlhf_jax
 from rlhf_jax import data, models
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.models.io import hf
-from tests.helpers.reward_runs import B, T, assert_learned_from, judge, lines, means, rloo, table
+from tests.helpers.reward_runs import B, T, assert_learned_from, judge, means, rloo, table
 from tests.helpers.reward_server import serving
+from tests.helpers.runs import lines
 
 
 def assert_driven(result, name, said, updates=3):

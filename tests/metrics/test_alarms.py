@@ -41,7 +41,7 @@ def test_an_alarm_is_raised_at_once_told_once_and_ends(name):
     found, words, alarms = run(PPOConfig(), {}, BAD[name], BAD[name], {}, {}, BAD[name])
     assert found == [{}, {f"alarm/{name}": 1.0}, {f"alarm/{name}": 1.0}, {f"alarm/{name}": 0.0}, {}, found[1]]
     assert [len(lines) for lines in words] == [0, 1, 0, 0, 0, 1] and words[1][0].startswith(f"alarm {name}: ")
-    assert alarms.raised == {name} and alarms.asked is None
+    assert alarms.raised == {name} and alarms.stop_step is None
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -103,9 +103,9 @@ def test_a_resume_finds_the_alarms_of_a_run_that_never_stopped():
     updates = [{}] * 4 + [BAD["kl_below"]] + [RUNNING["eos_share"]] * 4 + [BAD["reward_std"]] * 2 + [{}]
     updates = [{**update, "objective/kl": update.get("objective/kl", 1 / 3)} for update in updates]
     whole, _, at_end = run(config, *updates)
-    assert at_end.asked == 8 and sum(map(bool, whole)) > 4
+    assert at_end.stop_step == 8 and sum(map(bool, whole)) > 4
     for cut in range(len(updates)):
         rows = [{"step": i, **FINE, **a, **b} for i, (a, b) in enumerate(zip(updates[:cut], whole), 1)]
         again = Alarms(config, [with_floats(json.loads(json_text(row))) for row in rows])
         rest = [again.update(step, {**FINE, **updates[step - 1]})[0] for step in range(cut + 1, len(updates) + 1)]
-        assert rest == whole[cut:] and again.asked == at_end.asked and again.raised == at_end.raised
+        assert rest == whole[cut:] and again.stop_step == at_end.stop_step and again.raised == at_end.raised

@@ -1,7 +1,6 @@
 """Every metric that a run can log is explained, in docs/metrics.md and in a report alike."""
 
 import ast
-import pathlib
 import re
 
 import pytest
@@ -10,18 +9,16 @@ from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.metrics.alarms import ALARMS
 from rlhf_jax.metrics.catalog import explain, explanations, page
 from rlhf_jax.report import charts
+from tests.helpers.paths import PACKAGE, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PREFIXES = "objective val policy loss clip_ratio completions rewards eval time memory nonfinite"
 METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[a-z_]+")
 RAW = {"nonfinite/causes"}  # bits, which are written as names
 
 
 def literals():
-    """Strings of the code that logs which look like a metric's name, with the file."""
-    package = ROOT / "rlhf_jax"
-    rooms = ("algorithms", "dry_run", "metrics", "rewards", "runtime", "stages")
-    for path in (*package.glob("*.py"), *(path for room in rooms for path in (package / room).glob("*.py"))):
+    """Strings of the package which look like a metric's name, with the file."""
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
                 yield node.value, path.name

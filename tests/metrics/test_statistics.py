@@ -1,4 +1,4 @@
-"""Bootstrap, length control, best-of-n and calibration: numbers made by hand, exact enumeration, planted effects."""
+"""Intervals, win rates, length control, entropy: numbers by hand, exact enumeration, planted effects."""
 
 import itertools
 import math
@@ -16,9 +16,6 @@ from rlhf_jax.metrics import statistics
 numbers = st.floats(-5, 5, width=32)
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 quick = settings(max_examples=60, deadline=None)
-
-
-# --- bootstrap
 
 
 def test_a_bootstrap_interval_is_that_of_all_resamples():
@@ -121,85 +118,58 @@ def test_the_length_term_by_hand():
     np.testing.assert_allclose(found, np.tanh([1, -1, 1, -1]))
 
 
-# --- best of n
+def test_mean_and_standard_error_by_hand():
+    # Variance (ddof 1) of 1, 2, 3, 4 is 5/3; over 4, the root of 5/12.
+    mean, error = evaluate.mean_and_standard_error([1, 2, 3, 4])
+    assert mean == 2.5 and error == pytest.approx(math.sqrt(5 / 12), rel=1e-12)
 
 
-@quick
-@given(arrays.arrays(float, st.tuples(st.integers(1, 3), st.integers(1, 6)), elements=numbers), st.data())
-def test_best_of_n_is_the_mean_over_all_subsets(rewards, data):
-    n = data.draw(st.integers(1, rewards.shape[1]))
-    brute = [np.mean([max(subset) for subset in itertools.combinations(row, n)]) for row in rewards]
-    np.testing.assert_allclose(evaluate.best_of_n(rewards, n), brute, atol=1e-9)
+def test_one_number_has_no_standard_error():
+    assert evaluate.mean_and_standard_error([3.0])[0] == 3.0
+    assert math.isnan(evaluate.mean_and_standard_error([3.0])[1])
+    assert math.isnan(evaluate.mean_and_standard_error([])[0])
 
 
-@quick
-@given(
-    arrays.arrays(int, (2, 5), elements=st.integers(0, 2)), arrays.arrays(float, (2, 5), elements=numbers), st.data()
-)
-def test_the_chosen_ones_other_reward_is_told_with_ties_drawn_evenly(rewards, measured, data):
-    n = data.draw(st.integers(1, 5))
-
-    def chosen(row, other):
-        means = []
-        for subset in itertools.combinations(range(5), n):
-            best = max(row[i] for i in subset)
-            means.append(np.mean([other[i] for i in subset if row[i] == best]))
-        return np.mean(means)
-
-    brute = [chosen(row, other) for row, other in zip(rewards, measured)]
-    np.testing.assert_allclose(evaluate.best_of_n(rewards, n, measured), brute, atol=1e-9)
+def test_a_difference_is_taken_prompt_by_prompt():
+    difference, error = evaluate.paired_difference([11, 22, 33], [10, 20, 30])
+    assert difference == 2.0 and error == pytest.approx(1 / math.sqrt(3))
 
 
-def test_best_of_n_by_hand():
-    # Of 1, 2, 4 two at a time: 2, 4, 4.
-    assert evaluate.best_of_n([[1, 2, 4]], 2) == pytest.approx([10 / 3])
-    assert evaluate.best_of_n([[4, 1, 2]], 1) == pytest.approx([7 / 3])
-    assert evaluate.best_of_n([[4, 1, 2]], 3) == [4.0]
-    with pytest.raises(ValueError, match="best of 4 needs at least 4 samples to a prompt, not 3"):
-        evaluate.best_of_n([[4, 1, 2]], 4)
+def test_ties_count_half_in_a_win_rate():
+    # 2 wins, 1 tie, 1 loss: 2.5 / 4. The ends of Wilson's interval solve (0.625 - x)^2 = z^2 x (1 - x) / 4.
+    rate, low, high = evaluate.win_rate([2, 2, 1, 0], [1, 1, 1, 1])
+    assert rate == 0.625
+    z2 = 1.959963984540054**2
+    roots = np.roots([1 + z2 / 4, -(2 * 0.625 + z2 / 4), 0.625**2])
+    np.testing.assert_allclose(sorted(roots), [low, high], rtol=1e-9)
 
 
-def test_many_samples_do_not_overflow():
-    found = evaluate.best_of_n(np.arange(3000.0)[None], 1000)
-    assert found == pytest.approx([3001 * 1000 / 1001 - 1])  # the mean greatest of 1000 of 1..3000, less 1
+def test_a_win_rate_of_one_keeps_its_interval_inside():
+    rate, low, high = evaluate.win_rate(np.ones(100), np.zeros(100))
+    assert rate == 1.0 and high == 1.0 and low == pytest.approx(100 / (100 + 3.8414588))
+    assert evaluate.win_rate(np.zeros(100), np.ones(100))[1] == pytest.approx(0.0, abs=1e-15)
 
 
-def test_the_kl_bound_by_hand_and_above_the_kl():
-    assert evaluate.kl_bound(1) == 0.0 and evaluate.kl_bound(4) == pytest.approx(math.log(4) - 0.75)
-    # Ten responses, ranked: the best of 4 drawn with replacement is the i-th with (i/10)^4 - ((i-1)/10)^4.
-    p = np.diff((np.arange(11) / 10) ** 4)
-    kl = float(np.sum(p * np.log(p / 0.1)))
-    assert 0.9 * evaluate.kl_bound(4) < kl <= evaluate.kl_bound(4)
+def test_only_pairs_are_compared():
+    with pytest.raises(ValueError, match=r"\(2,\) and \(3,\)"):
+        evaluate.win_rate([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="at least one pair"):
+        evaluate.win_rate([], [])
 
 
-# --- calibration
-
-
-def test_calibration_by_hand():
-    # Confidences 0.62, 0.62, 0.95 (wrong) and a tie at 0.5: in 5 bins of width 0.1.
-    logit = special.logit
-    chosen = np.array([logit(0.62), logit(0.62) + 3, 0.0, 1.0])
-    rejected = np.array([0.0, 3.0, logit(0.95), 1.0])
-    found = evaluate.calibration(chosen, rejected, bins=5)
-    assert found["pairs"] == 4 and found["accuracy"] == 0.5 and found["ties"] == 1
-    counts = [(row["pairs"], row["accuracy"]) for row in found["bins"]]
-    assert counts[0] == (1, 0.5) and counts[4] == (1, 0.0) and sum(n for n, _ in counts) == 4
-    assert found["ece"] == pytest.approx((2 * (1 - 0.62) + 0.95) / 4)
-    assert found["brier"] == pytest.approx((2 * 0.38**2 + 0.95**2 + 0.25) / 4)
-    assert found["loss"] == pytest.approx(-(2 * math.log(0.62) + math.log(0.05) + math.log(0.5)) / 4)
-    assert found["confidence"] == pytest.approx((0.62 + 0.62 + 0.95 + 0.5) / 4)
-
-
-def test_a_model_that_is_as_sure_as_it_is_right_has_little_error_and_a_sharper_one_more():
+def test_the_interval_covers_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    margin = rng.normal(0, 2, 40_000)
-    flip = np.where(rng.random(40_000) < special.expit(margin), 1, -1)
-    right, sharp = (evaluate.calibration(k * margin * flip, np.zeros(40_000), resamples=50) for k in (1, 4))
-    assert right["ece"] < 0.01 < 0.1 < sharp["ece"] and right["accuracy"] == sharp["accuracy"]
+    covered = 0
+    for _ in range(1000):
+        wins = rng.random(60) < 0.7
+        _, low, high = evaluate.win_rate(wins, np.full(60, 0.5))
+        covered += low <= 0.7 <= high
+    assert 930 <= covered <= 975
 
 
-@quick
-@given(arrays.arrays(float, st.integers(1, 30), elements=numbers), st.integers(1, 12))
-def test_every_pair_is_in_one_bin_and_the_error_is_a_share(margin, bins):
-    found = evaluate.calibration(margin, np.zeros_like(margin), bins=bins, resamples=10)
-    assert sum(row["pairs"] for row in found["bins"]) == margin.size and 0 <= found["ece"] <= 1
+def test_unigram_entropy_by_hand():
+    # Frequencies 1/2, 1/4, 1/4.
+    assert evaluate.unigram_entropy([[5, 5], [7, 9]]) == pytest.approx(1.5 * math.log(2))
+    assert evaluate.unigram_entropy([np.full(9, 3)]) == 0.0
+    assert evaluate.unigram_entropy([]) == 0.0
+    assert evaluate.unigram_entropy(iter([range(8)])) == pytest.approx(math.log(8))

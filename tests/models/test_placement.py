@@ -9,17 +9,18 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-import torch
 
 from rlhf_jax import data, models
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models.io import hf, safetensors, shards
 from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import multihost, sharding
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
 from tests.helpers.children import child
 from tests.helpers.models_common import assert_trees_equal, random_params
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 pytestmark = pytest.mark.processes
 MODEL = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
 FORMS = {"single": 10**9, "sharded": 20_000}
@@ -67,7 +68,7 @@ def content(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(pathlib.Path(folder).iterdir())}
 
 
-def open_stage(name: str, folder: pathlib.Path, weights):
+def small_stage(name: str, folder: pathlib.Path, weights):
     """A stage on tiny checkpoints."""
     algorithm, options = name.split()[0], dict(STAGED[name])
     shared = {
@@ -83,7 +84,7 @@ def open_stage(name: str, folder: pathlib.Path, weights):
     }
     if algorithm in ("sft", "reward"):
         config = {"sft": SFTConfig, "reward": RewardConfig}[algorithm]
-        return STAGES[algorithm](
+        return open_stage(
             config(**shared, model_name_or_path=str(folder / "single"), max_length=64, batch_size=8), weights=weights
         )
     if "ref_model_path" in options:
@@ -99,12 +100,13 @@ def open_stage(name: str, folder: pathlib.Path, weights):
         **options,
     }
     config = {"ppo": PPOConfig, "rloo": RLOOConfig}[algorithm]
-    return STAGES[algorithm](config(**shared, **options), weights=weights)
+    return open_stage(config(**shared, **options), weights=weights)
 
 
 def of_stage(stage) -> list:
     readers = [reader.params for reader in stage.scorer.models] if hasattr(stage, "scorer") else []
-    return described([stage.state, getattr(stage, "ref_params", None), readers])
+    reference = getattr(getattr(stage, "models", None), "reference", None)
+    return described([stage.state, None if reference is None else reference.params, readers])
 
 
 # --- what runs on eight devices: python -m tests.models.test_placement eight FOLDER
@@ -132,10 +134,10 @@ def on_eight(folder: pathlib.Path) -> dict:
         }
 
     for name in STAGED:
-        real = of_stage(open_stage(name, folder, weights))
+        real = of_stage(small_stage(name, folder, weights))
         with patch.context() as watched:
             watched.setattr(hf, "open_weights", None)  # a plan reads no weights
-            found["stages"][name] = [real, of_stage(open_stage(name, folder, planned))]
+            found["stages"][name] = [real, of_stage(small_stage(name, folder, planned))]
 
     key = jax.random.key(5)
     drawn = weights.init(MODEL, key, ("causal", "scalar"))

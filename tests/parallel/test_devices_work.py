@@ -1,5 +1,6 @@
-"""Four (forced host) devices share the work of judging and learning: each computes a quarter of what one would."""
+"""Four (forced host) devices share the work of experience and update: each computes a quarter of what one would."""
 
+import dataclasses
 import json
 
 import pytest
@@ -15,11 +16,13 @@ def flops_of(algo: str, devices: int) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from rlhf_jax.algorithms import actor_critic, microbatch, ppo, rloo
+    from rlhf_jax.algorithms import ppo, rloo
+    from rlhf_jax.algorithms.optimizer import make_optimizer
     from rlhf_jax.config import PPOConfig, RLOOConfig
     from rlhf_jax.models import custom_shape
     from rlhf_jax.parallel import sharding
     from rlhf_jax.types import Rollout, TrainState
+    from tests.helpers.algorithms import models_of, scored, with_params
 
     mesh = sharding.make_mesh(devices, 1, 1, devices=jax.devices()[:devices])
     model, options = custom_shape("2x32x4", 61, 128), {"batch_size": ROWS, "response_length": T}
@@ -38,32 +41,28 @@ def flops_of(algo: str, devices: int) -> dict[str, float]:
     )
     rollout, scores = sharding.shard_batch((rollout, rng.normal(size=ROWS).astype(np.float32)), mesh)
     if algo == "ppo":
-        config, nets = PPOConfig(num_ppo_epochs=1, **options), actor_critic.Networks(model, model, model, mesh)
+        config, models = PPOConfig(num_ppo_epochs=1, **options), models_of(model, model, model, mesh=mesh)
     else:
         del params["value"]
-        config, nets = RLOOConfig(num_generations=2, **options), actor_critic.Networks(model, model, None, mesh)
-    optimizer = microbatch.make_optimizer(config)
+        config, models = RLOOConfig(num_generations=2, **options), models_of(model, model, mesh=mesh)
+    algorithm = {"ppo": ppo, "rloo": rloo}[algo]
+    optimizer = make_optimizer(dataclasses.replace(config, learning_rate=1e-3, lr_scheduler_type="constant"), 1)
     zero = jnp.uint32(0)
     state = TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), zero, jnp.float32(0), zero)
     state = sharding.place(state, sharding.replicated(mesh))
 
-    def judge(state, rollout, scores):
-        if algo == "ppo":
-            given = (state.params, state.params["policy"], rollout, scores, state.kl_coef, config, 0)
-            return ppo.make_experience(nets, *given)[0]
-        given = (state.params, state.params["policy"], rollout, scores, scores < 9, config, 0)
-        return rloo.make_experience(nets, *given)[0]
+    def experience_of(state, rollout, scores):
+        whole = with_params(models, state.params, state.params["policy"])
+        batch = scored(rollout, scores, scores < 9, eos_id=0, group_size=group)
+        return algorithm.make_experience(whole, batch, config=config, kl_coef=state.kl_coef)[0]
 
-    def learn(state, experience):
-        if algo == "ppo":
-            order = ppo.permutations(jax.random.key(0), 1, ROWS)
-            return ppo.update(nets, optimizer, state, experience, order, jnp.float32(1e-3), config)
-        order = rloo.permutations(jax.random.key(0), 1, ROWS // 2, "once")
-        return rloo.update(nets, optimizer, state, experience, order, jnp.full(1, 1e-3), config)
+    def update(state, experience):
+        return algorithm.update(models, state, experience, config=config, optimizer=optimizer, key=jax.random.key(0))
 
-    judging = jax.jit(judge).lower(state, rollout, scores).compile()
-    learning = jax.jit(learn).lower(state, judging(state, rollout, scores)).compile()
-    return {name: program.cost_analysis()["flops"] for name, program in (("judge", judging), ("learn", learning))}
+    experience = jax.jit(experience_of).lower(state, rollout, scores).compile()
+    updating = jax.jit(update).lower(state, experience(state, rollout, scores)).compile()
+    programs = {"experience": experience, "update": updating}
+    return {name: program.cost_analysis()["flops"] for name, program in programs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def counted():
     return last_line(child("tests.parallel.test_devices_work", devices=4))
 
 
-@pytest.mark.parametrize("program", ["judge", "learn"])
+@pytest.mark.parametrize("program", ["experience", "update"])
 @pytest.mark.parametrize("algo", ["ppo", "rloo"])
 def test_each_of_four_devices_does_a_quarter_of_the_work(counted, algo, program):
     share = counted[algo]["4"][program] / counted[algo]["1"][program]

@@ -7,17 +7,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+
 PROCESS = """
     import json, os, pathlib, sys, time
     from rlhf_jax.parallel import liveness
 
     index, folder, does = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
-    liveness.GRACE, liveness.SAME_END, liveness.LINGER = 0.3, 1.5, 4.0
+    liveness.EXIT_DELAY, liveness.ERROR_DELAY, liveness.LINGER = 0.3, 1.5, 4.0
 
     def from_first(action):
         path = folder / "said"
@@ -41,7 +41,7 @@ PROCESS = """
         watch.leave("no such file")
         time.sleep(60)
     elif does == "collective":
-        print("seen", watch.lost(10.0), flush=True)
+        print("seen", watch.peer_died(10.0), flush=True)
         time.sleep(60)
     else:
         time.sleep(60)
@@ -84,8 +84,7 @@ def test_a_killed_process_is_named_and_ends_the_others(tmp_path, dies):
     for index in {0, 1, 2} - {dies}:
         assert texts[index].splitlines() == [
             f"error: process {dies} of 3 (host {socket.gethostname()}, pid {pids[dies]}) is gone",
-            f"error: process {index} ends too; the same command, for all processes, continues from the newest "
-            "checkpoint",
+            f"error: process {index} ends too; rerun the command on every process to resume from the newest checkpoint",
         ]
 
 
@@ -131,7 +130,7 @@ def test_a_stranger_on_the_port_is_not_a_process(tmp_path):
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    assert not watch._present and not watch.lost(0.2)
+    assert not watch._present and not watch.peer_died(0.2)
     watch.close()
 
 
@@ -143,5 +142,5 @@ def test_who_cannot_reach_the_first_process_says_so_and_goes_on(capsys):
         port = closed.getsockname()[1]
         place = {"port": port, "token": "x", "addresses": ["127.0.0.1"], "host": "elsewhere"}
         watch = liveness.start(1, 2, lambda action: place)
-    assert "warning: process 1 cannot watch process 0 (127.0.0.1:" in capsys.readouterr().err
+    assert "warning: process 1 cannot connect to process 0 (127.0.0.1:" in capsys.readouterr().err
     watch.close()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rlhf_jax import models
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
+from tests.helpers.paths import ROOT
 
 RULES = ((r"dense/kernel$", P(None, "fsdp", "tensor")), (r"^embed/", P("tensor", "fsdp")), (r"bias$", P()))
 
@@ -93,13 +93,13 @@ def test_the_first_matching_rule_wins():
 
 
 def test_an_unmatched_param_is_named():
-    with pytest.raises(UserError, match=r"no sharding rule matches policy/embed/embedding \(6, 8\)"):
+    with pytest.raises(UserError, match=r"policy/embed/embedding \(6, 8\)"):
         sharding.param_specs({"policy": params()}, RULES[:1] + RULES[2:], mesh_of(1, 1, 1))
 
 
 def test_a_colliding_axis_is_named():
     rules = ((r"kernel", P(None, "fsdp", ("tensor", "fsdp"))), *RULES)
-    with pytest.raises(UserError, match="layers/dense/kernel.*uses mesh axis 'fsdp' twice"):
+    with pytest.raises(UserError, match="layers/dense/kernel.*'fsdp' twice"):
         sharding.param_specs(params(), rules, mesh_of(1, 1, 1))
 
 
@@ -172,7 +172,7 @@ def test_a_model_whose_heads_do_not_divide_is_folded(tensor, folded):
 def test_a_folded_model_that_does_not_divide_either_is_refused_with_its_numbers():
     model = models.custom_shape("1x48x3", vocab_size=128).on(mesh_of(1, 1, 32))
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    with pytest.raises(UserError, match=r"of size 48 does not divide by 32 \(mesh_fsdp=1 and mesh_tensor=32\)"):
+    with pytest.raises(UserError, match="48.*32.*mesh_fsdp=1.*mesh_tensor=32"):
         sharding.param_specs(shapes, model.param_rules, mesh_of(1, 1, 32))
 
 
@@ -205,7 +205,7 @@ def test_params_wait_in_host_memory_and_come_back(monkeypatch):
     assert here["w"].sharding == params["w"].sharding and sharding.resident(params)["w"] is params["w"]
     np.testing.assert_array_equal(here["w"], np.arange(8))
     monkeypatch.setattr(sharding, "PINNED", "nowhere")
-    with pytest.raises(UserError, match=r"--offload_frozen nowhere: .* has no nowhere memory \(.*device.*\); leave"):
+    with pytest.raises(UserError, match=r"--offload_frozen nowhere.*\(.*device.*\)"):
         sharding.to_host_memory(params, "offload_frozen nowhere")
 
 
@@ -280,7 +280,7 @@ def test_placement_on_two_by_two_by_two_devices(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(ON_EIGHT), str(tmp_path / "checkpoints")],
         env=env,
-        cwd=str(pathlib.Path(__file__).resolve().parents[2]),
+        cwd=str(ROOT),
         capture_output=True,
         text=True,
         timeout=300,

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.paths import ROOT
 from tests.parity import replay
 from tests.parity.recording import draw, tiny
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "parity"
+SCRIPTS = ROOT / "scripts" / "parity"
 
 
 def script(name):

@@ -3,6 +3,7 @@
 import asyncio
 import fractions
 import functools
+import re
 import signal
 import sys
 import threading
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import interface, python_functions
 from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
 COMPLETIONS = [" one", " two", " three"]
 IDS = [[1], [2, 0], [3, 4, 0]]
@@ -122,7 +124,7 @@ def test_a_keyword_that_is_no_column_is_named_with_the_nearest():
         return [0] * len(completions)
 
     for failure in ("raise", "drop"):  # dropping every row of every batch helps nobody
-        with pytest.raises(UserError, match=r"reward asks for 'anwser', which is no column.*Did you mean answer"):
+        with pytest.raises(UserError, match="reward.*'anwser'.*answer"):
             call(reward, failure=failure)
     host = HostRewards([reward])
     with pytest.raises(UserError, match="There are completion_ids, completions, difficulty"):
@@ -139,9 +141,9 @@ def positional(prompts, completions, /):
     [
         (positional, "reward function positional takes prompts, completions by position only"),
         (len, "reward function len takes obj by position only"),
-        (max, "reward function max: Python cannot tell"),
-        (3, "reward function int of type int cannot be called"),
-        (TrainerState, r"TrainerState is a class: give an instance, TrainerState\(\)"),
+        (max, "reward function max:"),
+        (3, "reward function int of type int"),
+        (TrainerState, r"TrainerState is a class.*TrainerState\(\)"),
     ],
 )
 def test_what_keywords_cannot_reach_is_refused_at_once(function, said):
@@ -266,8 +268,7 @@ def test_close_ends_the_threads():
         np.array([1, 2.5, -3], np.float16),
         jnp.array([1, 2.5, -3]),
         jnp.array([1, 2.5, -3], jnp.bfloat16),
-        torch.tensor([1, 2.5, -3]),
-        [np.float32(1), jnp.float32(2.5), torch.tensor(-3)],
+        [np.float32(1), jnp.float32(2.5), np.array(-3)],
         [True, fractions.Fraction(5, 2), np.int64(-3)],
         [np.bool_(True), jnp.bfloat16(2.5), np.array(-3.0)],
     ],
@@ -275,6 +276,11 @@ def test_close_ends_the_threads():
 )
 def test_sequences_and_arrays_of_numbers_are_rewards(value):
     assert call(fixed(value)).rewards[:, 0].tolist() == [1.0, 2.5, -3.0]
+
+
+def test_tensors_of_torch_are_rewards():
+    for value in (torch.tensor([1, 2.5, -3]), [np.float32(1), jnp.float32(2.5), torch.tensor(-3)]):
+        assert call(fixed(value)).rewards[:, 0].tolist() == [1.0, 2.5, -3.0]
 
 
 def test_none_is_not_applicable_and_no_failure():
@@ -337,12 +343,19 @@ BAD_ANSWERS = {
     "a jax column": (jnp.ones((3, 1)), r"an array of shape \[3, 1\]"),
     "a scalar array": (np.float32(3), r"an array of shape \[\]"),
     "a short array": (np.ones(2), "returned 2 rewards"),
-    "a tensor with a gradient": (torch.ones(3, requires_grad=True), "requires grad"),
 }
 
 
 @pytest.mark.parametrize(("bad", "said"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
 def test_an_answer_that_is_not_one_entry_a_row_fails_or_drops_all_rows(bad, said):
+    fails_or_drops_all_rows(bad, said)
+
+
+def test_a_tensor_with_a_gradient_fails_or_drops_all_rows():
+    fails_or_drops_all_rows(torch.ones(3, requires_grad=True), "requires grad")
+
+
+def fails_or_drops_all_rows(bad, said):
     with pytest.raises(
         RewardFailure, match=f"reward function fixed_reward returned .*{said.removeprefix('returned ')}"
     ):
@@ -459,7 +472,7 @@ def test_a_plain_function_that_hands_out_a_coroutine_is_told_to_be_async():
     def forgot(**columns):
         return async_level(**columns)
 
-    with pytest.raises(RewardFailure, match="forgot returned a coroutine: declare it with async def"):
+    with pytest.raises(RewardFailure, match="forgot.*coroutine.*async def"):
         call(forgot)
 
 
@@ -504,7 +517,7 @@ def test_a_plain_function_that_hangs_is_named_with_the_first_row(failure):
         assert found.seconds["hangs"] == pytest.approx(0.3)
         said = found.problems[0]
     assert time.perf_counter() - start < 10
-    assert "reward function hangs gave no answer within 0.3 s. Row 0: prompt 'first ppp" in said and "' one'" in said
+    assert re.search("hangs .*0.3 s.*Row 0: prompt 'first ppp.*' one'", said)
     free.set()
     host.close()
 
@@ -528,7 +541,7 @@ def test_async_functions_that_hang_are_cancelled_and_named(failure):
 
     start = time.perf_counter()
     if failure == "raise":
-        with pytest.raises(RewardFailure, match=r"hangs gave no answer within 0.3 s. Row 0: prompt 'first"):
+        with pytest.raises(RewardFailure, match=r"hangs.*0\.3 s.*Row 0: prompt 'first"):
             call(hangs, async_level, timeout=0.3)
     else:
         found = call(hangs, async_level, stubborn, failure="drop", timeout=0.3)
@@ -547,7 +560,7 @@ def test_an_async_function_that_blocks_the_loop_ends_in_an_error_too():
     found = call(blocks, length, failure="drop", timeout=0.2)
     assert time.perf_counter() - start < 15
     assert found.failed.all() and found.rewards[:, 1].tolist() == [4, 4, 6]
-    assert "blocks gave no answer within 0.2 s, nor let go of the event loop" in found.problems[0]
+    assert "function blocks did not return within 0.2 s and the event loop is blocked" in found.problems[0]
 
 
 def test_a_function_that_bounds_itself_has_its_own_time():
@@ -588,7 +601,7 @@ def test_log_extra_wants_a_value_a_row(values):
         log_extra("notes", values)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward function reward: log_extra\('notes'\) got .* for 3 rows"):
+    with pytest.raises(RewardFailure, match=r"reward: log_extra\('notes'\).*3 rows"):
         call(reward)
     assert call(reward, failure="drop").failed.all()
 
@@ -599,7 +612,7 @@ def test_log_metric_wants_a_finite_number(value):
         log_metric("accuracy", value)
         return [0] * 3
 
-    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\) got .*it takes a finite number"):
+    with pytest.raises(RewardFailure, match=r"reward: log_metric\('accuracy'\).*finite"):
         call(reward)
 
 
@@ -702,11 +715,11 @@ def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("brevity", "names no function in a module. Give 'module:function'"),
-        ("my_rewards.py", "names no function in a module"),
-        ("my_rewards:", "names no function"),
-        (":brevity", "names no function"),
-        ("", "names no function"),
+        ("brevity", "does not name a function in a module. Give 'module:function'"),
+        ("my_rewards.py", "does not name a function in a module"),
+        ("my_rewards:", "does not name a function"),
+        (":brevity", "does not name a function"),
+        ("", "does not name a function"),
         ("my_rewards.py:brevty", r"my_rewards.py has no 'brevty'. Did you mean brevity\?"),
         ("my_rewards:brevty", r"my_rewards has no 'brevty'. Did you mean brevity\?"),
         ("my_rewards:zzz", "has no 'zzz'. It has .*brevity"),
@@ -717,7 +730,7 @@ def test_a_class_becomes_an_object_and_two_functions_of_a_file_share_it(folder):
         ("reward_package.iner.scores.good", "there is no module 'reward_package.iner.scores'"),
         ("reward_package.inner.scors.good", r"no module 'reward_package.inner.scors'. Did you mean scores\?"),
         ("my_rewards.brevity.more", "there is no module 'my_rewards.brevity'"),
-        ("my_rewards:NUMBER", "NUMBER is of type int and cannot be called"),
+        ("my_rewards:NUMBER", "NUMBER is of type int"),
         ("my_rewards:Broken", r"Broken\(\) failed: RuntimeError: no weights \(.*my_rewards.py, line 12\)"),
         ("my_rewards:Hungry", r"Hungry\(\) failed: TypeError: .*missing 1 required positional argument: 'path'"),
     ],

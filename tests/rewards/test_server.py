@@ -27,37 +27,28 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
 from rlhf_jax.rewards.server import RemoteReward
-from tests.helpers.reward_server import ROOT, Server, answers, closes, cuts_the_body, hangs, serving, takes, trickles
+from tests.helpers.paths import ROOT
+from tests.helpers.reward_server import (
+    COMPLETIONS,
+    PROMPTS,
+    Server,
+    Sleeps,
+    answers,
+    closes,
+    cuts_the_body,
+    hangs,
+    scores,
+    serving,
+    takes,
+    trickles,
+)
 
-PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
-COMPLETIONS = [" one", " three", " fourteen"]
 LENGTHS = [4.0, 6.0, 9.0]
 SECRET = "s3cret-token"
 
 
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
-class Sleeps:
-    """Takes no time, and notes how long it should have taken."""
-
-    def __init__(self):
-        self.asked = []
-
-    async def __call__(self, seconds):
-        self.asked.append(seconds)
-
-
 def remote(server, **options):
     return RemoteReward(server.url, **{"timeout": 5.0, "total_timeout": 20.0, "sleep": Sleeps(), **options})
-
-
-def scores(function, prompts=PROMPTS, completions=COMPLETIONS):
-    return asyncio.run(function(prompts, completions))
 
 
 # --- what goes out and comes back
@@ -238,7 +229,7 @@ def test_a_server_that_refuses_before_it_has_read_all_is_heard():
             pass
 
     threading.Thread(target=refuse, daemon=True).start()
-    with pytest.raises(RewardFailure, match="status 413 Content Too Large: 'too much'"):
+    with pytest.raises(RewardFailure, match="status 413.*'too much'"):
         scores(RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}/"), ["p" * 5_000_000], ["c"])
     listener.close()
 
@@ -289,7 +280,7 @@ def test_an_endless_answer_is_cut(server, monkeypatch):
 
 
 def test_rows_that_are_no_json_are_named(server):
-    with pytest.raises(RewardFailure, match="rows cannot be written as JSON: .*ndarray.*Row 0: prompt 'p'"):
+    with pytest.raises(RewardFailure, match="JSON.*ndarray.*Row 0: prompt 'p'"):
         scores(remote(server), ["p"], [np.zeros(2)])
     assert not server.requests
 
@@ -305,7 +296,7 @@ def test_a_request_is_bounded_and_tried_again(server, how):
     assert scores(remote(server, timeout=0.3)) == LENGTHS
     assert 0.29 <= time.monotonic() - start < 10
     server.forever = step
-    with pytest.raises(RewardFailure, match=r"no complete response within 0.3 s; tried 2 times. Row 0"):
+    with pytest.raises(RewardFailure, match=r"0\.3 s.*2 times.*Row 0"):
         scores(remote(server, timeout=0.3, retries=1))
 
 
@@ -322,9 +313,7 @@ def test_connections_of_requests_that_were_given_up_are_closed(server):
 def test_all_requests_together_are_bounded(server):
     server.forever = takes(0.5)
     start = time.monotonic()
-    with pytest.raises(
-        RewardFailure, match=r"[01] of 20 requests were answered within 0.8 s in all. Row 0: prompt 'p'"
-    ):
+    with pytest.raises(RewardFailure, match=r"[01] of 20 requests.*0\.8 s.*Row 0: prompt 'p'"):
         scores(remote(server, batch_size=1, concurrency=1, total_timeout=0.8), ["p"] * 20, ["c"] * 20)
     assert 0.79 <= time.monotonic() - start < 5
 
@@ -332,12 +321,12 @@ def test_all_requests_together_are_bounded(server):
 def test_retries_are_bounded_by_the_total_and_the_trouble_is_told(server):
     server.forever = answers(503, {"error": "loading"})
     start = time.monotonic()
-    with pytest.raises(RewardFailure, match="status 503 .*loading.*no time is left for a retry"):
+    with pytest.raises(RewardFailure, match="status 503 .*loading.*time"):
         scores(remote(server, retries=1000, total_timeout=1.5, sleep=asyncio.sleep))
     assert time.monotonic() - start < 10
     server.script.append(answers(503, {"error": "loading"}))
     server.forever = hangs(server)
-    with pytest.raises(RewardFailure, match=r"0 of 1 requests .* The last problem: status 503 .*loading"):
+    with pytest.raises(RewardFailure, match="0 of 1 requests.*status 503 .*loading"):
         scores(remote(server, timeout=10, total_timeout=1.5))
 
 
@@ -424,7 +413,7 @@ def test_a_failing_server_raises_its_own_message_or_drops_the_rows(server):
 def test_the_servers_own_total_timeout_stands_over_the_functions(server):
     server.forever = hangs(server)
     host = HostRewards([remote(server, total_timeout=0.5)], timeout=0.1)
-    with pytest.raises(RewardFailure, match="0 of 1 requests were answered within 0.5 s in all"):
+    with pytest.raises(RewardFailure, match=r"0 of 1 requests.*0\.5 s"):
         host.call(PROMPTS, COMPLETIONS, [[1]] * 3, {}, TrainerState())
     host.close()
 
@@ -517,7 +506,7 @@ def test_health_is_open_and_scores_need_the_token(served):
         ({"prompts": ["a"], "completions": ["b", "c"]}, "1 prompts but 2 completions"),
         ({"prompts": ["a", 5], "completions": ["b", "c"]}, "row 1: prompt and completion must both be texts"),
         ({"prompts": [["a"]], "completions": ["b"]}, "row 0: prompt and completion must both"),
-        ({"prompts": [["a"]], "completions": [["b"]]}, "row 0: the chat template cannot write"),
+        ({"prompts": [["a"]], "completions": [["b"]]}, "row 0: the chat template cannot render"),
         ({"prompts": ["a", "i met anna. " * 60], "completions": ["b", ""]}, "row 1 has .* tokens; the model takes 96"),
     ],
 )

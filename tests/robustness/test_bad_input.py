@@ -1,7 +1,5 @@
 """Wrong files, as a new user would bring them: the command ends with 2 and one line that names the thing."""
 
-import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -9,109 +7,22 @@ import pickle
 import shutil
 import zipfile
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import rlhf_jax
-from rlhf_jax import data, models, train
+from rlhf_jax import data, train
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import synthetic
-from rlhf_jax.models.io import hf
 from rlhf_jax.runtime import run_folder
+from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
 
-POSTS = 12
 QKV = "gpt_neox.layers.0.attention.query_key_value.weight"
 
 
-# --- a user's belongings: two checkpoints with the built-in tokenizer, and a file for each stage
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """Folders and files that are right; tests spoil copies of them."""
-
-    sft: pathlib.Path
-    reward: pathlib.Path
-    posts: pathlib.Path
-    pairs: pathlib.Path
-    rows: int
-
-    @functools.cached_property
-    def right(self) -> dict[str, dict[str, object]]:
-        """Options of each stage with which it runs."""
-        small = {"query_length": 64, "batch_size": 4, "micro_batch_size": None, "report_to": "none", "dtype": "float32"}
-        ppo = {"sft_model_path": self.sft, "reward_model_path": self.reward, "dataset_name": self.posts}
-        ppo |= {"response_length": 4, "total_episodes": 4, "rollout_batch_size": None, "num_sample_generations": 0}
-        supervised = {"model_name_or_path": self.sft, "max_length": 96, "max_steps": 1, "eval_steps": 0}
-        return {
-            "ppo": small | ppo,
-            "sft": small | supervised | {"dataset_name": self.posts},
-            "reward": small | supervised | {"dataset_name": self.pairs, "normalize_dataset_name": None},
-        }
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory) -> Room:
-    folder = tmp_path_factory.mktemp("room")
-    tokenizer = data.load_tokenizer("synthetic")
-    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=128)
-    for name, kind, seed in (("sft", "causal", 0), ("reward", "scalar", 1)):
-        hf.save(folder / name, model, jax.device_get(model.init(jax.random.key(seed), heads=(kind,))), kind=kind)
-        data.save_tokenizer(tokenizer, str(folder / name))
-    lines(folder / "posts.jsonl", synthetic.demonstrations(POSTS))
-    lines(folder / "pairs.jsonl", synthetic.preference_pairs(POSTS))
-    return Room(folder / "sft", folder / "reward", folder / "posts.jsonl", folder / "pairs.jsonl", tokenizer.vocab_size)
-
-
-def lines(path: pathlib.Path, rows) -> pathlib.Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def arguments(room: Room, stage: str, run_dir: pathlib.Path, **options) -> list[str]:
-    flags = {**room.right[stage], "run_dir": run_dir, **options}
-    return [
-        "--config",
-        f"tldr_{stage}.py",
-        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
-    ]
-
-
-@pytest.fixture
-def refusal(room, tmp_path, capsys):
-    """Runs the command with these options changed; the message that it ends with. Nothing may be left behind."""
-
-    def refused(stage: str = "ppo", **options) -> str:
-        run_dir = pathlib.Path(options.pop("run_dir", tmp_path / "run"))
-        before = sorted(run_dir.rglob("*")) if run_dir.is_dir() else run_dir.exists()
-        status = train.main(arguments(room, stage, run_dir, **options))
-        said = capsys.readouterr().err
-        assert status == 2, said
-        after = sorted(run_dir.rglob("*")) if run_dir.is_dir() else run_dir.exists()
-        assert after == before, "a run that cannot start leaves nothing behind"
-        assert said.count("error: ") == 1 and "Traceback" not in said
-        return said[said.index("error: ") :]
-
-    return refused
-
-
-def says(message: str, *parts: object) -> None:
-    for part in parts:
-        assert str(part) in message, f"{part!s} is not in: {message}"
-
-
 # --- checkpoints
-
-
-def config_with(**changes):
-    def spoil(folder: pathlib.Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-    return spoil
 
 
 def tensors_with(change):
@@ -179,12 +90,12 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_bad_checkpoint_is_named(room, refusal, tmp_path, case):
+def test_a_bad_checkpoint_is_named(user_files, refusal, tmp_path, case):
     spoil, parts = CHECKPOINTS[case]
     folder = tmp_path / "checkpoint"
-    shutil.copytree(room.sft, folder)
+    shutil.copytree(user_files.sft, folder)
     spoil(folder)
-    says(refusal(sft_model_path=folder), folder, *parts)
+    mentions(refusal(sft_model_path=folder), folder, *parts)
 
 
 class Hostile:
@@ -195,51 +106,40 @@ class Hostile:
         return os.system, (self.command,)
 
 
-def test_a_hostile_bin_is_refused_by_name_and_never_run(room, refusal, tmp_path):
+def test_a_hostile_bin_is_refused_by_name_and_never_run(user_files, refusal, tmp_path):
     folder, trap = tmp_path / "checkpoint", tmp_path / "trap"
-    shutil.copytree(room.sft, folder)
+    shutil.copytree(user_files.sft, folder)
     (folder / "model.safetensors").unlink()
     with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"weight": Hostile(f"touch {trap}")}, protocol=2))
         archive.writestr("archive/version", "3\n")
-    says(refusal(sft_model_path=folder), folder / "pytorch_model.bin", "system", "nothing was run")
+    mentions(refusal(sft_model_path=folder), folder / "pytorch_model.bin", "system", "nothing was run")
     assert not trap.exists()
 
 
 def test_a_checkpoint_that_is_not_there(refusal, tmp_path):
-    says(refusal(sft_model_path=tmp_path / "nowhere"), tmp_path / "nowhere", "no such folder")
-    says(refusal(reward_model_path="./rewards"), "./rewards", "no such folder")
+    mentions(refusal(sft_model_path=tmp_path / "nowhere"), tmp_path / "nowhere", "no such folder")
+    mentions(refusal(reward_model_path="./rewards"), "./rewards", "no such folder")
 
 
-def test_one_thing_in_place_of_another(room, refusal):
-    says(refusal(sft_model_path=room.posts), room.posts, "is a file", "folder")
-    says(refusal(reward_model_path=room.sft), room.sft, "scalar head", "not a reward model")
-    says(refusal(sft_model_path=room.reward), room.reward, "causal head", "not a language model")
+def test_one_thing_in_place_of_another(user_files, refusal):
+    mentions(refusal(sft_model_path=user_files.posts), user_files.posts, "is a file", "folder")
+    mentions(refusal(reward_model_path=user_files.sft), user_files.sft, "scalar head", "not a reward model")
+    mentions(refusal(sft_model_path=user_files.reward), user_files.reward, "causal head", "not a language model")
 
 
-def test_a_reward_model_with_two_labels(room, refusal, tmp_path):
+def test_a_reward_model_with_two_labels(user_files, refusal, tmp_path):
     folder = tmp_path / "reward"
-    shutil.copytree(room.reward, folder)
+    shutil.copytree(user_files.reward, folder)
     config_with(id2label={"0": "bad", "1": "good"}, label2id={"bad": 0, "good": 1})(folder)
-    says(refusal(reward_model_path=folder), folder / "config.json", "num_labels is 2")
+    mentions(refusal(reward_model_path=folder), folder / "config.json", "num_labels is 2")
 
 
 def test_sequences_longer_than_the_context(refusal):
-    says(refusal(query_length=125), "query_length", "response_length", "129", "128")
+    mentions(refusal(query_length=125), "query_length", "response_length", "129", "128")
 
 
 # --- tokenizers
-
-
-@pytest.fixture
-def tokenizer_folder(room, tmp_path):
-    """A folder with the built-in tokenizer's files only, free to spoil."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    for path in room.sft.iterdir():
-        if "token" in path.name:
-            shutil.copy(path, folder)
-    return folder
 
 
 def tokenizer_with(folder: pathlib.Path, **changes) -> None:
@@ -247,47 +147,41 @@ def tokenizer_with(folder: pathlib.Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def model_of(folder: pathlib.Path, rows: int) -> pathlib.Path:
-    model = models.custom_shape("1x16x2", vocab_size=rows, max_positions=128)
-    hf.save(folder, model, jax.device_get(model.init(jax.random.key(0))), kind="causal")
-    return folder
-
-
-def test_no_tokenizer(refusal, tmp_path, room):
-    folder = model_of(tmp_path / "alone", room.rows)
-    says(refusal(sft_model_path=folder), folder, "tokenizer", "tokenizer_name_or_path")
-    says(refusal(tokenizer_name_or_path=tmp_path / "nowhere"), tmp_path / "nowhere", "tokenizer")
+def test_no_tokenizer(refusal, tmp_path, user_files):
+    folder = model_of(tmp_path / "alone", user_files.rows)
+    mentions(refusal(sft_model_path=folder), folder, "tokenizer", "tokenizer_name_or_path")
+    mentions(refusal(tokenizer_name_or_path=tmp_path / "nowhere"), tmp_path / "nowhere", "tokenizer")
 
 
 def test_a_tokenizer_that_is_damaged_or_has_no_end(refusal, tokenizer_folder):
     tokenizer_with(tokenizer_folder, eos_token=None)
-    says(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "has no eos token")
+    mentions(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "has no eos token")
     (tokenizer_folder / "tokenizer.json").write_text('{"version": "1.0"')
-    says(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "no tokenizer could be loaded")
+    mentions(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "no tokenizer could be loaded")
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows(room, refusal, tmp_path):
-    folder = model_of(tmp_path / "small", room.rows - 10)
-    message = refusal(sft_model_path=folder, tokenizer_name_or_path=room.sft)
-    says(message, room.sft, f"{room.rows} ids", f"{room.rows - 10} rows")
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows(user_files, refusal, tmp_path):
+    folder = model_of(tmp_path / "small", user_files.rows - 10)
+    message = refusal(sft_model_path=folder, tokenizer_name_or_path=user_files.sft)
+    mentions(message, user_files.sft, f"{user_files.rows} ids", f"{user_files.rows - 10} rows")
 
 
 def test_a_tokenizer_without_a_pad_and_no_row_free_for_one(refusal, tokenizer_folder):
     path = tokenizer_folder / "tokenizer.json"
     path.write_text(path.read_text().replace("[PAD]", "nothing"))
     tokenizer_with(tokenizer_folder, pad_token=None)
-    says(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "[PAD]", "no embedding row is free")
+    mentions(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "[PAD]", "no embedding row is free")
 
 
-def test_a_reward_model_of_another_tokenizer(room, refusal, tmp_path):
+def test_a_reward_model_of_another_tokenizer(user_files, refusal, tmp_path):
     folder = tmp_path / "reward"
-    shutil.copytree(room.reward, folder)
+    shutil.copytree(user_files.reward, folder)
     path, word = folder / "tokenizer.json", data.load_tokenizer("synthetic").hf.convert_ids_to_tokens(40)
     path.write_text(path.read_text().replace(json.dumps(word), '"swapped"'))
     message = refusal(reward_model_path=folder, reward_input="ids")
-    says(message, folder, room.sft, f"id 40 is 'swapped' there and {word!r} here")
+    mentions(message, folder, user_files.sft, f"id 40 is 'swapped' there and {word!r} here")
     # It may read text by its own tokenizer, but values are of the policy's ids.
-    says(refusal(reward_model_path=folder), folder, "tokenizer of its own", "value_model_path", "'shared_backbone'")
+    mentions(refusal(reward_model_path=folder), folder, "tokenizer of its own", "value_model_path", "'shared_backbone'")
 
 
 # --- data
@@ -308,15 +202,15 @@ ROWS = {  # rows of a .jsonl: what is said of it
 @pytest.mark.parametrize("case", ROWS)
 def test_a_bad_row_is_named_by_file_and_number(refusal, tmp_path, case):
     rows, parts = ROWS[case]
-    path = lines(tmp_path / "posts.jsonl", rows)
-    says(refusal(dataset_name=path), path, *parts)
+    path = write_jsonl(tmp_path / "posts.jsonl", rows)
+    mentions(refusal(dataset_name=path), path, *parts)
 
 
 def test_no_row_is_good_and_no_file_is_there(refusal, tmp_path):
-    path = lines(tmp_path / "posts.jsonl", [{"prompt": ""}] * 4)
-    says(refusal(dataset_name=path, on_bad_row="skip"), path, "4 of 4 rows are bad", "No row is usable")
+    path = write_jsonl(tmp_path / "posts.jsonl", [{"prompt": ""}] * 4)
+    mentions(refusal(dataset_name=path, on_bad_row="skip"), path, "4 of 4 rows are bad", "No row is usable")
     path.unlink()
-    says(refusal(dataset_name=path), path, "no such file")
+    mentions(refusal(dataset_name=path), path, "no such file")
 
 
 FILES = {
@@ -332,28 +226,30 @@ FILES = {
 def test_a_file_of_another_form(refusal, tmp_path, name):
     content, parts = FILES[name]
     (tmp_path / name).write_bytes(content)
-    says(refusal(dataset_name=tmp_path / name), tmp_path / name, *parts)
+    mentions(refusal(dataset_name=tmp_path / name), tmp_path / name, *parts)
 
 
 def test_a_folder_without_the_split(refusal, tmp_path):
-    lines(tmp_path / "test.jsonl", GOOD)
-    says(refusal(dataset_name=tmp_path), tmp_path, "no split 'train'", "test")
+    write_jsonl(tmp_path / "test.jsonl", GOOD)
+    mentions(refusal(dataset_name=tmp_path), tmp_path, "no split 'train'", "test")
     (tmp_path / "empty").mkdir()
-    says(refusal(dataset_name=tmp_path / "empty"), tmp_path / "empty", "no data files")
+    mentions(refusal(dataset_name=tmp_path / "empty"), tmp_path / "empty", "no data files")
 
 
-def test_a_stream_and_lengths_that_hold_no_row(room, refusal):
-    says(refusal(dataset_streaming=True), "dataset_streaming")
-    says(refusal(query_length=8, query_overflow="drop"), room.posts, f"all {POSTS} rows", "query_length = 8")
-    says(refusal(length_buckets=8), "length_buckets ends at 8")
+def test_a_stream_and_lengths_that_hold_no_row(user_files, refusal):
+    mentions(refusal(dataset_streaming=True), "dataset_streaming")
+    mentions(refusal(query_length=8, query_overflow="drop"), user_files.posts, f"all {POSTS} rows", "query_length = 8")
+    mentions(refusal(length_buckets=8), "length_buckets ends at 8")
 
 
-def test_columns_of_the_other_stages(room, refusal, tmp_path):
-    says(refusal("reward", dataset_name=room.posts), room.posts, "no column 'chosen'", "completion")
-    says(refusal("sft", dataset_name=room.pairs), room.pairs, "no column 'completion'", "chosen, rejected")
+def test_columns_of_the_other_stages(user_files, refusal, tmp_path):
+    mentions(refusal("reward", dataset_name=user_files.posts), user_files.posts, "no column 'chosen'", "completion")
+    mentions(
+        refusal("sft", dataset_name=user_files.pairs), user_files.pairs, "no column 'completion'", "chosen, rejected"
+    )
     pairs = [{**row, "rejected": ["a"]} for row in synthetic.preference_pairs(4)]
-    path = lines(tmp_path / "pairs.jsonl", pairs)
-    says(refusal("reward", dataset_name=path), path, "line 1", "'rejected' is a list")
+    path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    mentions(refusal("reward", dataset_name=path), path, "line 1", "'rejected' is a list")
 
 
 # --- run folders
@@ -363,19 +259,19 @@ def test_a_folder_of_something_else(refusal, tmp_path):
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("text")
-    says(refusal(run_dir=thesis), thesis, "chapter.tex", "another folder")
-    says(refusal(run_dir=thesis / "chapter.tex"), "is a file")
+    mentions(refusal(run_dir=thesis), thesis, "chapter.tex", "another folder")
+    mentions(refusal(run_dir=thesis / "chapter.tex"), "is a file")
 
 
-def test_after_a_mistake_the_corrected_command_runs_and_then_guards_its_folder(room, refusal, tmp_path, capsys):
+def test_after_a_mistake_the_corrected_command_runs_and_then_guards_its_folder(user_files, refusal, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    says(refusal(resume="must"), run_dir, "resume is must", "no checkpoint")
-    says(refusal(reward_model_path=room.sft), "not a reward model")
-    assert train.main(arguments(room, "ppo", run_dir)) == 0, capsys.readouterr().err
+    mentions(refusal(resume="must"), run_dir, "resume is must", "no checkpoint")
+    mentions(refusal(reward_model_path=user_files.sft), "not a reward model")
+    assert train.main(arguments(user_files, "ppo", run_dir)) == 0, capsys.readouterr().err
     capsys.readouterr()
-    says(refusal(kl_coef=0.2, seed=3), run_dir, "another config", "kl_coef: 0.05 -> 0.2", "seed: 42 -> 3")
-    says(refusal(resume="never"), run_dir, "resume is never")
-    assert train.main(arguments(room, "ppo", run_dir)) == 0
+    mentions(refusal(kl_coef=0.2, seed=3), run_dir, "another config", "kl_coef: 0.05 -> 0.2", "seed: 42 -> 3")
+    mentions(refusal(resume="never"), run_dir, "resume is never")
+    assert train.main(arguments(user_files, "ppo", run_dir)) == 0
 
 
 # --- reward functions
@@ -389,13 +285,18 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("case", REWARDS)
-def test_a_bad_reward_function_is_named_and_its_folder_stays_open_to_a_mended_one(room, tmp_path, case):
+def test_a_bad_reward_function_is_named_and_its_folder_stays_open_to_a_mended_one(user_files, tmp_path, case):
     function, part = REWARDS[case]
     function.__name__ = "brevity"
-    options = {**room.right["ppo"], "reward_model_path": None, "value_model_path": str(room.reward), "report_to": ()}
+    options = {
+        **user_files.right["ppo"],
+        "reward_model_path": None,
+        "value_model_path": str(user_files.reward),
+        "report_to": (),
+    }
     options = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in options.items()}
     config = PPOConfig(run_dir=str(tmp_path / "run"), **options)
     with pytest.raises(rlhf_jax.UserError) as error:
         rlhf_jax.run(config, reward_funcs=function)
-    says(str(error.value), "reward function brevity", part)
+    mentions(str(error.value), "reward function brevity", part)
     assert run_folder.check(config.run_dir, json.loads(config_files.to_json(config))) is None

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_jax.metrics.logger import MetricLogger
 from rlhf_jax.runtime.run_folder import RunFolder
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
 
 import chaos  # noqa: E402

@@ -16,15 +16,14 @@ from rlhf_jax import data, train
 from rlhf_jax.config import batch_sizes, command_line, resolve
 from rlhf_jax.data import loading
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import open_stage
 from tests.helpers.hub import Hub
-from tests.robustness import test_bad_input
-from tests.robustness.test_bad_input import arguments, config_with, lines, says
+from tests.helpers.user_files import arguments, config_with, mentions, write_jsonl
 
-room, refusal = test_bad_input.room, test_bad_input.refusal
 SOME = {"stage": "ppo", "seed": 1}
 
 
@@ -36,39 +35,39 @@ class OutOfMemory(Callback):
         raise MemoryError
 
 
-def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(room, refusal, tmp_path, capsys):
+def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(user_files, refusal, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    config = command_line.parse(arguments(room, "sft", run_dir, learning_rate=1e-3))
+    config = command_line.parse(arguments(user_files, "sft", run_dir, learning_rate=1e-3))
     with pytest.raises(MemoryError):
         train.run(config, callbacks=[OutOfMemory()])
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "stale": 1}\n')
     mended = {"learning_rate": 1e-4, "warmup_steps": 30, "resume": "never"}
-    assert train.main(arguments(room, "sft", run_dir, **mended)) == 0
+    assert train.main(arguments(user_files, "sft", run_dir, **mended)) == 0
     assert "warning: warmup_steps 30 >= 1 updates" in capsys.readouterr().out
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [1] and "stale" not in found[0]
-    says(refusal("sft", run_dir=run_dir, learning_rate=1e-3), run_dir, "another config")
+    mentions(refusal("sft", run_dir=run_dir, learning_rate=1e-3), run_dir, "another config")
     (run_dir / "finished.json").unlink()
-    says(refusal("sft", run_dir=run_dir, learning_rate=1e-3), run_dir, "another config")  # its checkpoint is there
-    says(refusal("sft", run_dir=run_dir, **mended), run_dir, "resume is never")
+    mentions(refusal("sft", run_dir=run_dir, learning_rate=1e-3), run_dir, "another config")  # its checkpoint is there
+    mentions(refusal("sft", run_dir=run_dir, **mended), run_dir, "resume is never")
 
 
-def test_a_models_folder_is_no_runs_folder(room, refusal, tmp_path):
-    shutil.copytree(room.sft, tmp_path / "model")
-    says(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "no run's folder")
+def test_a_models_folder_is_no_runs_folder(user_files, refusal, tmp_path):
+    shutil.copytree(user_files.sft, tmp_path / "model")
+    mentions(refusal("sft", run_dir=tmp_path / "model"), tmp_path / "model", "not a run's folder")
 
 
-def test_a_run_folder_below_a_file(refusal, room, monkeypatch):
-    monkeypatch.setitem(train.STAGES, "ppo", None)  # refused before any model is opened
-    says(refusal(run_dir=room.posts / "x" / "y"), "--run_dir", f"{room.posts} is a file")
+def test_a_run_folder_below_a_file(refusal, user_files, monkeypatch):
+    monkeypatch.setattr(train, "open_stage", None)  # refused before any model is opened
+    mentions(refusal(run_dir=user_files.posts / "x" / "y"), "--run_dir", f"{user_files.posts} is a file")
 
 
 @pytest.mark.parametrize("text", ["", '{"step": 3', "[]", '{"step": 3, "metrics": 7, "paths": {}}', "\udcff"])
 def test_a_damaged_finished_json_is_named(tmp_path, text):
     run = run_folder.RunFolder.open(str(tmp_path / "run"), SOME)
     run.close()
-    pathlib.Path(run.mark).write_text(text, errors="surrogateescape")
-    with pytest.raises(UserError, match=r"finished.json, which marks a finished run, is damaged .*Remove it"):
+    pathlib.Path(run.finished_file).write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match="finished.json.*damaged"):
         run_folder.check(run.path, SOME)
 
 
@@ -105,18 +104,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
     with Checkpoints(str(tmp_path)) as checkpoints:
         with pytest.raises(Damaged) as error:
             checkpoints.restore(5, state)
-    says(str(error.value), f"checkpoint {tmp_path / '5'} is damaged")
+    mentions(str(error.value), f"checkpoint {tmp_path / '5'} is damaged")
     said = []
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
         restored, _, step = checkpoints.restore_newest(state)
         assert step == 2 and checkpoints.steps() == [2]
         np.testing.assert_array_equal(restored["kernel"], state["kernel"])
-        says(said[0], f"checkpoint {tmp_path / '5'} is damaged", "It is 5.damaged now; going on from update 2")
+        mentions(said[0], f"checkpoint {tmp_path / '5'} is damaged", "5.damaged")
         assert checkpoints.save(5, state)  # its place is free again
     DAMAGE[case](tmp_path / "5")
     DAMAGE[case](tmp_path / "2")
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
-        with pytest.raises(UserError, match="No other checkpoint is left to go on from. Remove .* to start anew"):
+        with pytest.raises(UserError, match="No other checkpoint"):
             checkpoints.restore_newest(state)
 
 
@@ -136,37 +135,37 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("key", CONFIGS)
-def test_a_config_value_of_a_wrong_type_is_named(room, refusal, tmp_path, key):
+def test_a_config_value_of_a_wrong_type_is_named(user_files, refusal, tmp_path, key):
     path = tmp_path / "checkpoint"
-    shutil.copytree(room.sft, path)
+    shutil.copytree(user_files.sft, path)
     config_with(rope_parameters=None, rotary_pct=None)(path)
     config_with(**{key: CONFIGS[key]})(path)
-    says(refusal(sft_model_path=path), path / "config.json", f"{key} is {CONFIGS[key]!r}; it must be")
+    mentions(refusal(sft_model_path=path), path / "config.json", f"{key} is {CONFIGS[key]!r}; it must be")
 
 
-def test_architectures_as_a_string_are_one_name(room, refusal, tmp_path):
+def test_architectures_as_a_string_are_one_name(user_files, refusal, tmp_path):
     path = tmp_path / "checkpoint"
-    shutil.copytree(room.sft, path)
+    shutil.copytree(user_files.sft, path)
     config_with(architectures="GPTNeoXForCausalLM")(path)
-    assert test_bad_input.hf.load_model(path) == test_bad_input.hf.load_model(room.sft)
+    assert hf.load_model(path) == hf.load_model(user_files.sft)
     config_with(architectures="LlamaForCausalLM")(path)
-    says(refusal(sft_model_path=path), path / "config.json", "architectures 'LlamaForCausalLM' is not supported")
+    mentions(refusal(sft_model_path=path), path / "config.json", "architectures 'LlamaForCausalLM'")
 
 
-def test_a_stop_token_id_beyond_the_vocabulary(room, refusal):
+def test_a_stop_token_id_beyond_the_vocabulary(user_files, refusal):
     message = refusal(stop_token=None, stop_token_id=99999)
-    says(message, "--stop_token_id 99999", room.sft, f"0 to {room.rows - 1}")
+    mentions(message, "--stop_token_id 99999", user_files.sft, f"0 to {user_files.rows - 1}")
 
 
 # --- data
 
 
 def test_lines_that_are_all_malformed_are_named(refusal, tmp_path):
-    path = lines(tmp_path / "posts.jsonl", ["prompt: a", "[1]"])
+    path = write_jsonl(tmp_path / "posts.jsonl", ["prompt: a", "[1]"])
     message = refusal(dataset_name=path)
-    says(message, f"{path}, line 1: is not JSON", "2 of 2 rows are bad", "No row is usable")
+    mentions(message, f"{path}, line 1: is not JSON", "2 of 2 rows are bad", "No row is usable")
     assert "no column" not in message
-    with pytest.raises(UserError, match=r"row 1: is an int, not an object \(1 of 1 rows is bad\)"):
+    with pytest.raises(UserError, match="row 1.*int.*1 of 1 rows"):
         loading.require_columns(data.load_rows([3]), {"prompt_column": "prompt"})
 
 
@@ -177,7 +176,9 @@ GOOD = b'{"prompt": "caf\xc3\xa9 \xf0\x9f\x98\x80"}\n'
 def test_bytes_that_are_not_utf8_are_a_bad_row(refusal, tmp_path):
     path = tmp_path / "posts.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD * 4 + b'{"prompt": "' + LATIN1 + b'"}\n')
-    says(refusal(dataset_name=path), f"{path}, line 5: is not UTF-8: byte 0xe9 at character 16", "1 of 5 rows is bad")
+    mentions(
+        refusal(dataset_name=path), f"{path}, line 5: is not UTF-8: byte 0xe9 at character 16", "1 of 5 rows is bad"
+    )
     assert [row["prompt"] for row in data.load_rows(str(path)).first(4)] == ["caf\xe9 \U0001f600"] * 4
 
 
@@ -204,8 +205,10 @@ def test_files_in_another_encoding_are_named(tmp_path, name, content, message):
 
 
 def test_half_a_surrogate_pair_is_a_bad_row(refusal, tmp_path):
-    path = lines(tmp_path / "posts.jsonl", [{"prompt": "a"}, '{"prompt": "ab\\ud83d"}', '{"prompt": "\\ud83d\\ude00"}'])
-    says(refusal(dataset_name=path), f"{path}, line 2: 'prompt' holds \\ud83d at character 3", "1 of 3 rows is bad")
+    path = write_jsonl(
+        tmp_path / "posts.jsonl", [{"prompt": "a"}, '{"prompt": "ab\\ud83d"}', '{"prompt": "\\ud83d\\ude00"}']
+    )
+    mentions(refusal(dataset_name=path), f"{path}, line 2: 'prompt' holds \\ud83d at character 3", "1 of 3 rows is bad")
 
 
 # --- tokenizers from the hub
@@ -217,15 +220,13 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", away)
     began = time.monotonic()
-    with pytest.raises(
-        UserError, match=r"could be loaded from 'owner/name' \(revision v1\): .*\w\. Set tokenizer_name"
-    ):
+    with pytest.raises(UserError, match=r"'owner/name' \(revision v1\).*tokenizer_name"):
         data.load_tokenizer("owner/name", "v1")
     assert time.monotonic() - began < 30
 
 
-def test_a_tokenizer_comes_from_the_hub_and_only_its_files(room, monkeypatch, tmp_path):
-    files = {path.name: path.read_bytes() for path in room.sft.iterdir()}
+def test_a_tokenizer_comes_from_the_hub_and_only_its_files(user_files, monkeypatch, tmp_path):
+    files = {path.name: path.read_bytes() for path in user_files.sft.iterdir()}
     with Hub() as hub:
         hub.add("owner/name", {**files, "sub/tokenizer.json": b"{}", "README.md": b"a policy"}, revision="v1")
         there = functools.partial(
@@ -234,7 +235,7 @@ def test_a_tokenizer_comes_from_the_hub_and_only_its_files(room, monkeypatch, tm
         monkeypatch.setattr(huggingface_hub, "snapshot_download", there)
         tokenizer = data.load_tokenizer("owner/name", "v1")
         assert hub.downloaded("owner/name") <= {name for name in files if "token" in name} | {"config.json"}
-    assert tokenizer.hf.get_vocab() == data.load_tokenizer(str(room.sft)).hf.get_vocab()
+    assert tokenizer.hf.get_vocab() == data.load_tokenizer(str(user_files.sft)).hf.get_vocab()
     assert tokenizer.name == "owner/name"
     data.save_tokenizer(tokenizer, str(tmp_path / "saved"))
     assert str(tmp_path / "cache") not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
@@ -243,8 +244,8 @@ def test_a_tokenizer_comes_from_the_hub_and_only_its_files(room, monkeypatch, tm
 # --- what a run adds up to
 
 
-def stage_of(room, name: str, tmp_path, **options):
-    return STAGES[name](resolve(command_line.parse(arguments(room, name, tmp_path / "run", **options))))
+def stage_of(user_files, name: str, tmp_path, **options):
+    return open_stage(resolve(command_line.parse(arguments(user_files, name, tmp_path / "run", **options))))
 
 
 @pytest.mark.parametrize(
@@ -257,22 +258,22 @@ def stage_of(room, name: str, tmp_path, **options):
         ("ppo", {"total_episodes": None, "num_train_epochs": 1.0, "batch_size": 8}, 2),
     ],
 )
-def test_the_line_that_is_printed_is_the_run(room, tmp_path, name, options, updates):
-    stage = stage_of(room, name, tmp_path, **options)
+def test_the_line_that_is_printed_is_the_run(user_files, tmp_path, name, options, updates):
+    stage = stage_of(user_files, name, tmp_path, **options)
     assert stage.total_steps == updates
     (line,) = [line for line in batch_sizes.batch_lines(stage.config, stage.rows) if line.startswith("run:")]
     assert f" = {updates} updates, " in line
 
 
-def test_nothing_to_train_on(room, refusal):
-    says(refusal(total_episodes=None, num_train_epochs=0.01), "num_train_epochs 0.01 x 12 rows = nothing to train on")
+def test_nothing_to_train_on(user_files, refusal):
+    mentions(refusal(total_episodes=None, num_train_epochs=0.01), "num_train_epochs 0.01 x 12 rows")
 
 
-def test_evaluation_does_not_compile_the_rollout_again(room, tmp_path):
-    options = {"total_episodes": 8, "eval_dataset_name": room.posts, "length_buckets": 64}
-    stage = stage_of(room, "ppo", tmp_path, **options)
+def test_evaluation_does_not_compile_the_rollout_again(user_files, tmp_path):
+    options = {"total_episodes": 8, "eval_dataset_name": user_files.posts, "length_buckets": 64}
+    stage = stage_of(user_files, "ppo", tmp_path, **options)
     state, _, _ = stage.train_step(stage.state, 0)
-    stage.complete(state.params["policy"], stage.held_out, 8, stage.config.temperature)
+    stage.evaluator.complete(state.params["policy"], stage.evaluator.held_out, 8, stage.config.temperature)
     state, _, _ = stage.train_step(state, 1)
-    assert stage._rollout._cache_size() == 1
-    assert jax.tree.leaves(stage._eval_seed)[0].sharding == state.seed.sharding
+    assert stage.programs.generate._cache_size() == 1
+    assert jax.tree.leaves(stage.evaluator.seed)[0].sharding == state.seed.sharding

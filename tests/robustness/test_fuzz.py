@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import pathlib
 import re
 import socket
 import sys
@@ -39,6 +38,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.rewards.server import RemoteReward
 from rlhf_jax.utils import text
+from tests.helpers.paths import SCRIPTS
 
 EXAMPLES = int(os.environ.get("RLHF_JAX_FUZZ_EXAMPLES", "60"))
 SECRET = 's3cret/"token'
@@ -443,5 +443,5 @@ def test_any_answer_of_a_reward_server_is_scores_or_a_failure_without_the_token(
 
 def test_the_full_run_can_be_asked_for():
     """scripts/fuzz.py sets the number of examples by the variable that is read above."""
-    script = pathlib.Path(__file__).parents[2] / "scripts" / "fuzz.py"
+    script = SCRIPTS / "fuzz.py"
     assert "RLHF_JAX_FUZZ_EXAMPLES" in script.read_text()

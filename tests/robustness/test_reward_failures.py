@@ -10,19 +10,13 @@ import pytest
 import rlhf_jax
 from rlhf_jax.rewards.interface import RewardFailure
 from tests.helpers import reward_runs
-from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, lines, ppo, rloo, table
+from tests.helpers.reward_runs import B, Watch, bytes_of, judge, leave_one_out, ppo, rloo, table
 from tests.helpers.reward_server import Server, answers, closes, hangs, takes
+from tests.helpers.runs import lines
 
 # --- servers that fail
 
 QUICK = {"reward_server_batch_size": 4, "reward_server_retries": 1, "reward_server_timeout": 5.0}
-
-
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +117,7 @@ def test_dropped_rows_are_counted_and_teach_nothing_and_the_run_goes_on(plan, se
     said = [str(warning.message) for warning in warned]
     told = [text for text in said if text.startswith(f"reward server {server.url}: ")]
     for text, fault in zip(told, filter(None, plan), strict=True):
-        assert re.search(FAULTS[fault][1], text) and text.endswith("; its rows are left out")
+        assert re.search(FAULTS[fault][1], text) and text.endswith("; its rows are dropped")
     nothing = [text for text in said if text.endswith("no response has a score; nothing is learned from it")]
     assert [text.partition(":")[0] for text in nothing] == [f"update {i}" for i, f in enumerate(plan, 1) if f]
 
@@ -152,7 +146,7 @@ def test_a_failing_function_is_named_and_what_was_done_is_kept(fault, judged, tm
     free = threading.Event()
     trouble, said = {
         "raises": (lambda found: {}["key"], rf"raised KeyError: 'key' \({re.escape(__file__)}, line \d+\)"),
-        "hangs": (lambda found: free.wait(60), r"gave no answer within 1 s\. Row 0: prompt '.*', completion '"),
+        "hangs": (lambda found: free.wait(60), r"did not return within 1 s\. Row 0: prompt '.*', completion '"),
         "returns NaN": (
             lambda found: [*found[:3], float("nan"), *found[4:]],
             r"returned nan for row 3\. .* Row 3: prompt '.*', completion '",

@@ -26,12 +26,10 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import torch_bin
 from rlhf_jax.rewards.server import RemoteReward
 from rlhf_jax.runtime import model_card
-from tests.helpers.reward_server import ROOT, Server, answers
-from tests.rewards.test_server import scores
-from tests.robustness import test_bad_input
-from tests.robustness.test_bad_input import arguments, says
+from tests.helpers.paths import ROOT
+from tests.helpers.reward_server import Server, answers, scores
+from tests.helpers.user_files import arguments, mentions
 
-room, refusal = test_bad_input.room, test_bad_input.refusal
 SECRET = "tok-en_9f8e7d6c5b4a"
 
 # --- no code from data: what the source calls
@@ -79,7 +77,9 @@ def dangers(source: str) -> set[str]:
 
 
 def test_nothing_in_the_source_runs_code_out_of_data_but_what_has_a_reason():
-    files = [path for folder in ("rlhf_jax", "scripts", "configs") for path in (ROOT / folder).rglob("*.py")]
+    skipped = {"tests", *(ROOT / ".gitignore").read_text().replace("/", "").split()}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = [*ROOT.glob("*.py"), *(p for folder in folders if folder.name not in skipped for p in folder.rglob("*.py"))]
     assert len(files) > 80
     found = {(path.relative_to(ROOT).as_posix(), use) for path in files for use in dangers(path.read_text())}
     assert found == set(REASONS)
@@ -156,7 +156,7 @@ def test_a_small_bin_file_cannot_fill_the_memory(tmp_path):
     huge = b"\x80\x02}r\xff\xff\xff\x7f."  # its place in the memo: a table of 2^31 entries
     with pytest.raises(UserError, match="memo 2147483647"):
         torch_bin.read(bin_file(tmp_path / "a.bin", huge))
-    with pytest.raises(UserError, match="data.pkl is compressed or encrypted"):
+    with pytest.raises(UserError, match="data.pkl.*compressed"):
         torch_bin.read(bin_file(tmp_path / "b.bin", b"0" * 10**6, zipfile.ZIP_DEFLATED))
     deep = b"\x80\x02" + b"N" + b"2\x86" * 60 + b"Q."  # 60 pairs of pairs: 2^60 Nones to write out
     started = time.monotonic()
@@ -219,14 +219,14 @@ def quoting(monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["drop", "raise"])
-def test_a_token_is_nowhere_in_a_runs_folder_nor_in_the_terminal(room, tmp_path, capfd, quoting, failure):
+def test_a_token_is_nowhere_in_a_runs_folder_nor_in_the_terminal(user_files, tmp_path, capfd, quoting, failure):
     options = {"reward_model_path": None, "value_model": "shared_backbone", "reward_server": quoting.url}
     options |= {"reward_failure": failure, "log_completions": True, "num_sample_generations": 1}
     options |= {"report_to": "tensorboard", "save_steps": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
-        status = train.main(arguments(room, "ppo", tmp_path / "run", **options))
+        status = train.main(arguments(user_files, "ppo", tmp_path / "run", **options))
     said = capfd.readouterr()
     assert quoting.headers and all(SECRET in headers["Authorization"] for headers in quoting.headers)
     assert "bad token ***" in said.err and SECRET not in said.out + said.err
@@ -238,7 +238,7 @@ def test_a_token_is_nowhere_in_a_runs_folder_nor_in_the_terminal(room, tmp_path,
 def test_a_user_and_password_in_a_url_are_refused_and_not_repeated(refusal, capsys):
     for url in (f"http://user:a@{SECRET}@localhost:1/score", f"ftp://{SECRET}@host/", f"https://{SECRET}@h/?a=b"):
         message = refusal(reward_server=url)
-        says(message, "reward_server is a URL with a user name or a password in it", "reward_server_token_env")
+        mentions(message, "reward_server", "reward_server_token_env")
         assert SECRET not in message
         for more in (["--dry_run"], ["too", "many"]):
             assert train.main(["--config", "tldr_ppo.py", "--reward_server", url, *more]) == 2
@@ -274,7 +274,7 @@ def test_a_token_is_redacted_as_a_server_may_quote_it(monkeypatch):
 
 def test_a_token_in_the_clear_to_another_machine_is_warned_of(monkeypatch):
     monkeypatch.setenv("RLHF_JAX_REWARD_TOKEN", SECRET)
-    with pytest.warns(UserWarning, match="token of reward server http://far.example/score is sent .* unencrypted"):
+    with pytest.warns(UserWarning, match="http://far.example/score"):
         RemoteReward("http://far.example/score")
     monkeypatch.setenv("OTHER", "")
     with warnings.catch_warnings():
@@ -417,7 +417,7 @@ def test_an_error_of_the_server_tells_its_kind_alone(bounded, capsys):
     ("arguments", "said"),
     [
         ((), "--token_env RLHF_JAX_REWARD_TOKEN: this environment variable is not set"),
-        (("--no_token", "--host", "0.0.0.0"), "--no_token with --host 0.0.0.0: without a token .* loopback only"),
+        (("--no_token", "--host", "0.0.0.0"), "--no_token with --host 0.0.0.0: without a token .*loopback only"),
         (("--no_token", "--host", "::"), "loopback only"),
         (("--no_token", "--max_connections", "0"), "--max_connections is 0"),
     ],

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.runtime import compile_cache
+from tests.helpers.paths import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAMES = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
@@ -39,7 +39,7 @@ def test_programs_go_to_the_users_cache(home):
 
 
 def test_a_program_that_a_killed_process_wrote_in_part_is_compiled_and_kept_again(home):
-    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.WORTH_KEEPING = 0.0; c.enable(); "
+    program = "import jax; from rlhf_jax.runtime import compile_cache as c; c.MIN_COMPILE_SECONDS = 0.0; c.enable(); "
     program += "jax.jit(lambda x: x * {})(jax.numpy.ones(3))"
 
     def start(number):

@@ -7,6 +7,7 @@ import pytest
 from rlhf_jax.metrics.logger import MetricLogger
 from rlhf_jax.runtime import completion_tables
 from rlhf_jax.runtime.run_folder import RunFolder
+from tests.helpers.tensorboard import events
 
 ROWS = [
     {"prompt": "POST: a", "completion": "[bold]first[/bold] [/nonsense]", "reward": 1.25, "ended": True},
@@ -75,18 +76,6 @@ def test_tensorboards_text_page_gets_the_table(tmp_path):
     assert found == [(3, "completions/samples/text_summary", completion_tables.markdown(ROWS))]
     with MetricLogger.open(folder.path) as logger:
         logger.text(3, "completions/samples", completion_tables.markdown(ROWS))
-
-
-def events(folder):
-    """Events of TensorBoard's files: length, crc, event, crc."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    for path in sorted(folder.glob("events*")):
-        data = path.read_bytes()
-        while data:
-            length = int.from_bytes(data[:8], "little")
-            yield Event.FromString(data[12 : 12 + length])
-            data = data[16 + length :]
 
 
 def texts_of(event):

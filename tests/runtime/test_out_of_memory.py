@@ -1,14 +1,15 @@
-"""Out of memory: the phase, what it asked for, the options that lower it, and what is kept."""
+"""Out of memory: the phase, the size of the allocation, the options that need less, and what is kept."""
 
 import dataclasses
 
 import jax
 import pytest
-from rlhf_jax.stages.policy import PolicyStage
 
 import rlhf_jax
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime import out_of_memory
+from rlhf_jax.stages.rollout_stage import RolloutStage
+from rlhf_jax.stages.runner import Runner
 
 pytestmark = pytest.mark.runs
 
@@ -39,10 +40,10 @@ CONFIG = RLOOConfig(
 @pytest.mark.parametrize("config", [SFTConfig(), PPOConfig()], ids=["sft", "ppo"])
 def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
     said = out_of_memory.message(config, phase, XLA)
-    assert said.startswith(f"out of memory in {phase} when it asked for 3.0 GiB more. What lowers it: ")
-    names = [part.split(" (now ")[0] for part in said.split("lowers it: ")[1].split(". The same")[0].split("), ")]
+    assert said.startswith(f"out of memory in {phase} (allocating 3.0 GiB). Options that need less: ")
+    names = [part.split(" (now ")[0] for part in said.split("need less: ")[1].split(". Run the")[0].split("), ")]
     assert names and all(hasattr(config, name) for name in names)
-    assert "asked for 12.50 GiB more" in out_of_memory.message(config, phase, GPU)
+    assert "allocating 12.50 GiB" in out_of_memory.message(config, phase, GPU)
 
 
 def test_other_errors_pass():
@@ -60,24 +61,27 @@ def length(completion_ids, **_):
 @pytest.mark.parametrize(("phase", "kept"), [("generate", [2]), ("experience", [2]), ("update", [])])
 def test_what_was_done_is_saved_where_the_state_is_whole(tmp_path, monkeypatch, phase, kept):
     """The third update runs out of memory: before its update program, the state of the second is whole."""
-    method = {"generate": "roll", "experience": "judge", "update": "_prompts"}[phase]
-    whole = getattr(PolicyStage, method)
+    owner, method = {
+        "generate": (Runner, "generate_rollout"),
+        "experience": (Runner, "make_experience"),
+        "update": (RolloutStage, "_prompts"),
+    }[phase]
+    real, step, present = getattr(owner, method), RolloutStage.train_step, []
 
-    def fails(self, *args):
-        if self.phase == phase and int(self.trainer_state_of.step) == 2:
+    def fails(self, *args, **options):
+        stage, number = present[-1]
+        if stage.phase == phase and number == 2:
             raise jax.errors.JaxRuntimeError(XLA)
-        return whole(self, *args)
+        return real(self, *args, **options)
 
-    step = PolicyStage.train_step
+    def train_step(self, state, number, *tick):
+        present.append((self, number))
+        return step(self, state, number, *tick)
 
-    def train_step(self, state, number):
-        self.trainer_state_of = dataclasses.make_dataclass("Now", ["step"])(number)
-        return step(self, state, number)
-
-    monkeypatch.setattr(PolicyStage, "train_step", train_step)
-    monkeypatch.setattr(PolicyStage, method, fails)
+    monkeypatch.setattr(RolloutStage, "train_step", train_step)
+    monkeypatch.setattr(owner, method, fails)
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"))
-    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase} when it asked for 3\.0 GiB more"):
+    with pytest.raises(out_of_memory.OutOfMemory, match=rf"out of memory in {phase}.*3\.0 GiB"):
         rlhf_jax.run(config, reward_funcs=length)
     assert [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()] == kept
     monkeypatch.undo()

@@ -21,7 +21,8 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import progress
 from rlhf_jax.runtime.run_folder import RunFolder
 from rlhf_jax.train import Result
-from tests.helpers.children import QUICK, ROOT
+from tests.helpers.children import QUICK
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture

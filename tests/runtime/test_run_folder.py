@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, what is refused, what a resume forgets; and the model card."""
+"""A run's folder: whose it is, what is refused, what a resume forgets."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.runtime import model_card, run_folder
+from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.run_folder import RunFolder
 
 CONFIG = {"stage": "ppo", "seed": 1, "kl_coef": 0.05, "report_to": ("tensorboard",), "save_steps": 10, "run_dir": "x"}
@@ -61,7 +61,7 @@ def test_another_config_is_refused_with_old_and_new_values(run_dir):
     with pytest.raises(UserError) as error:
         entered(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
     message = str(error.value)
-    assert message.startswith(f"--run_dir {run_dir} holds a run of another config")
+    assert message.startswith(f"--run_dir {run_dir} contains a run with another config")
     assert message.splitlines()[1:] == [
         "  seed: 1 -> 2",
         "  kl_coef: 0.05 -> null",
@@ -74,14 +74,14 @@ def test_an_unreadable_config_is_refused(run_dir):
     run = used(run_dir)
     with open(run.config, "w") as file:
         file.write("{")
-    with pytest.raises(UserError, match="config.json is no JSON"):
+    with pytest.raises(UserError, match="config.json is not JSON"):
         run_folder.check(run_dir, CONFIG)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     for name in ("thesis.tex", "photos.zip", "a", "b"):
         (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"not empty and no run's folder \(it holds a, b, photos.zip, ...\)"):
+    with pytest.raises(UserError, match="a, b, photos.zip"):
         run_folder.check(str(tmp_path), CONFIG)
     with pytest.raises(UserError, match="is a file"):
         run_folder.check(str(tmp_path / "a"), CONFIG)
@@ -97,7 +97,7 @@ def test_never_refuses_a_used_folder(run_dir):
     entered(run_dir, CONFIG, resume="never")
     entered(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
     used(run_dir)
-    with pytest.raises(UserError, match="holds a run already and --resume is never"):
+    with pytest.raises(UserError, match="--resume.*never"):
         entered(run_dir, CONFIG, resume="never")
 
 
@@ -181,46 +181,3 @@ def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
     run.write_completions(1, [{"a": 1}])
     run.cut(0)
     assert not os.path.exists(run_dir)
-
-
-# --- model cards
-
-
-def test_a_policys_card_says_where_it_comes_from_and_how_it_was_made():
-    config = {"stage": "ppo", "dataset_name": "trl-lib/tldr", "kl_coef": 0.07, "run_dir": "/home/me/secret", "x": None}
-    metrics = {"objective/kl": 1.5, "loss": float("nan")}
-    card = model_card.model_card("policy", "ppo", config, metrics, base_model="cleanrl/sft")
-    assert "base_model: cleanrl/sft" in card and "datasets:\n- trl-lib/tldr" in card
-    assert "| kl_coef | `0.07` |" in card and "| objective/kl | 1.5 |" in card and "| loss | nan |" in card
-    assert "schulman2017" in card and "ziegler2019" in card and "AutoModelForCausalLM" in card
-    assert "secret" not in card and "| x |" not in card and "| stage |" not in card
-
-
-def test_a_card_of_rloo_names_and_cites_its_method():
-    config = {"dataset_name": "trl-lib/tldr", "num_generations": 4, "run_dir": "runs/secret"}
-    card = model_card.model_card("policy", "rloo", config, {"reward": 1.5}, base_model="cleanrl/sft")
-    head, text = card.removeprefix("---\n").split("---\n", 1)
-    assert "- rlhf_jax\n- rloo\n" in head and "base_model: cleanrl/sft" in head
-    assert "# Policy by RLOO" in text and "| num_generations | `4` |" in text and "| reward | 1.5 |" in text
-    assert "ahmadian2024back" in text and "arXiv:2402.14740" in text and "Gall{\\'e}" in text
-    assert "schulman2017" not in text and "secret" not in card
-
-
-def test_local_paths_and_scratch_models_stay_out_of_a_cards_head(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs("runs/sft")
-    card = model_card.model_card("reward_model", "reward", {"dataset_name": "pairs.jsonl"}, {}, base_model="runs/sft")
-    assert "base_model" not in card and "datasets:" not in card and "from `runs/sft`" in card
-    card = model_card.model_card("policy", "sft", {"scratch_model": "2x32x4", "dataset_name": "synthetic"}, {})
-    assert "random weights (2x32x4)" in card and "built-in synthetic task" in card and "base_model" not in card
-
-
-def test_a_card_says_what_its_folder_holds(tmp_path):
-    for name in ("policy", "value"):
-        os.makedirs(tmp_path / name)
-        model_card.write_model_card(str(tmp_path / name), "ppo", {"dataset_name": "d"}, {}, base_model="a/b")
-    assert (tmp_path / "policy" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
-    value = (tmp_path / "value" / "README.md").read_text()
-    assert "# Value model by PPO" in value and "AutoModelForSequenceClassification" in value
-    with pytest.raises(ValueError, match="is none of policy, value, reward_model"):
-        model_card.write_model_card(str(tmp_path / "other"), "ppo", {}, {})

@@ -13,8 +13,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.runtime import trackers
 from rlhf_jax.runtime.callbacks import Control
-from tests.helpers.children import ROOT
-from tests.test_train import KillAt, Killed, ppo_config, sft_config, wordiness
+from tests.helpers.paths import ROOT
+from tests.helpers.runs import KillAt, Killed, ppo_config, sft_config, wordiness
 
 STEP = "train/step"  # of a line of metrics.jsonl
 
@@ -47,7 +47,9 @@ def begun(callback, folder, **options):
 
 
 def test_metrics_have_transformers_names():
-    found = trackers.named({"loss": 1, "objective/kl": 2, "eval/scores": 3, "eval_objective/kl": 4, "eval_a_loss": 5})
+    found = trackers.tracker_names(
+        {"loss": 1, "objective/kl": 2, "eval/scores": 3, "eval_objective/kl": 4, "eval_a_loss": 5}
+    )
     assert found == {
         "train/loss": 1,
         "train/objective/kl": 2,
@@ -115,7 +117,7 @@ def test_what_is_not_installed_or_unknown_is_said(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
     with pytest.raises(UserError, match="--report_to wandb needs `pip install wandb`"):
         trackers.parse_report_to(("tensorboard", "wandb"))
-    with pytest.raises(UserError, match="--report_to comet: there are tensorboard, wandb, trackio, all and none"):
+    with pytest.raises(UserError, match="--report_to comet.*tensorboard, wandb, trackio"):
         trackers.parse_report_to(("comet",))
     assert "wandb" not in trackers.parse_report_to(("all",)) and "tensorboard" in trackers.parse_report_to(("all",))
 
@@ -129,7 +131,7 @@ def test_a_missing_package_is_known_before_anything_is_opened(tmp_path, monkeypa
 
 def test_a_tracker_that_cannot_start_ends_the_run_with_its_reason(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_FAILS", "init")
-    with pytest.raises(UserError, match="--report_to wandb: it could not be started: no network"):
+    with pytest.raises(UserError, match="--report_to wandb.*no network"):
         begun(trackers.WandbCallback(), tmp_path / "run")
 
 
@@ -139,7 +141,8 @@ def test_a_tracker_that_fails_later_costs_its_report_alone(calls, tmp_path, monk
     for step in (1, 2):
         callback.on_step_end(step, {"loss": 1.0}, Control())
     callback.close()
-    assert capsys.readouterr().err == "warning: sft: wandb failed (no network); nothing more is reported to it\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: sft: wandb") and "no network" in line
 
 
 def reported(calls, config, **objects):
@@ -167,7 +170,9 @@ def reported(calls, config, **objects):
 def told(folder):
     """{(step, metric): value} of metrics.jsonl."""
     rows = read_metrics(str(folder / "metrics.jsonl"))
-    return shown({(r["step"], metric): v for r in rows for metric, v in trackers.named(r).items() if metric != STEP})
+    return shown(
+        {(r["step"], metric): v for r in rows for metric, v in trackers.tracker_names(r).items() if metric != STEP}
+    )
 
 
 def shown(logged):

@@ -1,13 +1,14 @@
 """scripts/bench/count_work.py: products count as often as they run; an update computes little beyond the floor."""
 
-import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "bench"
+from tests.helpers.paths import ROOT
+
+SCRIPTS = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 
 import count_work  # noqa: E402

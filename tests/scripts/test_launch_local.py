@@ -12,7 +12,9 @@ import time
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "launch" / "launch_local.py"
+from tests.helpers.paths import ROOT, SCRIPTS
+
+SCRIPT = SCRIPTS / "launch" / "launch_local.py"
 spec = importlib.util.spec_from_file_location("launch_local", SCRIPT)
 launch_local = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(launch_local)
@@ -253,7 +255,7 @@ def runs(pid: int) -> bool:
 
 
 def test_the_page_has_the_commands_that_the_scripts_of_one_machine_take_from_it():
-    page = (SCRIPT.parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     for script, program in (("slurm", "sbatch"), ("openmpi", "mpirun")):
         (awk,) = re.findall(r"awk '(.*?)' ", (SCRIPT.parent / f"{script}_one_machine.sh").read_text(encoding="utf-8"))
         run = subprocess.run(["awk", awk], input=page, stdout=subprocess.PIPE, text=True, check=True)
@@ -262,7 +264,7 @@ def test_the_page_has_the_commands_that_the_scripts_of_one_machine_take_from_it(
 
 
 def test_the_files_that_the_page_names_are_there():
-    page = (SCRIPT.parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<!tests/)scripts/[a-z_/]+\.[a-z]+", page))
     assert len(named) >= 5
-    assert [name for name in named if not (SCRIPT.parents[2] / name).is_file()] == []
+    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import pathlib
 import sys
 
 import numpy as np
@@ -11,8 +10,9 @@ import pytest
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.config.validation import check
 from rlhf_jax.errors import UserError
+from tests.helpers.paths import SCRIPTS
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "parity" / "learning_parity.py"
+SCRIPT = SCRIPTS / "parity" / "learning_parity.py"
 spec = importlib.util.spec_from_file_location("learning_parity", SCRIPT)
 parity = sys.modules["learning_parity"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(parity)

@@ -1,13 +1,13 @@
 """docs/scaling.md's table is what its rows say; the rows' arithmetic."""
 
 import os
-import pathlib
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "scaling"))
+from tests.helpers.paths import ROOT, SCRIPTS
+
+sys.path.insert(0, str(SCRIPTS / "scaling"))
 
 import compiling  # noqa: E402
 import scaling  # noqa: E402

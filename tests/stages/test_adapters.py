@@ -16,13 +16,13 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
-from rlhf_jax.stages import PPOStage, RLOOStage
-from tests.helpers.models_common import distance
-from tests.stages.test_rloo import SHARED
+from rlhf_jax.stages import open_stage
+from tests.helpers.arrays import distance
+from tests.helpers.runs import RLOO_OPTIONS
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
-OPTIONS = {**SHARED, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
+OPTIONS = {**RLOO_OPTIONS, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
 
 
 def checked(config):
@@ -56,26 +56,30 @@ def models(tmp_path_factory):
 
 def rloo_stage(models, start="base", **options):
     given = {**OPTIONS, "sft_model_path": str(models / start), "num_generations": 2, "beta": 0.05, **options}
-    return RLOOStage(checked(RLOOConfig(**given)))
+    return open_stage(checked(RLOOConfig(**given)))
 
 
 def ppo_stage(models, start="base", **options):
     given = {**OPTIONS, "sft_model_path": str(models / start), "reward_model_path": str(models / "reward"), **options}
-    return PPOStage(checked(PPOConfig(**given)))
+    return open_stage(checked(PPOConfig(**given)))
 
 
 def first_kl(stage):
     """Mean KL to the reference of the responses that the first update would learn from."""
     state = stage.state
     prompts = stage.train_data.batch(0, 0, stage.rows_per_update)
-    rollout = stage.roll(state.params["policy"], prompts, state.seed, state.step, None, stage.group)
-    return float(stage._kl(state.params, stage.base, stage.reference(state), rollout).sum(axis=1).mean())
+    rollout = stage.runner.generate_rollout(
+        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+    )
+    return float(stage.runner.token_kl(state.params["policy"], rollout, state).sum(axis=1).mean())
 
 
 def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):
     stage = ppo_stage(models, lora_value="own")
-    base = leaves(stage.base)
-    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (stage.base["value"], stage.scorer.models[0].params))))
+    base = leaves(stage.models.base)
+    assert all(
+        x is y for x, y in zip(*map(jax.tree.leaves, (stage.models.base["value"], stage.scorer.models[0].params)))
+    )
     before = jax.tree.map(np.array, jax.device_get(stage.state.params))
     assert lora.get_path(before, ("policy", "backbone", "layers", "attention", "query_key_value")).keys() == {
         "lora_a",
@@ -88,9 +92,13 @@ def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):
     assert float(metrics["objective/kl"]) > 0 or float(metrics["policy/approxkl_avg"]) > 0
     for old, new in zip(leaves(before), leaves(state.params), strict=True):
         assert not np.array_equal(old, new)
-    for old, new in zip(base, leaves(stage.base), strict=True):
+    for old, new in zip(base, leaves(stage.models.base), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+    assert (
+        stage.programs.generate._cache_size(),
+        stage.programs.experience._cache_size(),
+        stage.programs.update._cache_size(),
+    ) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(("value", "copies"), [("shared", 1), ("own", 2), ("full", 2)])
@@ -116,8 +124,8 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
 
 def test_rloo_trains_on_with_an_adapter_against_its_frozen_copy(models):
     stage = rloo_stage(models, "one")
-    assert stage.policy.lora.r == 3 and any("trains adapter default" in line for line in stage.report)
-    jax.tree.map(np.testing.assert_array_equal, stage.state.params["policy"], stage.ref_params)
+    assert stage.opened.policy.lora.r == 3 and any("trains adapter default" in line for line in stage.messages)
+    jax.tree.map(np.testing.assert_array_equal, stage.state.params["policy"], stage.models.reference.params)
     assert abs(first_kl(stage)) < 1e-4
     against_base = first_kl(rloo_stage(models, "one", ref_adapter_name="base"))
     assert abs(against_base) > 1e-2
@@ -125,10 +133,10 @@ def test_rloo_trains_on_with_an_adapter_against_its_frozen_copy(models):
 
 def test_ppo_merges_an_adapter_and_trains_a_new_one_on_it(models):
     stage = ppo_stage(models, "one")
-    assert stage.policy.lora.r == 2 and not stage.ref_params
+    assert stage.opened.policy.lora.r == 2 and not stage.models.reference.params
     assert abs(first_kl(stage)) < 1e-4
     _, merged = hf.load(models / "one")
-    for a, b in zip(leaves(stage.base["policy"]), jax.tree.leaves(merged), strict=True):
+    for a, b in zip(leaves(stage.models.base["policy"]), jax.tree.leaves(merged), strict=True):
         np.testing.assert_array_equal(a, b)
     trained_on = ppo_stage(models, "one", start_adapter="continue")
     assert trained_on.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2  # TRL's PPO: the base is the reference
@@ -158,8 +166,8 @@ def test_named_adapters_are_trained_and_are_the_reference(models):
         ({"lora_target_modules": ("c_attn",)}, "lora_target_modules: 'c_attn'"),
         ({"modules_to_save": ("score",)}, "modules_to_save: 'score'"),
         ({"sync_ref_model": True}, "sync_ref_model with use_peft"),
-        ({"use_peft": False, "ref_adapter_name": "a"}, "without use_peft there are no adapters"),
-        ({"ref_model_path": "x", "ref_adapter_name": "base"}, "both name the reference"),
+        ({"use_peft": False, "ref_adapter_name": "a"}, "ref_adapter_name 'a' needs use_peft"),
+        ({"ref_model_path": "x", "ref_adapter_name": "base"}, "ref_adapter_name and ref_model_path"),
         ({"lora_r": 0}, "lora_r is 0"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
     ],
@@ -190,19 +198,23 @@ def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(mod
     held = lambda base: sum(x.nbytes for x in jax.tree.leaves(base["policy"]["backbone"]["layers"]))  # noqa: E731
     plain = ppo_stage(models, lora_value="shared")
     stages = [ppo_stage(models, lora_value="shared", load_in_8bit=True) for _ in range(2)]
-    for first, second in zip(*(leaves(stage.base) for stage in stages), strict=True):
+    for first, second in zip(*(leaves(stage.models.base) for stage in stages), strict=True):
         np.testing.assert_array_equal(first, second)  # what a continued run stands on
     stage = stages[0]
-    assert set(stage.base) == {"policy"} and held(stage.base) < 0.35 * held(plain.base)
-    base, before = leaves(stage.base), leaves(stage.state.params)
+    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < 0.35 * held(plain.base)
+    base, before = leaves(stage.models.base), leaves(stage.state.params)
     state, metrics, _ = stage.train_step(stage.state, 0)
     assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
     state, metrics, _ = stage.train_step(state, 1)
     for old, new in zip(before, leaves(state.params), strict=True):
         assert not np.array_equal(old, new)
-    for old, new in zip(base, leaves(stage.base), strict=True):
+    for old, new in zip(base, leaves(stage.models.base), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+    assert (
+        stage.programs.generate._cache_size(),
+        stage.programs.experience._cache_size(),
+        stage.programs.update._cache_size(),
+    ) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("value", ["full", "own", "shared"])
@@ -243,7 +255,9 @@ def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_path, stage):
-    shared = {name: SHARED[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")}
+    shared = {
+        name: RLOO_OPTIONS[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")
+    }
     shared |= {"dataset_test_split": None, "max_train_samples": 16, "batch_size": 8, "max_steps": 2, "max_length": 64}
     shared |= {"model_name_or_path": str(models / "one"), "run_dir": str(tmp_path), "learning_rate": 1e-2}
     config_type, name, kind = {

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.models.io import hf
-from tests.helpers.models_common import distance, padded_rows, reference, reference_inputs
+from tests.helpers.arrays import distance
+from tests.helpers.models_common import padded_rows, reference, reference_inputs
 
 SETTINGS = settings(max_examples=10, deadline=None, derandomize=True)
 

@@ -11,22 +11,23 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import torch
 import transformers
 
 from rlhf_jax.models import HEADS, Model, custom_shape
 from rlhf_jax.models.io import hf
+from tests.helpers.arrays import distance
 from tests.helpers.models_common import (
     SHAPE,
     VOCAB,
     assert_trees_equal,
-    distance,
     padded_rows,
     random_params,
     reference,
     reference_inputs,
 )
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 TOKENS, MASK = padded_rows([9, 5], [0, 2], 9)
 TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 60}
 

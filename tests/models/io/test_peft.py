@@ -19,7 +19,7 @@ def read(folder, **changes):
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "corda", "loftq"])
 def test_an_adapter_whose_start_was_taken_off_the_base_is_refused(tmp_path, start):
     """PEFT takes it off again whenever it loads the adapter: base + A B is not what was trained."""
-    with pytest.raises(UserError, match=f"init_lora_weights is '{start}', which changes the base too"):
+    with pytest.raises(UserError, match=f"init_lora_weights.*'{start}'"):
         read(tmp_path, init_lora_weights=start)
 
 

@@ -14,14 +14,15 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf, torch_bin
 from tests.helpers.models_common import assert_trees_equal, reference
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 DTYPES = "float16 bfloat16 float32 float64 uint8 int8 int16 int32 int64 bool".split()
 
 
@@ -96,7 +97,7 @@ def test_checkpoints_are_read_without_torch(tmp_path):
     code = f"""
 import sys
 sys.modules["torch"] = None
-from rlhf_jax.models import hf
+from rlhf_jax.models.io import hf
 model, params = hf.load({str(tmp_path / "bin")!r})
 hf.save({str(tmp_path / "out")!r}, model, params, kind="causal")
 hf.load({str(tmp_path / "out")!r})
@@ -171,18 +172,18 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     assert data.count(count) == 2
     head, middle, tail = data.split(count)
     rewrite(tmp_path / "good.bin", tmp_path / "long.bin", head + count + middle + b"M\x2d\x01" + tail)
-    with pytest.raises(UserError, match=r"long\.bin: a tensor reaches beyond its storage"):
+    with pytest.raises(UserError, match=r"long\.bin.*storage"):
         torch_bin.read(tmp_path / "long.bin")
 
 
 def test_the_legacy_format_is_refused_by_name(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match=r"old\.bin is in the legacy format of torch before 1\.6"):
+    with pytest.raises(UserError, match=r"old\.bin.*legacy.*1\.6"):
         torch_bin.read(tmp_path / "old.bin")
     (tmp_path / "raw.bin").write_bytes(pickle.dumps(Evil("true")))
-    with pytest.raises(UserError, match=r"raw\.bin is not a file of torch\.save"):
+    with pytest.raises(UserError, match=r"raw\.bin.*torch\.save"):
         torch_bin.read(tmp_path / "raw.bin")
     with zipfile.ZipFile(tmp_path / "zip.bin", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(UserError, match=r"zip\.bin is a zip archive but not one of torch\.save"):
+    with pytest.raises(UserError, match=r"zip\.bin.*zip archive.*torch\.save"):
         torch_bin.read(tmp_path / "zip.bin")

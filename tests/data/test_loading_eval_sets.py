@@ -97,9 +97,9 @@ def test_several_objects_by_name(tokenizer):
         "b": 3,
         "c": 4,
     }
-    with pytest.raises(UserError, match="the list given as evaluation set 'b', row 2: 'prompt' is null"):
+    with pytest.raises(UserError, match="'b', row 2: 'prompt'.*null"):
         data.load_eval_prompts(config(), tokenizer, {"a": ROWS, "b": [ROWS[0], {"prompt": None}]})
-    with pytest.raises(UserError, match="evaluation set 'b' of type int"):
+    with pytest.raises(UserError, match="'b'.*int"):
         data.load_eval_prompts(config(), tokenizer, {"a": ROWS, "b": 3})
 
 
@@ -117,7 +117,7 @@ def test_demonstrations_and_pairs_have_evaluation_sets_too(tokenizer):
 def test_the_door_for_one_set_refuses_several(tokenizer):
     one = data.load_prompts(config(eval_dataset_name="x=synthetic"), tokenizer, evaluation=True)
     assert len(one) == 4
-    with pytest.raises(UserError, match=r"eval_dataset_name names 2 sets \(x, y\) where one is expected"):
+    with pytest.raises(UserError, match=r"eval_dataset_name.*\(x, y\)"):
         data.load_prompts(config(eval_dataset_name="x=synthetic,y=synthetic"), tokenizer, evaluation=True)
 
 
@@ -189,7 +189,7 @@ def test_lists_that_are_no_lists_are_named(tokenizer, text, message):
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", 3])
 def test_objects_need_names_that_metrics_can_have(tokenizer, name):
-    with pytest.raises(UserError, match="eval_dataset_name.* has a set named .*metric names contain it"):
+    with pytest.raises(UserError, match="eval_dataset_name.*metric"):
         data.load_eval_prompts(config(), tokenizer, {"fine": ROWS, name: ROWS})
 
 

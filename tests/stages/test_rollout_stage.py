@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data
+from rlhf_jax import data, stages
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
@@ -22,28 +22,10 @@ from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.rewards.python_functions import RewardFailure
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
-from rlhf_jax.stages import RLOOStage
-from tests.data.test_chat import bytes_tokenizer
+from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, lines, tensors
 
-SHARED = {
-    "sft_model_path": None,
-    "scratch_model": "2x32x2",
-    "tokenizer_name_or_path": "synthetic",
-    "dataset_name": "synthetic",
-    "dataset_test_split": None,
-    "reward_model_path": None,
-    "query_length": 44,
-    "length_buckets": (44,),
-    "response_length": 6,
-    "max_train_samples": 32,
-    "batch_size": 8,
-    "total_episodes": 16,
-    "learning_rate": 1e-3,
-    "num_sample_generations": 0,
-    "report_to": (),
-    "save_steps": 0,
-}
 # A template of words that the synthetic tokenizer knows.
 TEMPLATE = (
     "{% for m in messages %}"
@@ -53,11 +35,7 @@ TEMPLATE = (
 
 
 def config(where=None, **options):
-    return RLOOConfig(**{**SHARED, "run_dir": str(where), "num_generations": 2, **options})
-
-
-def lines(result, name="metrics.jsonl"):
-    return logger.read_metrics(os.path.join(result.run_dir, name))
+    return RLOOConfig(**{**RLOO_OPTIONS, "run_dir": str(where), "num_generations": 2, **options})
 
 
 def rows_of(result, name):
@@ -65,22 +43,9 @@ def rows_of(result, name):
         return [json.loads(line) for line in file]
 
 
-def tensors(path):
-    return jax.tree.leaves(hf.load(path, kind="causal")[1])
-
-
 def assert_same_tensors(a, b):
     for x, y in zip(tensors(a), tensors(b), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-class KillAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, step, metrics, control):
-        if step == self.step:
-            raise KeyboardInterrupt
 
 
 class Evaluations(Callback):
@@ -177,7 +142,7 @@ def long_run(models, tmp_path_factory):
 
 def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
     result, _, _ = long_run
-    found = lines(result)
+    found = lines(result.run_dir)
     assert [line["step"] for line in found] == [0, 1, 2, 3, 4]
     names = "reward reward_std frac_reward_zero_std entropy kl loss num_tokens a_share".split()
     names += [f"completions/{end}_{of}length" for end in ("mean", "min", "max") for of in ("", "terminated_")]
@@ -193,13 +158,13 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
 
 
 def test_trls_step_time_is_among_the_timings(long_run):
-    assert all("step_time" in line for line in lines(long_run[0], "timings.jsonl")[1:])
+    assert all("step_time" in line for line in lines(long_run[0].run_dir, "timings.jsonl")[1:])
 
 
 def test_evaluations_come_at_the_start_and_at_each_share_of_the_run(long_run):
     result, _, seen = long_run
     assert seen.steps == [0, 2, 4]
-    with_eval = [line["step"] for line in lines(result) if "eval_near_reward" in line]
+    with_eval = [line["step"] for line in lines(result.run_dir) if "eval_near_reward" in line]
     assert with_eval == [0, 2, 4]
 
 
@@ -213,13 +178,13 @@ def test_rewards_know_where_the_run_is_and_see_only_real_rows(long_run):
 
 
 def test_the_rate_is_that_of_the_optimizer_step(long_run):
-    rates = [line["learning_rate"] for line in lines(long_run[0])[1:]]
+    rates = [line["learning_rate"] for line in lines(long_run[0].run_dir)[1:]]
     np.testing.assert_allclose(rates, 1e-3 * (1 - np.array([0, 4, 8, 12]) / 16), rtol=1e-5)
 
 
 def test_rewards_add_up_in_metrics_and_tables(long_run):
     result, _, _ = long_run
-    for line in lines(result)[1:]:
+    for line in lines(result.run_dir)[1:]:
         rows = rows_of(result, f"training_{line['step']}.jsonl")
         assert list(rows[0]) == ["prompt", "completion", "brevity", "likes_a", "early_end", "a_count", "advantage"]
         each = {name: np.array([float(row[name]) for row in rows]) for name in ("brevity", "likes_a", "early_end")}
@@ -243,10 +208,15 @@ def test_a_killed_run_continues_to_the_same_bits(long_run, models, tmp_path):
     given = {"eval_dataset": EVAL_SETS}
     with pytest.raises(KeyboardInterrupt):
         functions = [brevity, LikesA(), early_end]
-        rlhf_jax.run(long_config(models, tmp_path / "cut"), reward_funcs=functions, callbacks=[KillAt(2)], **given)
+        rlhf_jax.run(
+            long_config(models, tmp_path / "cut"),
+            reward_funcs=functions,
+            callbacks=[KillAt(2, KeyboardInterrupt)],
+            **given,
+        )
     again = rlhf_jax.run(long_config(models, tmp_path / "cut"), reward_funcs=[brevity, LikesA(), early_end], **given)
     whole = long_run[0]
-    assert lines(again) == lines(whole)
+    assert lines(again.run_dir) == lines(whole.run_dir)
     assert_same_tensors(again.paths["policy"], whole.paths["policy"])
     files = sorted(os.listdir(os.path.join(whole.run_dir, "completions")))
     assert {"training_1.jsonl", "training_4.jsonl", "4.jsonl"} <= set(files)
@@ -266,34 +236,30 @@ def test_a_run_that_begins_again_forgets_the_evaluation_at_its_start(tmp_path):
 # ------------------------------------------------------------------------------------------------- the stage by itself
 
 
-def open_stage(**options):
+def rloo_stage(**options):
     functions = options.pop("reward_funcs", [brevity])
     given = {name: options.pop(name) for name in ("train_dataset", "eval_dataset") if name in options}
-    return RLOOStage(config(**options), reward_funcs=functions, **given)
+    return stages.open_stage(config(**options), reward_funcs=functions, **given)
 
 
 def test_programs_compile_once_and_shared_prompts_change_nothing():
     options = {"micro_batch_size": 4, "num_iterations": 2, "eval_dataset": EVAL_SETS["near"] * 2}
     runs, tokens, policies = [], [], []
     for shared in (True, False):
-        stage = open_stage(shared_prompts=shared, **options)
-        rollout = stage.roll(
-            stage.state.params["policy"],
-            stage.train_data.batch(42, 0, 4),
-            stage.state.seed,
-            stage.state.step,
-            None,
-            stage.group,
+        stage = rloo_stage(shared_prompts=shared, **options)
+        state, prompts = stage.state, stage.train_data.batch(42, 0, 4)
+        rollout = stage.runner.generate_rollout(
+            state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
         )
         tokens.append(np.asarray(rollout.response))
-        state, found = stage.state, []
+        found = []
         for step in range(3):
             state, of_step, seconds = stage.train_step(state, step)
             found.append(jax.device_get(of_step))
             assert {"generate", "score", "experience", "update"} <= set(seconds)
             stage.evaluate(state)  # 6 prompts x 2: a whole batch, and one that is filled up
-        programs = (stage._rollout, stage._experience, stage._look, stage._update)
-        assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+        names = ("generate", "experience", "eval_metrics", "update")
+        assert [getattr(stage.programs, name)._cache_size() for name in names] == [1, 1, 1, 1]
         runs.append(found)
         policies.append(state.params["policy"])
         stage.close()
@@ -309,7 +275,7 @@ def test_programs_compile_once_and_shared_prompts_change_nothing():
 
 def test_an_evaluation_with_another_group_size_fits_any_rollout_batch():
     options = {"batch_size": 10, "rollout_batch_size": 10, "num_generations_eval": 3}
-    stage = open_stage(**options, eval_dataset=EVAL_SETS["near"] * 4)
+    stage = rloo_stage(**options, eval_dataset=EVAL_SETS["near"] * 4)
     assert stage.evaluate(stage.state)["eval_completions/mean_length"] > 0
 
 
@@ -324,7 +290,7 @@ def test_a_metric_that_only_some_evaluation_batches_log_is_their_mean():
             log_metric("even", len(calls))
         return brevity(completions)
 
-    stage = open_stage(reward_funcs=[now_and_then], eval_dataset=EVAL_SETS["near"] * 4)
+    stage = rloo_stage(reward_funcs=[now_and_then], eval_dataset=EVAL_SETS["near"] * 4)
     found = stage.evaluate(stage.state)
     assert len(calls) == 3 and found["eval_odd"] == 2 and found["eval_even"] == 2
 
@@ -333,7 +299,7 @@ def test_as_many_prompts_as_an_update_takes_are_enough(tmp_path):
     rows = [{"prompt": f"POST: i met {who}.\n\nTL;DR:"} for who in ("anna", "omar")]
     options = {"num_generations": 4, "total_episodes": 8}
     result = rlhf_jax.run(config(tmp_path / "run", **options), train_dataset=rows, reward_funcs=brevity)
-    assert [line["epoch"] for line in lines(result)] == [1.0]
+    assert [line["epoch"] for line in lines(result.run_dir)] == [1.0]
     with pytest.raises(UserError, match="1 usable rows"):
         rlhf_jax.run(config(tmp_path / "less", **options), train_dataset=rows[:1], reward_funcs=brevity)
 
@@ -350,7 +316,7 @@ def test_a_batch_without_any_score_teaches_nothing_and_the_run_goes_on(tmp_path)
     texts = [str(warning.message) for warning in said]
     assert any("returned None for 8 of 8 rows" in text for text in texts)
     assert sum("nothing is learned from it" in text for text in texts) == 2
-    found = lines(result)
+    found = lines(result.run_dir)
     assert [line["step"] for line in found] == [1, 2, 3] and [line["episode"] for line in found] == [8, 16, 24]
     assert np.isnan(found[0]["rewards/shy/mean"]) and "loss" in found[1] and "loss" not in found[2]
     assert found[2]["learning_rate"] == pytest.approx(1e-3 / 3)
@@ -367,8 +333,8 @@ def test_rows_that_a_function_fails_on_are_dropped_and_counted(tmp_path):
         result = rlhf_jax.run(config(tmp_path / "run", **options), reward_funcs=[fragile, brevity])
     texts = [str(warning.message) for warning in said]
     assert any("fragile returned nan for row 1 (and 2 more bad values)" in text for text in texts)
-    assert any("fragile raised ZeroDivisionError: no luck" in text and "left out" in text for text in texts)
-    first, second = lines(result)
+    assert any("fragile raised ZeroDivisionError: no luck" in text and "dropped" in text for text in texts)
+    first, second = lines(result.run_dir)
     assert first["rewards/dropped"] == 3 and second["rewards/dropped"] == 8 and "loss" not in second
     kept = np.array([0, 2, 3, 6, 7])
     assert first["rewards/fragile/mean"] == pytest.approx(0.5 * kept.mean())
@@ -383,19 +349,21 @@ def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
     def fragile(completions, **_):
         return [1.0] * (len(completions) - 1) + [float("inf")]
 
-    with pytest.raises(RewardFailure, match="reward function fragile returned inf for row 7.*prompt 'SUBREDDIT"):
+    with pytest.raises(RewardFailure, match="fragile.*inf.*row 7.*prompt 'SUBREDDIT"):
         rlhf_jax.run(config(tmp_path / "run"), reward_funcs=[brevity, fragile])
-    with pytest.raises(UserError, match="reward_weights has 1 numbers, but there are 2 rewards: brevity, fragile"):
+    with pytest.raises(UserError, match="reward_weights.*1.*2.*brevity, fragile"):
         rlhf_jax.run(config(tmp_path / "other", reward_weights=(1.0,)), reward_funcs=[brevity, fragile])
 
 
 @pytest.fixture(scope="module")
 def sampled():
     """A stage, a rollout of one of its batches, and the rows of that."""
-    stage = open_stage()
+    stage = rloo_stage()
     prompts, state = stage.train_data.batch(42, 0, 4), stage.state
-    rollout = stage.roll(state.params["policy"], prompts, state.seed, state.step, None, stage.group)
-    return stage, rollout, np.repeat(prompts.rows, stage.group)
+    rollout = stage.runner.generate_rollout(
+        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+    )
+    return stage, rollout, np.repeat(prompts.rows, stage.group_size)
 
 
 def scored(sampled, functions=(), **options):
@@ -404,8 +372,8 @@ def scored(sampled, functions=(), **options):
     c = config(**options)
     models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
     scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
-    scorer.load_weights(stage.weights)
-    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group, stage.trainer_state(0))
+    scorer.set_params([stage.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
+    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group_size, stage.runner.trainer_state(0))
 
 
 def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
@@ -435,7 +403,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
     _, found = scored(sampled, reward_model_path=str(models / "bytes"), reward_text_eos=text_eos)
     own, (model, params) = bytes_tokenizer(), hf.load(str(models / "bytes"), kind="scalar")
     texts = []
-    for i, prompt in enumerate(stage.train_data.shown(rows)):
+    for i, prompt in enumerate(stage.train_data.display_texts(rows)):
         answer = np.asarray(rollout.response[i])[: int(rollout.lengths[i])]
         ids = own.encode(prompt + stage.tokenizer.decode(answer, skip_special_tokens=True))
         texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
@@ -443,7 +411,7 @@ def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_
     tokens = np.array([ids + [0] * (lengths.max() - len(ids)) for ids in texts])
     alone = jax.jit(lambda *args: reward_model.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
     np.testing.assert_allclose(found.scores, alone, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="the tokenizer of .*bytes is not the policy's"):
+    with pytest.raises(UserError, match="tokenizer of .*bytes.*policy"):
         scored(sampled, reward_model_path=str(models / "bytes"), reward_input="ids")
 
 
@@ -470,16 +438,16 @@ def test_conversations_reach_rewards_as_messages(models, tmp_path):
     assert [row["prompt"] for row in table] == [f"POST: {p[0]['content']}\n\nTL;DR:" for p in prompts]
     assert [row["completion"] for row in table] == [answer[0]["content"] for answer in completions]
     assert len(seen[1][0]) == 6 and seen[1][0][::2] == talk[:3]
-    assert {"rewards/judge1/mean", "rewards/polite/mean", "eval_rewards/polite/mean"} <= set(lines(result)[0])
+    assert {"rewards/judge1/mean", "rewards/polite/mean", "eval_rewards/polite/mean"} <= set(lines(result.run_dir)[0])
 
 
 def test_ppo_takes_plain_async_and_dense_rewards(tmp_path):
     likes_a = LikesA()
-    options = {**SHARED, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "num_ppo_epochs": 2}
+    options = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "num_ppo_epochs": 2}
     options |= {"log_completions": True, "dataset_test_split": "validation", "max_eval_samples": 3}
     result = rlhf_jax.run(PPOConfig(**options), reward_funcs=[brevity, likes_a, early_end])
     assert collections.Counter(rows for _, _, rows, _ in likes_a.calls) == {8: 2, 3: 1}
-    for line in lines(result):
+    for line in lines(result.run_dir):
         rows = rows_of(result, f"training_{line['step']}.jsonl")
         total = np.nansum([[float(row[name]) for name in ("brevity", "likes_a", "early_end")] for row in rows], axis=1)
         assert np.isfinite(line["loss/policy_avg"]) and line["a_share"] >= 0
@@ -491,8 +459,8 @@ def test_ppo_takes_plain_async_and_dense_rewards(tmp_path):
 
 
 def test_ppo_skips_a_batch_without_scores(tmp_path):
-    options = {**SHARED, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "total_episodes": 8}
+    options = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "total_episodes": 8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = rlhf_jax.run(PPOConfig(**options), reward_funcs=lambda completions, **_: [None] * len(completions))
-    assert lines(result)[0]["episode"] == 8
+    assert lines(result.run_dir)[0]["episode"] == 8
