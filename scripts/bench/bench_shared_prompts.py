@@ -33,7 +33,7 @@ def table(results: dict[bool, list[dict]]) -> str:
     each, once = ([seconds_of(result) for result in results[shared]] for shared in (False, True))
     pairs = [a / b for a, b in zip(each, once)]
     spread = f"pairs {min(pairs):.2f} to {max(pairs):.2f}"
-    lines.append(f"{'update':12} {median(each):8.3f} {median(once):8.3f} {median(pairs):6.2f}   {spread}")
+    lines.append(f"{'an update':12} {median(each):8.3f} {median(once):8.3f} {median(pairs):6.2f}   {spread}")
     peaks = [median(peak_of(result) for result in results[shared]) for shared in (False, True)]
     return "\n".join([*lines, f"{'peak memory':12} {peaks[0]:8.0f} {peaks[1]:8.0f} MiB"])
 

@@ -32,17 +32,19 @@ from benchmark_case import (
 from jax.errors import JaxRuntimeError
 
 from rlhf_jax.algorithms import actor_critic, microbatch, rollout_metrics
-from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config import validation, values
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
+from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.loop import Loop
+from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.stages import open_stage
 from rlhf_jax.stages.build_programs import build_programs
+from rlhf_jax.stages.runner import Runner
 
 REPEATS = 3
 
@@ -77,36 +79,36 @@ class NoCheckpoints:
         """Does nothing."""
 
 
-def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
-    """Runs all updates through `rlhf_jax.runtime.loop`: (state, timings of each update, peak memory)."""
+def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+    """Runs all updates in the training loop: (state, timings of each update, peak memory)."""
     config = stage.config
     run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
-    peak, control = Peak(), Control()
+    peak, control, stops, monitor = Peak(), Control(), stopping.Stops(), Monitor(stage, run_folder)
     logger = metrics_logger.MetricLogger.open(
         run_folder.path,
         report_to=config.report_to,
+        monitor=monitor,
         terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
         callback=lambda step, values: peak.on_step_end(step, values, control),
     )
-    with logger:
-        run = loop.Loop(
-            stage,
-            state=stage.state,
-            start=0,
-            run_folder=run_folder,
-            checkpoints=NoCheckpoints(),
-            logger=logger,
-            callbacks=(peak,),
-            control=control,
-            stops=stopping.Stops(),
-            monitor=monitor.Monitor(stage, run_folder),
-        )
-        with run.guarded():
-            while run.updates_remain():
-                run.begin_update()
-                run.end_update(*stage.train_step(run.state, run.step))
-                run.run_due(run.due())
-    return run.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
+    loop = Loop(
+        stage,
+        state=stage.state,
+        start=0,
+        run_folder=run_folder,
+        checkpoints=NoCheckpoints(),
+        logger=logger,
+        callbacks=(peak,),
+        control=control,
+        stops=stops,
+        monitor=monitor,
+    )
+    with logger, loop.guarded():
+        while loop.updates_remain():
+            loop.begin_update()
+            loop.end_update(*stage.train_step(loop.state, loop.step, stops.tick))
+            loop.run_due(loop.due())
+    return loop.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
 
 
 def loop_phases(line: dict[str, float]) -> dict[str, float]:
@@ -125,43 +127,36 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
     return {"first": seconds[0], "all": seconds[1:], "seconds": median(seconds[1:])}
 
 
-def prefill_only(stage):
-    """The stage's runner with responses of one token: its rollout is prefill and one sampled token."""
+def prefill_only(stage) -> Runner:
+    """A runner with responses of one token: its rollout is prefill and one sampled token."""
     context = dataclasses.replace(stage.context, config=dataclasses.replace(stage.config, response_length=1))
-    programs = build_programs(
-        context,
-        stage.algorithm,
-        stage.models,
-        stage.state,
-        optimizer=optimizers.make_optimizer(stage.config, stage.total_steps),
-        eos_id=stage.tokenizer.eos_id,
-        episodes_per_epoch=stage.rows,
-    )
+    sizes = {"eos_id": stage.tokenizer.eos_id, "episodes_per_epoch": stage.runner.episodes_per_epoch}
+    programs = build_programs(context, stage.algorithm, stage.models, stage.state, optimizer=None, **sizes)
     return dataclasses.replace(stage.runner, context=context, programs=programs)
 
 
-def alone(stage, name: str) -> Callable:
+def forward_pass(stage, role: str) -> Callable:
     """Jitted forward pass of 'reference' (log-probabilities) or 'value': (params, rollout, experience) -> array."""
-    c, models = stage.config, stage.models
+    config, models = stage.config, stage.models
+    length = config.response_length
 
     def ppo_rows(rows, params):
         tokens, mask = rows
-        t = c.response_length
-        model = (models.value if name == "value" else models.reference).model
-        hidden = actor_critic.response_hidden(model, params, tokens, mask, t, c)
-        if name == "value":
+        model = models.value.model if role == "value" and models.value else models.reference.model
+        hidden = actor_critic.response_hidden(model, params, tokens, mask, length, config)
+        if role == "value":
             return model.scalars(params, hidden)
-        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -t:], c.temperature)[0]
+        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -length:], config.temperature)[0]
 
     def run(params, rollout, experience):
         if stage.name == "ppo":
-            rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
-            return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
+            rows, chunk = actor_critic.full_sequence(rollout), config.rollout_batch_size
+            return map_in_chunks(lambda part: ppo_rows(part, params), rows, chunk)
         rows = experience if stage.shares_prompts else rollout_metrics.split_groups(experience)
         groups, size = rows.lengths.shape
-        at_once = microbatch.groups_per_chunk(c.rollout_batch_size, size, groups)
-        reference = models.reference.model
-        return map_in_chunks(lambda part: actor_critic.group_logprobs(reference, params, part, c)[0], rows, at_once)
+        chunk = microbatch.groups_per_chunk(config.rollout_batch_size, size, groups)
+        model = models.reference.model
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(model, params, part, config)[0], rows, chunk)
 
     return jax.jit(run)
 
@@ -177,49 +172,48 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     Returns:
       {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has "seconds" only.
     """
-    group_size, found = stage.group_size, {}
+    group, runner, times = stage.group_size, stage.runner, {}
     prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
-    rows = np.repeat(prompts.rows, group_size)
+    rows = np.repeat(prompts.rows, group)
 
-    def roll(runner=stage.runner):
-        options = {"seed": state.seed, "step": state.step, "group_size": group_size}
-        return runner.generate_rollout(state.params["policy"], prompts, **options)
+    def generate(runner):
+        policy, keys = state.params["policy"], {"seed": state.seed, "step": state.step}
+        return runner.generate_rollout(policy, prompts, **keys, group_size=group)
 
     if "generate" in wanted:
         short = prefill_only(stage)
-        found["generate"], found["prefill"] = timed(roll), timed(lambda: roll(short))
-        rest = found["generate"]["seconds"] - found["prefill"]["seconds"]
-        if rest > 0.1 * found["generate"]["seconds"]:  # less is noise
-            found["decode"] = {"seconds": rest}
+        times["generate"], times["prefill"] = timed(lambda: generate(runner)), timed(lambda: generate(short))
+        rest = times["generate"]["seconds"] - times["prefill"]["seconds"]
+        if rest > 0.1 * times["generate"]["seconds"]:  # less is noise
+            times["decode"] = {"seconds": rest}
     if set(wanted) == {"generate"}:
-        return found
-    rollout = roll()
+        return times
+    rollout = generate(runner)
 
     def score():
-        return stage.scorer.score(rollout, stage.train_data, rows, group_size, stage.runner.trainer_state(0))
+        return stage.scorer.score(rollout, stage.train_data, rows, group, runner.trainer_state(0))
 
     if "reward" in wanted:
-        found["reward"] = timed(lambda: score().scores)
+        times["reward"] = timed(lambda: score().scores)
     if set(wanted) <= {"generate", "reward"}:
-        return found
-    made = stage.runner.make_experience(state, rollout, score(), group_size)
-    experience, metrics = jax.block_until_ready(made)
-    models = stage.models.with_trained(state.params)
-    parts = {"reference": models.reference, "value": models.value}
-    frozen = {name: None if network is None else network.params for name, network in parts.items()}
-    for name, params in frozen.items():
-        if name in wanted:
-            program = alone(stage, name)
-            found[name] = timed(lambda program=program, params=params: program(params, rollout, experience))
+        return times
+    experience, metrics = jax.block_until_ready(runner.make_experience(state, rollout, score(), group))
+    reference = stage.models.reference.replace(params=runner.reference_params(state))
+    whole = stage.models.replace(reference=reference).with_trained(state.params)
+    frozen = {"reference": whole.reference.params, "value": (whole.value or whole.policy).params}
+    for role, params in frozen.items():
+        if role in wanted:
+            program = forward_pass(stage, role)
+            times[role] = timed(lambda program=program, params=params: program(params, rollout, experience))
     if "update" in wanted:
 
-        def learn():
+        def update():
             nonlocal state
-            state, update_metrics = stage.programs.update(state, stage.models.base, experience, metrics)
-            return update_metrics
+            state, updated = stage.programs.update(state, stage.models.base, experience, metrics)
+            return updated
 
-        found["update"] = timed(learn)
-    return found
+        times["update"] = timed(update)
+    return times
 
 
 def matmul_flops(device: str, dtype: str) -> float:
@@ -264,15 +258,15 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
         wanted = () if case.phase is None else tuple(stage_phases(case))
         if case.phase in (None, "all"):
             compiling.since_last()
-            state, lines, peak = updates(stage, work)
+            state, lines, peak = updates(stage)
             result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
             result |= {"compile_seconds": compiling.seconds, **peak}
         if case.profile and pair == 0:
             if "updates" not in result:
                 state, _, _ = stage.train_step(state, 0)  # compile before the trace
             with jax.profiler.trace(case.profile):
-                state, seen, _ = stage.train_step(state, case.updates)
-                jax.block_until_ready((state, seen))
+                state, metrics, _ = stage.train_step(state, case.updates)
+                jax.block_until_ready((state, metrics))
         if wanted:
             result["phases"] = phases(stage, state, wanted)
             if "updates" not in result:

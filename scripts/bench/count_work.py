@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import benchmark
 import benchmark_work
 import jax
-import jax.numpy as jnp
 import numpy as np
 from benchmark_case import Case, our_options
 
 from rlhf_jax import UserError, data
-from rlhf_jax.algorithms import microbatch, ppo, rloo
-from rlhf_jax.algorithms.actor_critic import Models, Network
-from rlhf_jax.algorithms.optimizer import make_optimizer
+from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import STAGES as CONFIGS
-from rlhf_jax.generate import Sampling, generate
-from rlhf_jax.types import PromptBatch, Rollout, ScoredRollout, TrainState
+from rlhf_jax.dry_run import memory
+from rlhf_jax.parallel import sharding
+
+PHASES = ("generate", "experience", "update")
 
 
 @dataclasses.dataclass
@@ -84,51 +86,30 @@ def count(jaxpr, shares: Sequence[float], turns: int) -> Products:
     return total
 
 
-def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+def programs(case: Case, model, tokenizer, micro: int) -> tuple[dict[str, Any], tuple[int, ...]]:
     """{phase: jaxpr} of generate, experience and update at the case's shapes, and their prompt widths."""
-    options = our_options(case, benchmark.HERE, micro, "none")
-    config = CONFIGS[case.algo](**{**options, "rollout_batch_size": None})
-    value = model if case.algo == "ppo" else None
-    models = Models(Network(model), Network(model), None if value is None else Network(value))
-    c, t, p, b = case.query_length, case.response_length, case.prompts_per_update, case.batch
-    algorithm = {"ppo": ppo, "rloo": rloo}[case.algo]
-    optimizer = make_optimizer(config, 1, algorithm.steps_per_update(config))
-    dtype = jnp.dtype(case.dtype)
+    jaxprs: dict[str, Any] = {}
+    mesh = sharding.make_mesh(1, 1, 1)
 
-    def start():
-        params = {"policy": model.init(jax.random.key(0))}
-        if value is not None:
-            params["value"] = model.init(jax.random.key(0), heads=("scalar",))
-        prompts = PromptBatch(jnp.zeros((p, c), jnp.int32), jnp.full(p, c), jnp.arange(p))
-        repeated = jnp.repeat(prompts.tokens, case.group, axis=0)
-        ones = jnp.ones((b, t))
-        lengths = jnp.full(b, t)
-        rollout = Rollout(repeated, jnp.full(b, c), ones.astype(int), lengths, lengths > 0, ones, ones > 0)
-        state = TrainState(
-            params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.uint32(0), jnp.float32(0), jnp.uint32(0)
-        )
-        return state, prompts, rollout
+    def build(name: str, program: Any, *arguments: Any, resident: Any) -> Any:
+        if name in PHASES:
+            jaxprs[name] = program.trace(*arguments).jaxpr
+        return memory.on_mesh(program.eval_shape(*arguments), mesh)
 
-    def sample(params, prompts):
-        sampling = Sampling(t, config.temperature)
-        return generate(model, params, prompts, jax.random.key(0), sampling, group=case.group, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        path = planned_checkpoint(model, tokenizer, Path(folder, "model"))
+        options = our_options(case, Path(folder), micro, "none")
+        config = CONFIGS[case.algo](**{**options, "sft_model_path": path, "reward_model_path": path})
+        memory.planned_stage(config, mesh).trace_programs(build)
+    return jaxprs, microbatch.prompt_widths(config, case.query_length)
 
-    def experience_of(state, rollout):
-        reference = Network(model, state.params["policy"])
-        batch = ScoredRollout(rollout, jnp.zeros(b), group_size=case.group)
-        whole = models.replace(reference=reference).with_trained(state.params)
-        return algorithm.make_experience(whole, batch, config=config, kl_coef=state.kl_coef)[0]
 
-    def update(state, experience):
-        return algorithm.update(models, state, experience, config=config, optimizer=optimizer, key=jax.random.key(0))
-
-    state, prompts, rollout = jax.eval_shape(start)
-    found = {
-        "generate": jax.make_jaxpr(sample)(state.params["policy"], prompts),
-        "experience": jax.make_jaxpr(experience_of)(state, rollout),
-        "update": jax.make_jaxpr(update)(state, jax.eval_shape(experience_of, state, rollout)),
-    }
-    return found, microbatch.prompt_widths(config, c)
+def planned_checkpoint(model, tokenizer, folder: Path) -> str:
+    """A folder with a model's config.json and tokenizer, which is all that a planned stage reads."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model.to_hf_config("scalar")))
+    data.save_tokenizer(tokenizer, str(folder))
+    return str(folder)
 
 
 def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[float]:
@@ -161,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 f"--prompts has {len(lengths)} that fit; needed: {case.prompts_per_update}, and a multiple of {rows}"
             )
-        found, widths = programs(case, model, args.micro)
+        jaxprs, widths = programs(case, model, tokenizer, args.micro)
         shares = shares_of(lengths, rows, widths)
         shape = benchmark_work.Shape.of(model.config)
         floor = benchmark_work.work(
@@ -169,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
         print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'ratio':>6}")
-        for phase, program in found.items():
-            flops = count(program.jaxpr, shares, case.response_length - 1).flops
+        for phase in PHASES:
+            flops = count(jaxprs[phase].jaxpr, shares, case.response_length - 1).flops
             least = floor[phase].flops
             print(f"{phase:<11} {flops / 1e12:>10.4g} {least / 1e12:>10.4g} {flops / least:>6.2f}")
-        decoding = count(found["generate"].jaxpr, shares, case.response_length - 1).bytes
-        decoding -= count(found["generate"].jaxpr, shares, 0).bytes
+        decoding = count(jaxprs["generate"].jaxpr, shares, case.response_length - 1).bytes
+        decoding -= count(jaxprs["generate"].jaxpr, shares, 0).bytes
         least = benchmark_work.decode_bytes(shape, lengths, case.group, case.response_length, case.dtype)
         print(f"{'decode':<11} {decoding / 1e9:>10.4g} {least / 1e9:>10.4g} {decoding / least:>6.2f}   GB read")
     except UserError as error:

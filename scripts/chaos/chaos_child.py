@@ -132,33 +132,30 @@ def watch(reporter: Reporter) -> None:
 
 def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
     """A stage that reports its rollouts and updates in training, and its export."""
+    from rlhf_jax.stages import RolloutStage
+
     stage = open_stage(*arguments, **options)
-    now: list[int] = []  # number of the current update; empty during evaluation, which also rolls out
+    step_of, export_of, number = stage.train_step, stage.export, [0]
 
     def around(phase: str, call: Callable) -> Callable:
-        def inner(*arguments):
-            return reporter.run_phase(phase, now[0], lambda: call(*arguments)) if now else call(*arguments)
+        return lambda *arguments: reporter.run_phase(phase, number[0], lambda: call(*arguments))
 
-        return inner
-
-    def train_step(state, step, *tick):
-        now.append(step + 1)
-        try:
-            return step_of(state, step, *tick)
-        finally:
-            now.clear()
+    def train_step(state, step, *arguments):
+        number[0] = step + 1
+        return step_of(state, step, *arguments)
 
     def export(state, folder):
         reporter.exporting = 1
         reporter.write("begin", "export", 1)
         return export_of(state, folder)
 
-    step_of, export_of = stage.train_step, stage.export
     stage.train_step, stage.export = train_step, export
-    if hasattr(stage, "programs"):
-        generate, update = around("rollout", stage.programs.generate), around("update", stage.programs.update)
-        stage.programs = dataclasses.replace(stage.programs, generate=generate, update=update)
-        stage.runner = dataclasses.replace(stage.runner, programs=stage.programs)
+    if isinstance(stage, RolloutStage):
+        programs = stage.programs
+        stage.programs = dataclasses.replace(programs, update=around("update", programs.update))
+        # The evaluator keeps the original runner, so its rollouts are not reported.
+        generate = around("rollout", programs.generate)
+        stage.runner = dataclasses.replace(stage.runner, programs=dataclasses.replace(programs, generate=generate))
     else:
         stage.update_step = around("update", stage.update_step)
     return stage

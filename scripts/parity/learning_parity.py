@@ -1,15 +1,15 @@
-"""Does ours learn as TRL's does? PPO and RLOO of both, from one SFT policy and one reward model, over several seeds.
+"""Compares learning with TRL: PPO and RLOO of both, from one SFT policy and one reward model, over several seeds.
 
     python scripts/parity/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
 
-The task is the quickstart's. `prepare` trains SFT policy and reward model, `run` is one run of one system, `evaluate`
-samples from every final policy on the same held-out prompts, `report` prints Markdown and draws the curves, `all` does
-whatever of these is missing, one process at a time. Finished runs are lines of WORK/runs.jsonl, figures of their
-policies lines of WORK/evaluations.jsonl; what is there is not done again.
+The task is the quickstart's. `prepare` trains the SFT policy and the reward model, `run` does one run of one system,
+`evaluate` samples from every final policy on the same held-out prompts, `report` prints Markdown and plots the curves,
+`all` does all missing steps, one process at a time. Finished runs are lines of WORK/runs.jsonl, metrics of their
+policies lines of WORK/evaluations.jsonl; neither is computed again.
 
-Needs trl==1.12.0 (with torch and requests) for TRL's runs and matplotlib for the picture. What differs still: the order
-of prompts and minibatches (RLOO: TRL shuffles rows, ours groups), and where the score of a batch's longest response
-lands (TRL has no column after it).
+Needs trl==1.12.0 (with torch and requests) for TRL's runs, and matplotlib for the picture. Remaining differences: the
+order of prompts and minibatches (RLOO: TRL shuffles rows, ours groups), and the position of the score of a batch's
+longest response (TRL has no column after it).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from rlhf_jax.utils.strict_json import json_text
 SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo")
 NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO"}
 QUICKSTART = {"ppo": "quickstart.py", "rloo": "quickstart_rloo.py"}
-MARGIN, CONFIDENCE = 0.15, 0.9  # of TRL's gain; of the interval
+MARGIN, CONFIDENCE = 0.15, 0.9  # fraction of TRL's gain; level of the interval
 UPDATES, PROMPTS = 48, 4096  # the quickstart's; held out
 
-# Options that TRL has by our names, and those that it says otherwise.
+# Options with the same name in TRL, and others.
 ADAM = ("learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon")
 SAME = (*ADAM, "weight_decay", "temperature")
 OTHERWISE = ("batch_size", "num_mini_batches", "total_episodes", "max_grad_norm", "response_length")
@@ -54,7 +54,7 @@ OWN = {
 
 
 class Run(NamedTuple):
-    """Which run."""
+    """Identifies a run."""
 
     trainer: str
     system: str
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder and its lines."""
+        """Name of its folder and its lines."""
         return f"{self.trainer}-{self.system}-{self.updates}updates-seed{self.seed}"
 
 
@@ -73,9 +73,9 @@ def quickstart(trainer: str, work: Path) -> dict[str, StageConfig]:
 
 
 def settings(trainer: str, updates: int) -> dict[str, Any]:
-    """The hyper-parameters of both systems, by our names: the quickstart's, but for length and clipping.
+    """Hyperparameters of both systems, under our names: the quickstart's, except length and clipping.
 
-    TRL's PPO never clips gradients, whatever it is told, so ours does not; its RLOO does, and so does ours.
+    TRL's PPO ignores max_grad_norm, so ours does not clip; with RLOO both do.
     """
     stage = quickstart(trainer, Path())[trainer]
     values = {name: getattr(stage, name) for name in (*SAME, *OTHERWISE, "missing_eos_penalty", *OWN[trainer])}
@@ -84,12 +84,12 @@ def settings(trainer: str, updates: int) -> dict[str, Any]:
 
 
 def our_config(run: Run, work: Path) -> PolicyConfig:
-    """Our config of a run: the settings, and those choices of ours that are TRL's behaviour."""
+    """Our config of a run: the settings, and the options that reproduce TRL's behaviour."""
     # A minibatch is one micro-batch, so TRL's mean of micro-batch means is the mean over all tokens.
     ppo = {"loss_aggregation": "token_mean_micro", "whiten_ddof": 1, "score_position": "after_eos"}
     rloo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "policy_loss": "clipped"}
     own = {**(ppo if run.trainer == "ppo" else rloo), "eos_penalty_mode": "subtract", "metrics": "trl"}
-    # `evaluate` looks at all policies in one way; a run itself only learns.
+    # `evaluate` evaluates all policies in the same way; a run itself only trains.
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     folder = str(work / "runs" / run.name)
     values = {**settings(run.trainer, run.updates), **own, **quiet, "seed": run.seed, "run_dir": folder}
@@ -97,9 +97,9 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
 
 
 def trl_options(run: Run, scratch: str) -> dict[str, Any]:
-    """Arguments of TRL's PPOConfig or RLOOConfig that say what `settings` does.
+    """Arguments of TRL's PPOConfig or RLOOConfig equivalent to `settings`.
 
-    A minibatch is one micro-batch: with accumulation TRL's PPO would make one optimizer step an epoch.
+    A minibatch is one micro-batch: with accumulation TRL's PPO would take one optimizer step per epoch.
     """
     v = settings(run.trainer, run.updates)
     quiet = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "save_strategy": "no"}
@@ -118,31 +118,31 @@ def trl_options(run: Run, scratch: str) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, none where there is no file; a torn last line is left out."""
+    """The objects of a JSON Lines file, without a torn last line; empty if there is no file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Writes all objects or nothing."""
+    """Writes all objects atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(str(path), "".join(json_text(line) + "\n" for line in lines))
 
 
 def finished(work: Path, run: Run) -> dict[str, Any] | None:
-    """The line of a run that was finished with today's settings; None: it is to be done."""
+    """The line of a run that finished with the current settings; None: there is none."""
     now = json.loads(json_text(settings(run.trainer, run.updates)))
     lines = lines_of(work / "runs.jsonl")
     return next((line for line in lines if line["name"] == run.name and line["settings"] == now), None)
 
 
 def planned(seeds: int, updates: int) -> list[Run]:
-    """All runs, ours and TRL's in turn, seed by seed: what else happens on the machine hits both."""
+    """All runs, seed by seed; ours and TRL's alternate, so that other load on the machine affects both."""
     return [Run(trainer, s, seed, updates) for seed in range(seeds) for trainer in TRAINERS for s in SYSTEMS]
 
 
 def prepare(work: Path) -> None:
-    """Trains the SFT policy and the reward model by the quickstart's config; finished ones stay as they are."""
+    """Trains the SFT policy and the reward model with the quickstart's config, unless finished."""
     from rlhf_jax import train
 
     for name in ("sft", "reward"):
@@ -150,35 +150,35 @@ def prepare(work: Path) -> None:
 
 
 def run_one(work: Path, run: Run, cores: int) -> None:
-    """One run in this process; then its curve and its line."""
+    """Does one run in this process; writes its curve and its line."""
     if finished(work, run) is not None:
         return print(f"{run.name} is finished; nothing to do")
     if not (work / "start/reward/reward_model/config.json").exists():
         raise UserError(f"{work}/start has no SFT policy and reward model: run `learning_parity.py prepare` first")
-    jax.config.update("jax_platforms", "cpu")  # where TRL's runs are
+    jax.config.update("jax_platforms", "cpu")  # as TRL's runs
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
     record(work, run, (run_ours if run.system == "ours" else run_trl)(work, run))
 
 
 def record(work: Path, run: Run, curve: list[dict[str, float]]) -> None:
-    """Writes a finished run's curve and its line, in place of those of an earlier run of this name."""
+    """Writes a finished run's curve and line, replacing those of an earlier run of this name."""
     seconds = [p["seconds"] for p in curve]
     line = {"name": run.name, **run._asdict(), "settings": settings(run.trainer, run.updates)}
     line |= {"seconds": sum(seconds), "update_seconds": median(seconds)}
     write_lines(work / "runs" / run.name / "curve.jsonl", curve)
-    # Figures of the earlier run are not this policy's.
+    # Drop the evaluation of the earlier run's policy.
     for name, new in (("evaluations.jsonl", []), ("runs.jsonl", [line])):
         write_lines(work / name, [old for old in lines_of(work / name) if old["name"] != run.name] + new)
 
 
 def point(update: int, reward: float, kl: float, seconds: float) -> dict[str, float]:
-    """A point of a curve: reward after the penalty for a missing eos, KL in nats a response."""
+    """A point of a curve: reward with the penalty for a missing eos, KL in nats per response."""
     return {"update": update, "reward": reward, "kl": kl, "seconds": seconds}
 
 
 def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
-    """Our run; the points of its curve. Its policy goes to WORK/runs/NAME/policy."""
+    """Does our run; returns the points of its curve. Its policy goes to WORK/runs/NAME/policy."""
     from rlhf_jax import train
 
     folder = train.run(our_config(run, work)).run_dir
@@ -188,8 +188,8 @@ def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
 
 
 def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
-    """TRL's run, on the CPU in float32; returns and leaves what `run_ours` does."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its PPO asks accelerate, not use_cpu
+    """TRL's run, on the CPU in float32; returns and writes the same as `run_ours`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its PPO ignores use_cpu
     import torch
     from datasets import Dataset
     from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
@@ -205,7 +205,7 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     options, values = trl_options(run, str(folder / "trl")), settings(run.trainer, run.updates)
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    np.random.seed(run.seed)  # TRL's PPO shuffles by numpy and does not seed it
+    np.random.seed(run.seed)  # TRL's PPO shuffles with numpy without seeding it
     logs, ends = [], []
 
     def policy():
@@ -218,7 +218,7 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
         class Keeping(base):
             def log(self, entries, *args):
                 super().log(entries, *args)
-                if "train_runtime" not in entries:  # the summary at the end is no step
+                if "train_runtime" not in entries:  # skip the summary at the end
                     logs.append(dict(entries))
                     ends.append(time.perf_counter())
 
@@ -242,28 +242,28 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
 
 
 def trl_curve(trainer: str, logs: Sequence[dict], ends: Sequence[float], steps: int) -> list[dict[str, float]]:
-    """TRL's log as points; RLOO logs each of an update's `steps`, and with the first of them what it sampled.
+    """TRL's log as points. RLOO logs each of an update's `steps`, the rollout's metrics with the first.
 
-    RLOO's `kl` is a mean over tokens; times the mean length it is the mean over responses of sums, as PPO's.
+    RLOO's `kl` is a mean over tokens; times the mean length it is the mean over responses of sums, like PPO's.
     """
     seconds = [ends[i + steps] - ends[i] for i in range(0, len(logs), steps)]
-    found = list(enumerate(zip(logs[::steps], seconds), 1))
+    updates = list(enumerate(zip(logs[::steps], seconds), 1))
     if trainer == "ppo":
-        return [point(i, log["objective/scores"], log["objective/kl"], s) for i, (log, s) in found]
-    return [point(i, log["reward"], log["kl"] * log["completions/mean_length"], s) for i, (log, s) in found]
+        return [point(i, log["objective/scores"], log["objective/kl"], s) for i, (log, s) in updates]
+    return [point(i, log["reward"], log["kl"] * log["completions/mean_length"], s) for i, (log, s) in updates]
 
 
 def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]:
-    """A reward function for TRL's RLOO that scores the sampled ids at the last of them, eos included, as PPO does.
+    """A reward function for TRL's RLOO that scores the sampled ids at the last one, including eos, as PPO does.
 
-    TRL itself would give the reward model text without eos, on which it was not trained.
+    TRL itself passes text without eos, on which the reward model was not trained.
     """
     import torch
 
     def learned_reward(prompts, completion_ids, **kwargs):
         rows = [torch.tensor(head + tail) for head, tail in zip(tokenizer.encode_batch(prompts), completion_ids)]
         last = torch.tensor([len(row) - 1 for row in rows])
-        with torch.inference_mode():  # padding comes after all that is read
+        with torch.inference_mode():  # padding follows everything that is read
             hidden = model.gpt_neox(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).last_hidden_state
             scores = model.score(hidden[torch.arange(len(rows)), last])[:, 0].tolist()
         return [s - (0.0 if tokenizer.eos_id in tail else penalty) for s, tail in zip(scores, completion_ids)]
@@ -298,14 +298,14 @@ def evaluate_all(work: Path, updates: int, prompts: int) -> None:
 
 
 def welch(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Mean of a - mean of b, and the ends of its interval; variances may differ, a and b have 2 numbers or more.
+    """Mean of a - mean of b, and its confidence interval; a and b have 2 or more values, and may differ in variance.
 
     source: Welch 1947, The generalization of Student's problem; degrees of freedom by Satterthwaite 1946.
     """
     from scipy import special  # jax needs it too
 
     if min(len(a), len(b)) < 2:
-        raise UserError(f"an interval needs 2 runs or more of each system, not {len(a)} and {len(b)}: more --seeds")
+        raise UserError(f"an interval needs 2 or more runs of each system, not {len(a)} and {len(b)}: increase --seeds")
     va, vb = (float(np.var(x, ddof=1)) / len(x) for x in (a, b))
     difference = float(np.mean(a) - np.mean(b))
     if va + vb == 0:
@@ -316,12 +316,12 @@ def welch(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE
 
 
 def within(low: float, high: float, gain: float) -> bool:
-    """Whether the interval lies within ± MARGIN of TRL's gain, all of it; never where TRL gained nothing."""
+    """Whether the whole interval lies within ± MARGIN of TRL's gain; False if TRL gained nothing."""
     return gain > 0 and -MARGIN * gain <= low and high <= MARGIN * gain
 
 
 def report(work: Path, updates: int, prompts: int, picture: Path | None) -> None:
-    """Prints the tables as Markdown and draws the picture."""
+    """Prints the tables as Markdown and writes the plot."""
     found = {line["name"]: line for line in lines_of(work / "evaluations.jsonl") if line["prompts"] == prompts}
     if "sft" not in found:
         raise UserError(f"{work}/evaluations.jsonl has no SFT policy on {prompts} prompts: run `evaluate` first")
@@ -351,7 +351,7 @@ def report(work: Path, updates: int, prompts: int, picture: Path | None) -> None
 
 
 def verdict(runs: dict[tuple[str, str], list[dict]], trainer: str, key: str, sft: float) -> str:
-    """Five cells of the table: gain, difference, interval, its share of the gain, yes or no."""
+    """Five cells of the table: gain, difference, interval, as a fraction of the gain, yes or no."""
     ours, trl = ([row[key] for row in runs[trainer, system]] for system in SYSTEMS)
     if min(len(ours), len(trl)) < 2:
         return f"too few seeds: {len(ours)} of ours, {len(trl)} of TRL | | | |"
@@ -362,12 +362,12 @@ def verdict(runs: dict[tuple[str, str], list[dict]], trainer: str, key: str, sft
 
 
 def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
-    """Curves of reward and KL, mean and one standard deviation over seeds, as a PNG."""
+    """Plots reward and KL, mean and one standard deviation over seeds, to a PNG."""
     try:
         from matplotlib.figure import Figure
         from PIL import Image  # matplotlib needs it too
     except ImportError:
-        raise UserError("the picture needs matplotlib: pip install matplotlib, or leave --picture away") from None
+        raise UserError("--picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     looks = {"ours": {"color": "#0b61a4", "linestyle": "-"}, "trl": {"color": "#d1600a", "linestyle": "--"}}
@@ -386,12 +386,12 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
             axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
-    with Image.open(path) as drawn:  # a palette is a third of the file
+    with Image.open(path) as drawn:  # a palette cuts the file to a third
         drawn.convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Whatever is missing, one process at a time; a line a run."""
+    """Does all missing steps, one process at a time; prints a line per run."""
 
     def child(label: str, *words: Any) -> None:
         log = args.work / "logs" / f"{label}.log"
@@ -399,7 +399,7 @@ def run_all(args: argparse.Namespace) -> None:
         command = [sys.executable, __file__, *map(str, words), "--work", str(args.work)]
         with log.open("w", encoding="utf-8") as file:
             if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode:
-                raise UserError(f"{label} failed; {log} says why. The same command goes on from here")
+                raise UserError(f"{label} failed, see {log}; rerun the command to resume")
 
     child("prepare", "prepare")
     runs = planned(args.seeds, args.updates)
@@ -415,17 +415,17 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when done, 2 with an explanation when something the user gave is wrong."""
+    """The command. Exit code 2: wrong options or a failed step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("prepare", "run", "evaluate", "report", "all"))
-    parser.add_argument("--work", type=Path, required=True, help="folder of models, runs and figures")
-    parser.add_argument("--system", choices=SYSTEMS, default="ours", help="run: whose")
-    parser.add_argument("--trainer", choices=TRAINERS, default="ppo", help="run: which")
-    numbers = (("seed", 0, "run: its seed"), ("seeds", 5, "all: runs of each trainer and system"))
-    numbers += (("updates", UPDATES, "of a run"), ("cores", 1, "that a run may use"))
+    parser.add_argument("--work", type=Path, required=True, help="folder of models, runs and evaluations")
+    parser.add_argument("--system", choices=SYSTEMS, default="ours", help="run: system")
+    parser.add_argument("--trainer", choices=TRAINERS, default="ppo", help="run: trainer")
+    numbers = (("seed", 0, "run: seed"), ("seeds", 5, "all: number of runs per trainer and system"))
+    numbers += (("updates", UPDATES, "updates of a run"), ("cores", 1, "cores of a run"))
     for name, default, text in (*numbers, ("prompts", PROMPTS, "held-out prompts of the evaluation")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default {default}")
-    parser.add_argument("--picture", type=Path, help="report, all: PNG to draw")
+    parser.add_argument("--picture", type=Path, help="report, all: PNG of the plot")
     args = parser.parse_args(argv)
     run = Run(args.trainer, args.system, args.seed, args.updates)
     figures = (args.work, args.updates, args.prompts)

@@ -81,13 +81,10 @@ ROWS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "scaling"
 
 
 def checkpoint(size: str, folder: str) -> str:
-    """A folder with the config.json of a Pythia and a tokenizer, which is all that a planned stage reads."""
-    path = pathlib.Path(folder, size)
-    if not path.exists():
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(models.pythia(size).to_hf_config("scalar")))
-        data.save_tokenizer(data.load_tokenizer("synthetic"), str(path))
-    return str(path)
+    """A folder with the config.json of a Pythia and a tokenizer."""
+    return count_work.planned_checkpoint(
+        models.pythia(size), data.load_tokenizer("synthetic"), pathlib.Path(folder, size)
+    )
 
 
 def config_of(algo: str, path: str, mesh: tuple[int, int, int], micro: int, rollout: int, batch: int = 512):
