@@ -25,7 +25,7 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage
 
 GIB = 2**30
-# GiB of high-bandwidth memory that XLA allows a program, by jax's device kind: libtpu 0.0.51 reports them when a program
+# GiB of high-bandwidth memory that XLA allows, by jax's device kind: libtpu 0.0.51 reports them when a program
 # does not fit. A device of a v4 topology is half a chip.
 HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
 
