@@ -1,8 +1,8 @@
-"""TL;DR, stage 3: PPO against the reward model, with TRL's numbers (docs/source/ppo_trainer.md)."""
+"""TL;DR, stage 3: PPO against the reward model, with the settings of TRL's docs/source/ppo_trainer.md."""
 
 from rlhf_jax.config import PPOConfig
 
-# Size: rows a pass, rows a rollout, mesh (data, fsdp, tensor), for 8 devices of 80 GB (12b: 16); data: all others.
+# Size: rows a micro-batch, rows a rollout, mesh (data, fsdp, tensor), for 8 devices of 80 GB (12b: 16); data: the rest.
 VARIANTS = {
     "1b": (128, 512, (-1, 1, 1)),
     "2.8b": (32, 256, (-1, 8, 1)),
@@ -17,31 +17,31 @@ def get_config(variant: str | None = None) -> PPOConfig:
     micro_batch_size, rollout_batch_size, (data, fsdp, tensor) = VARIANTS[size]
     hub = f"cleanrl/EleutherAI_pythia-{size}-deduped"
     sft, reward = f"{hub}__sft__tldr", f"{hub}__reward__tldr"
-    if size == "12b":  # the hub has none: train it by tldr_sft.py:12b and tldr_reward.py:12b
+    if size == "12b":  # not on the hub: train it by tldr_sft.py:12b and tldr_reward.py:12b
         sft, reward = "runs/tldr_sft_12b/policy", "runs/tldr_reward_12b/reward_model"
     return PPOConfig(
         run_dir=f"runs/tldr_ppo_{size}",  # folder
         sft_model_path=sft,  # hub name; or tldr_sft's RUN/policy
-        reward_model_path=reward,  # hub name; values start here too
+        reward_model_path=reward,  # hub name; also initialises the value model
         dataset_name="trl-lib/tldr",  # hub name; 116,722 posts
         query_length=512,  # tokens
-        query_overflow="drop",  # longer prompts are left out, as TRL does
+        query_overflow="drop",  # drop longer prompts, as TRL does
         total_episodes=1_000_000,  # responses; 1,954 updates
         batch_size=512,  # responses an update
-        micro_batch_size=micro_batch_size,  # rows a pass
+        micro_batch_size=micro_batch_size,  # rows a micro-batch
         rollout_batch_size=rollout_batch_size,  # rows generated and scored at a time
-        num_ppo_epochs=4,  # passes over each batch
+        num_ppo_epochs=4,  # epochs over each batch
         num_mini_batches=1,  # optimizer steps an epoch
-        learning_rate=3e-6,  # falls to 0 in a line
+        learning_rate=3e-6,  # linear decay to 0
         response_length=53,  # tokens
-        temperature=0.7,  # of sampling and of log-probabilities
-        stop_token="eos",  # the tokenizer's
-        missing_eos_penalty=1.0,  # reward units, off the score of a response without eos
-        kl_coef=0.05,  # reward units a nat
-        dtype="bfloat16",  # compute; weights stay float32
+        temperature=0.7,  # for sampling and log-probabilities
+        stop_token="eos",  # the tokenizer's eos
+        missing_eos_penalty=1.0,  # subtracted from the score of a response without eos
+        kl_coef=0.05,  # reward units per nat of KL
+        dtype="bfloat16",  # compute dtype; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
         mesh_data=data,  # devices that split rows
-        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_fsdp=fsdp,  # devices that split rows and shard params
         mesh_tensor=tensor,  # devices that split heads
         save_steps=200,  # updates
     )

@@ -2,7 +2,7 @@
 
 from rlhf_jax.config import RewardConfig
 
-# Size: pairs a pass, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes what is left.
+# Size: pairs a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes the remaining devices.
 VARIANTS = {
     "1b": (64, (-1, 1, 1)),
     "2.8b": (32, (-1, 8, 1)),
@@ -23,19 +23,19 @@ def get_config(variant: str | None = None) -> RewardConfig:
         query_length=512,  # tokens of the post
         max_length=638,  # tokens of post and summary; longer pairs are dropped
         batch_size=64,  # pairs an update
-        micro_batch_size=micro_batch_size,  # pairs a pass
-        num_train_epochs=1,  # passes over the pairs
+        micro_batch_size=micro_batch_size,  # pairs a micro-batch
+        num_train_epochs=1,  # epochs over the pairs
         learning_rate=3e-6,  # at the peak
-        lr_scheduler_type="cosine",  # to 0
-        adam_epsilon=1e-5,  # added to the root
+        lr_scheduler_type="cosine",  # decay to 0
+        adam_epsilon=1e-5,  # added to the square root
         weight_decay=0.01,  # torch's AdamW default
         weight_decay_on="all",  # as torch's AdamW
-        normalize_dataset_name="trl-lib/tldr",  # demonstrations that score 0 on average afterwards
-        dtype="bfloat16",  # compute; weights stay float32
+        normalize_dataset_name="trl-lib/tldr",  # shift scores to a mean of 0 on these demonstrations
+        dtype="bfloat16",  # compute dtype; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
         eval_steps=100,  # updates
         mesh_data=data,  # devices that split rows
-        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_fsdp=fsdp,  # devices that split rows and shard params
         mesh_tensor=tensor,  # devices that split heads
         save_steps=250,  # updates
     )

@@ -2,7 +2,7 @@
 
 from rlhf_jax.config import SFTConfig
 
-# Size: rows a pass, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes what is left.
+# Size: rows a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes the remaining devices.
 VARIANTS = {
     "1b": (128, (-1, 1, 1)),
     "2.8b": (32, (-1, 8, 1)),
@@ -19,21 +19,21 @@ def get_config(variant: str | None = None) -> SFTConfig:
         run_dir=f"runs/tldr_sft_{size}",  # folder
         model_name_or_path=f"EleutherAI/pythia-{size}-deduped",  # hub name
         dataset_name="trl-lib/tldr",  # hub name; 116,722 posts
-        query_length=512,  # tokens of the post; longer posts lose paragraphs
+        query_length=512,  # tokens of the post; longer posts lose trailing paragraphs
         max_length=562,  # tokens of post and summary
         batch_size=128,  # rows an update
-        micro_batch_size=micro_batch_size,  # rows a pass
-        num_train_epochs=1,  # passes over the data
+        micro_batch_size=micro_batch_size,  # rows a micro-batch
+        num_train_epochs=1,  # epochs over the data
         learning_rate=3e-6,  # at the peak
-        lr_scheduler_type="cosine",  # to 0
-        adam_epsilon=1e-5,  # added to the root
+        lr_scheduler_type="cosine",  # decay to 0
+        adam_epsilon=1e-5,  # added to the square root
         weight_decay=0.01,  # torch's AdamW default
         weight_decay_on="all",  # as torch's AdamW
-        dtype="bfloat16",  # compute; weights stay float32
+        dtype="bfloat16",  # compute dtype; weights stay float32
         gradient_checkpointing=size != "1b",  # less memory, a third slower
         eval_steps=100,  # updates
         mesh_data=data,  # devices that split rows
-        mesh_fsdp=fsdp,  # devices that split rows and share params
+        mesh_fsdp=fsdp,  # devices that split rows and shard params
         mesh_tensor=tensor,  # devices that split heads
         save_steps=250,  # updates
     )

@@ -1,4 +1,4 @@
-"""A trained policy to use: `load_policy(path).generate(texts)`."""
+"""Inference with a trained policy: `load_policy(path).generate(texts)`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data
-from rlhf_jax.config.validation import RANGES
+from rlhf_jax.config import PolicyConfig
+from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.errors import UserError
@@ -23,35 +24,32 @@ from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.types import Params, PromptBatch, Rollout
 
 STAGES = ("ppo", "rloo", "sft")
-_NARROWEST = 32  # columns of the shortest padded prompt
+_MIN_WIDTH = 32  # columns of the shortest padded prompt
 
 
 def policy_folder(path: str) -> str:
-    """Where the policy of a run's folder lies: RUN/policy, or in a pipeline's that of its last stage. Other paths, a
-    checkpoint's or a hub name, are given back as they are."""
+    """The folder of a run's policy: RUN/policy, or that of the last stage of a pipeline. Other paths (a checkpoint, a
+    hub name) are returned unchanged."""
     for part in ("", *STAGES):
-        inside = os.path.join(path, part, "policy")
-        if any(os.path.isfile(os.path.join(inside, name)) for name in (hf.CONFIG, peft.CONFIG)):
-            return inside
+        folder = os.path.join(path, part, "policy")
+        if any(os.path.isfile(os.path.join(folder, name)) for name in (hf.CONFIG, peft.CONFIG)):
+            return folder
     return path
 
 
 def load_policy(
     path: str, *, revision: str | None = None, tokenizer: str | None = None, dtype: str = "float32"
 ) -> Policy:
-    """A policy with its weights, spread over all devices' rows.
+    """Loads a policy; its batches are sharded over all devices.
 
     Args:
       path: a run's folder, a checkpoint's folder or a hub name.
       revision: of the hub.
-      tokenizer: a folder or hub name, where the checkpoint has none of its own; 'synthetic' is the built-in one.
+      tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' is the built-in one.
       dtype: compute dtype, 'float32' or 'bfloat16'.
 
-    Returns:
-      Policy.
-
     Raises:
-      UserError: nothing loads from there, by file or tensor.
+      UserError: the policy cannot be loaded; names the file or tensor.
     """
     policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype)
     policy.load()
@@ -59,7 +57,7 @@ def load_policy(
 
 
 class Policy:
-    """A causal model with its tokenizer. Without `load` only its config and tokenizer have been read.
+    """A causal model with its tokenizer. The constructor reads only its config and tokenizer; `load` reads its weights.
 
     Attributes:
       path, revision: of the checkpoint.
@@ -77,7 +75,7 @@ class Policy:
         dtype: str = "float32",
         weights: Weights | None = None,
     ):
-        """`weights`: what loads them and has the mesh; default: a new mesh of all devices, rows over them."""
+        """`weights`: loads them and has the mesh; default: a new mesh of all devices, on its axis `data`."""
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype is {dtype!r}; it must be 'float32' or 'bfloat16'")
         self.path, self.revision = policy_folder(str(path)), revision
@@ -96,7 +94,7 @@ class Policy:
             self.params = self.weights.load(self.model, self.path, "causal", self.revision)
 
     def release(self) -> None:
-        """Lets go of the weights."""
+        """Frees the weights."""
         self.params = None
 
     # --- tokens
@@ -104,8 +102,8 @@ class Policy:
     def _pure_sample(self, params, prompts, seed, rows, sampling, group):
         layers = self.model.unstack(params, self.dtype)
         options = {"group": group, "rows": rows, "dtype": self.dtype}
-        found = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
-        return sharding.spread_rows(found, self.mesh)
+        rollout = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
+        return sharding.spread_rows(rollout, self.mesh)
 
     def sample(
         self, prompts: PromptBatch, seed: int, sampling: Sampling, group: int = 1, rows: np.ndarray | None = None
@@ -114,10 +112,10 @@ class Policy:
 
         Args:
           prompts: numpy arrays, tokens [P, C] left-padded, lengths [P]; P divides over the devices.
-          seed: with a row's number it decides what is drawn.
-          sampling: how.
-          group: G.
-          rows: [P * G] int32, the numbers of the rows; default: 0, 1, ...
+          seed: together with a row's number, it determines the response.
+          sampling: options.
+          group: responses per prompt, G.
+          rows: [P * G] int32, row numbers; default: 0, 1, ...
 
         Returns:
           Rollout of P * G rows on the devices.
@@ -143,15 +141,15 @@ class Policy:
         batch_size: int = 32,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str] | str:
-        """A response to each text. The same texts, options and seed give the same responses, in batches of any size.
+        """A response to each text. Equal texts, options and seed give equal responses, whatever the batch size.
 
         Args:
-          texts: texts to go on from; or conversations, lists of {"role", "content"}, which the tokenizer's chat
-            template writes. A single text gives a single response.
-          max_new_tokens: most tokens of a response, its end included.
-          temperature: logits are divided by it; 0 takes the likeliest token.
+          texts: texts to continue; or conversations, lists of {"role", "content"}, rendered by the tokenizer's chat
+            template. A single text gives a single response.
+          max_new_tokens: of a response, including eos.
+          temperature: divides the logits; 0 is greedy decoding.
           top_k, top_p, min_p, repetition_penalty: as in Hugging Face's generate.
-          stop: texts before which a response ends, beside the tokenizer's eos. What comes after is cut off.
+          stop: texts that end a response, in addition to the tokenizer's eos; the response is cut before them.
           seed: 0 to 2^32 - 1.
           batch_size: responses at a time.
           chat_template_kwargs: for conversations.
@@ -160,33 +158,34 @@ class Policy:
           Responses in the order of `texts`, without prompt, special tokens or stop text.
 
         Raises:
-          UserError: an option is out of its range, or a text is empty or too long for the model's context.
+          UserError: an option is out of range, or a text is empty or too long for the model's context.
         """
         single = isinstance(texts, str)
         options = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         self._check(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size, **options)
         if not all(isinstance(text, str) and text for text in stops):
-            raise UserError(f"stop is {stop!r}; it must be a text or a list of texts, none of them empty")
-        ids = self._encoded([texts] if single else texts, max_new_tokens, chat_template_kwargs)
+            raise UserError(f"stop is {stop!r}; it must be a non-empty text or a list of them")
+        ids = self._encode([texts] if single else texts, max_new_tokens, chat_template_kwargs)
         eos = self.tokenizer.eos_id
         sampling = Sampling(max_new_tokens, temperature=temperature, stop_id=eos, fill_id=eos, **options)
-        found: list[str] = [""] * len(ids)
+        responses: list[str] = [""] * len(ids)
         order, shards = sorted(range(len(ids)), key=lambda i: len(ids[i])), sharding.row_shards(self.mesh)
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            # Few shapes, so that few programs are compiled: rows and columns double.
-            rows = np.asarray(chosen + chosen[-1:] * (shards * _doubled(-(-len(chosen) // shards)) - len(chosen)))
+            # Rows and columns double, so that few shapes are compiled.
+            padded = shards * _next_power_of_2(-(-len(chosen) // shards))
+            rows = np.asarray(chosen + chosen[-1:] * (padded - len(chosen)))
             longest = max(len(ids[i]) for i in chosen)
-            width = min(_NARROWEST * _doubled(-(-longest // _NARROWEST)), self._context - max_new_tokens)
+            width = min(_MIN_WIDTH * _next_power_of_2(-(-longest // _MIN_WIDTH)), self._context - max_new_tokens)
             tokens = [np.asarray(ids[i], np.int32) for i in rows]
             lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
             prompts = PromptBatch(batches.pad_left(tokens, width, self.tokenizer.pad_id), lengths, rows)
             rollout = self.sample(prompts, seed, sampling, rows=rows)
             response, lengths = jax.device_get((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
-                found[i] = _before(self.tokenizer.decode(own, skip_special_tokens=True), stops)
-        return found[0] if single else found
+                responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
+        return responses[0] if single else responses
 
     @property
     def _context(self) -> int:
@@ -194,45 +193,45 @@ class Policy:
 
     def _check(self, **options: Any) -> None:
         if self.params is None:
-            raise UserError(f"policy {self.path} has no weights: call load() first")
+            raise UserError(f"policy {self.path} has no weights; call load() first")
         at_least = {"max_new_tokens": 1, "batch_size": 1, "temperature": 0}
         for name, value in options.items():
-            whole = name in ("max_new_tokens", "batch_size", "top_k", "seed")
+            is_int = name in ("max_new_tokens", "batch_size", "top_k", "seed")
             if value is None and name == "min_p":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | (int if whole else float)) or value != value:
-                raise UserError(f"{name} is {value!r}; it must be a {'whole ' if whole else ''}number")
+            if isinstance(value, bool) or not isinstance(value, int | (int if is_int else float)) or value != value:
+                raise UserError(f"{name} is {value!r}; it must be a {'whole ' if is_int else ''}number")
             if name in at_least and value < at_least[name]:
                 raise UserError(f"{name} is {value}; it must be at least {at_least[name]}")
-            if name not in at_least and not RANGES[name][1](value):
-                raise UserError(f"{name} is {value}; it must be {RANGES[name][0]}")
+            if name not in at_least and (error := field_ranges(PolicyConfig)[name].error(name, value)):
+                raise UserError(error)
 
-    def _encoded(self, texts, max_new_tokens: int, chat_template_kwargs) -> list[list[int]]:
-        """Ids of each text or conversation."""
-        written = list(texts)
-        if any(not isinstance(text, str) for text in written):
+    def _encode(self, texts, max_new_tokens: int, chat_template_kwargs) -> list[list[int]]:
+        """Token ids of each text or conversation."""
+        prompts = list(texts)
+        if any(not isinstance(text, str) for text in prompts):
             template = ChatTemplate(self.tokenizer, chat_template_kwargs)
-            for i, messages in enumerate(written):
+            for i, messages in enumerate(prompts):
                 if (fault := conversation_fault({"text": messages}, "text")) is not None:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
-                written[i] = template.write(messages, generation_prompt=True)
-        ids = self.tokenizer.encode_batch(written) if written else []
+                prompts[i] = template.render(messages, generation_prompt=True)
+        ids = self.tokenizer.encode_batch(prompts) if prompts else []
         for i, own in enumerate(ids):
             if not own:
-                raise UserError(f"text {i} is empty: there is nothing to go on from")
+                raise UserError(f"text {i} is empty")
             if len(own) + max_new_tokens > self._context:
                 raise UserError(
-                    f"text {i} has {len(own)} tokens, and with max_new_tokens {max_new_tokens} that makes "
-                    f"{len(own) + max_new_tokens}; the model's context has {self._context}"
+                    f"text {i} has {len(own)} tokens, {len(own) + max_new_tokens} with max_new_tokens "
+                    f"{max_new_tokens}; the model's context has {self._context}"
                 )
         return ids
 
 
-def _doubled(least: int) -> int:
-    """The smallest power of 2 that is at least so much."""
-    return 1 << max(least - 1, 0).bit_length()
+def _next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stops."""
+def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]

@@ -40,6 +40,18 @@ class Rollout:
 
 
 @flax.struct.dataclass
+class ScoredRollout:
+    """A rollout with its scores: what an algorithm makes experience of."""
+
+    rollout: Rollout
+    scores: Array  # [B] float32, one a response
+    scorable: Array | None = None  # [B] bool, False: no reward scored the row; None: all rows have a score
+    token_rewards: Array | None = None  # [B, T] float32 dense rewards, added position by position; None: none
+    eos_id: int = flax.struct.field(pytree_node=False, default=0)  # the tokenizer's, for the missing-eos penalty
+    group_size: int = flax.struct.field(pytree_node=False, default=1)  # adjacent rows that answer the same prompt
+
+
+@flax.struct.dataclass
 class Experience:
     """What one PPO update learns from. Columns of [B, T] arrays are response positions."""
 

@@ -3,12 +3,12 @@
     export RLHF_JAX_REWARD_TOKEN=$(python -c "import secrets; print(secrets.token_urlsafe())")
     python scripts/serve_reward.py --model runs/tldr/reward/reward_model --port 8000
 
-POST /score {"prompts": [...], "completions": [...]} answers {"scores": [...]}, a finite number a row: the model's score
-at the eos after prompt + completion, tokenised as one text by the model's own tokenizer. Lists of messages in place of
-texts go through the tokenizer's chat template. GET /health answers {"status": "ok"}.
+POST /score {"prompts": [...], "completions": [...]} returns {"scores": [...]}, a finite number a row: the model's score
+at the eos appended to prompt + completion, tokenised as one text by the model's tokenizer. Lists of messages are
+rendered by the tokenizer's chat template. GET /health returns {"status": "ok"}.
 
-It listens on loopback, where other users of the machine can connect too, and so wants a bearer token. The size of a
-body, its rows, the connections at a time and the seconds in which a request must have arrived are bounded.
+It listens on loopback, where other users of the machine can connect too, so it requires a bearer token. The bytes and
+rows of a request, the connections at a time and the seconds in which a request must arrive are bounded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
+from rlhf_jax.data import batches
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
-from rlhf_jax.utils.text import never_fail_to_print, parse_json
+from rlhf_jax.utils.text import escape_unencodable_output, parse_json
 
 MAX_BODY = 32 << 20  # bytes
 MAX_ROWS = 65_536  # of a request; an empty row costs a forward pass too
-IDLE = 60.0  # seconds that a connection may stay silent
-ARRIVAL = 120.0  # seconds until a whole request must be there: bytes that trickle are not silence
+IDLE = 60.0  # seconds without a byte before a connection is closed
+ARRIVAL = 120.0  # seconds in which a whole request must arrive, since a client may trickle bytes
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 33\r\nConnection: close\r\n\r\n" + b'{"error": "too many connections"}'
@@ -47,7 +48,7 @@ BUSY = (
 
 
 class BadRequest(Exception):
-    """An HTTP status and what to say with it."""
+    """An HTTP status and its message."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -55,11 +56,11 @@ class BadRequest(Exception):
 
 
 class Scorer:
-    """A reward model and its tokenizer; one request at a time is on the device.
+    """A reward model and its tokenizer; one batch at a time is on the device.
 
     Args:
       path, revision: the checkpoint, a folder or a hub name.
-      tokenizer: of another place; default: the checkpoint's own.
+      tokenizer: folder or hub name; default: the checkpoint's own.
       max_batch: rows of a forward pass.
       dtype: compute dtype.
     """
@@ -70,9 +71,9 @@ class Scorer:
         config = self._model.config
         source = (tokenizer, None) if tokenizer else (path, revision)
         self._tokenizer = data.load_tokenizer(*source, vocab_size=config.vocab_size)
-        self._longest = config.max_position_embeddings
-        # Few padded shapes, so that few programs are compiled: lengths and rows double.
-        self._lengths = [n for k in range(5, 40) if (n := 1 << k) < self._longest] + [self._longest]
+        self._context = config.max_position_embeddings
+        # Padded lengths and rows double, so that few shapes are compiled.
+        self._lengths = [n for k in range(5, 40) if (n := 1 << k) < self._context] + [self._context]
         self._max_batch = max_batch
         self._lock = threading.Lock()
         self._forward = jax.jit(
@@ -86,28 +87,27 @@ class Scorer:
         texts = [self._text(row, *pair) for row, pair in enumerate(zip(prompts, completions, strict=True))]
         for row, text in enumerate(texts):
             if any("\ud800" <= character <= "\udfff" for character in text):
-                raise BadRequest(400, f"row {row} holds a surrogate without its other half")
+                raise BadRequest(400, f"row {row} contains an unpaired surrogate")
         ids = [[*row, self._tokenizer.eos_id] for row in self._tokenizer.encode_batch(texts)]
         for row, tokens in enumerate(ids):
-            if len(tokens) > self._longest:
-                raise BadRequest(400, f"row {row} has {len(tokens)} tokens; the model takes {self._longest}")
-        found = np.zeros(len(ids), np.float32)
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of a like length share a batch
+            if len(tokens) > self._context:
+                raise BadRequest(400, f"row {row} has {len(tokens)} tokens; the model takes {self._context}")
+        scores = np.zeros(len(ids), np.float32)
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length share a batch
         for start in range(0, len(order), self._max_batch):
             rows = order[start : start + self._max_batch]
-            found[rows] = self._batch([ids[row] for row in rows])
-        if not np.isfinite(found).all():
-            raise BadRequest(500, f"the model's score of row {int(np.argmin(np.isfinite(found)))} is not finite")
-        return found.tolist()
+            scores[rows] = self._score_batch([ids[row] for row in rows])
+        if not np.isfinite(scores).all():
+            raise BadRequest(500, f"the model's score of row {int(np.argmin(np.isfinite(scores)))} is not finite")
+        return scores.tolist()
 
-    def _batch(self, ids: list[list[int]]) -> np.ndarray:
+    def _score_batch(self, ids: list[list[int]]) -> np.ndarray:
         height = min(1 << math.ceil(math.log2(len(ids))), self._max_batch)
-        width = data.bucket(max(map(len, ids)), self._lengths)
-        tokens, lengths = np.full((height, width), self._tokenizer.pad_id, np.int32), np.ones(height, np.int32)
-        for row, own in enumerate(ids):
-            tokens[row, : len(own)], lengths[row] = own, len(own)
+        padded = [*ids, *([[self._tokenizer.pad_id]] * (height - len(ids)))]
+        width = batches.bucket(max(map(len, ids)), self._lengths)
+        tokens = batches.pad_right(padded, width, self._tokenizer.pad_id)
         with self._lock:
-            return np.asarray(self._forward(self._params, tokens, lengths))[: len(ids)]
+            return np.asarray(self._forward(self._params, tokens, batches.lengths_of(padded)))[: len(ids)]
 
     def _text(self, row: int, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -118,8 +118,8 @@ class Scorer:
             try:
                 text = self._tokenizer.hf.apply_chat_template([*prompt, *completion], tokenize=False)
             except Exception as error:  # a template may fail in its own way
-                raise BadRequest(400, f"row {row}: the chat template cannot write its messages: {error}") from error
-            eos = self._tokenizer.hf.eos_token  # many templates end with it, and one is enough
+                raise BadRequest(400, f"row {row}: the chat template cannot render its messages: {error}") from error
+            eos = self._tokenizer.hf.eos_token  # `scores` appends it; many templates do as well
             return text.rstrip("\n").removesuffix(eos) if text.rstrip("\n").endswith(eos) else text
         raise BadRequest(400, f"row {row}: prompt and completion must both be texts, or both lists of messages")
 
@@ -133,14 +133,14 @@ def make_server(
     max_connections: int = 64,
     arrival: float = ARRIVAL,
 ) -> ThreadingHTTPServer:
-    """A server, bound and not yet serving.
+    """A server that is bound and not yet serving.
 
     Args:
       scorer: see `Scorer`.
       host, port: to listen on.
-      token: that requests must carry; empty: everybody may ask.
-      max_connections: at a time; who comes beyond them gets 503.
-      arrival: seconds in which a request must have arrived.
+      token: that requests must carry; empty: none is required.
+      max_connections: at a time; further ones get 503.
+      arrival: seconds in which a request must arrive.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -149,23 +149,23 @@ def make_server(
 
         def setup(self) -> None:
             super().setup()
-            self._late = threading.Timer(arrival, self._cut)
-            self._late.daemon = True
-            self._late.start()
+            self._deadline = threading.Timer(arrival, self._stop_reading)
+            self._deadline.daemon = True
+            self._deadline.start()
 
-        def _cut(self) -> None:
+        def _stop_reading(self) -> None:
             with contextlib.suppress(OSError):  # the client may have left
                 self.connection.shutdown(socket.SHUT_RD)
 
         def finish(self) -> None:
-            self._late.cancel()
+            self._deadline.cancel()
             super().finish()
 
         def do_GET(self) -> None:
             if self.path.split("?")[0] == "/health":
                 self._send(200, {"status": "ok"})
             else:
-                self._send(404, {"error": "there are GET /health and POST /score"})
+                self._send(404, {"error": "use GET /health or POST /score"})
 
         def do_POST(self) -> None:
             try:
@@ -173,66 +173,67 @@ def make_server(
             except BadRequest as error:
                 self._send(error.status, {"error": str(error)})
             except Exception as error:
-                self._send(500, {"error": f"{type(error).__name__}; the server's log says more"})
+                self._send(500, {"error": f"{type(error).__name__}; see the server's log"})
                 raise
 
         def _scores(self) -> list[float]:
             given = self.headers.get("Authorization", "").encode()
             if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                self._forget()  # nobody's memory is filled before this
-                raise BadRequest(401, "a bearer token is needed, and the right one")
+                self._discard_body()
+                raise BadRequest(401, "a valid bearer token is required")
             body = self._body()
             if self.path.split("?")[0] != "/score":
-                raise BadRequest(404, "there are GET /health and POST /score")
-            self._late.cancel()
+                raise BadRequest(404, "use GET /health or POST /score")
+            self._deadline.cancel()
             try:
-                asked = parse_json(body)
+                content = parse_json(body)
             except ValueError as error:
-                raise BadRequest(400, f"the body is no JSON: {error}") from None
-            columns = [asked.get(key) if isinstance(asked, dict) else None for key in ("prompts", "completions")]
+                raise BadRequest(400, f"the body is not JSON: {error}") from None
+            content = content if isinstance(content, dict) else {}
+            columns = [content.get(key) for key in ("prompts", "completions")]
             if not all(isinstance(column, list) for column in columns):
                 raise BadRequest(400, 'the body must be {"prompts": [...], "completions": [...]}')
             if len(columns[0]) != len(columns[1]):
                 raise BadRequest(400, f"{len(columns[0])} prompts but {len(columns[1])} completions")
             if len(columns[0]) > MAX_ROWS:
-                raise BadRequest(413, f"a request may have {MAX_ROWS} rows, this one has {len(columns[0])}")
+                raise BadRequest(413, f"a request may have {MAX_ROWS} rows; this one has {len(columns[0])}")
             return scorer.scores(*columns)
 
         def _length(self) -> int:
             length = self.headers.get("Content-Length", "")
             if not (length.isascii() and length.isdecimal() and len(length) < 16):
-                raise BadRequest(411, "Content-Length is needed")
+                raise BadRequest(411, "Content-Length is required")
             return int(length)
 
         def _body(self) -> bytes:
             length = self._length()
             if length > MAX_BODY:
-                self._forget()
-                raise BadRequest(413, f"a body may have {MAX_BODY} bytes, this one has {length}: send fewer rows")
+                self._discard_body()
+                raise BadRequest(413, f"a body may have {MAX_BODY} bytes; this one has {length}: send fewer rows")
             body = self.rfile.read(length)
             if len(body) < length:
-                raise BadRequest(408, f"only {len(body)} of {length} bytes came within {arrival:g} s")
+                raise BadRequest(408, f"only {len(body)} of {length} bytes arrived within {arrival:g} s")
             return body
 
-        def _forget(self) -> None:
-            """Reads the body and keeps none of it, within reason: a connection closed before loses the answer too."""
+        def _discard_body(self) -> None:
+            """Reads a body without storing it: closing the connection before its end would lose the response."""
             left = min(self._length(), 4 * MAX_BODY)
             while left > 0 and (piece := self.rfile.read(min(left, 1 << 20))):
                 left -= len(piece)
 
-        def _send(self, status: int, answer: dict[str, Any]) -> None:
-            body = json.dumps(answer).encode()
+        def _send(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
-            # One request a connection: what is left of it is never taken for the next, and none waits in a slot.
+            # One request a connection: unread bytes cannot be taken for the next one, and idle clients hold no slot.
             self.send_header("Connection", "close")
             self.close_connection = True
             self.end_headers()
             self.wfile.write(body)
 
         def log_request(self, *_: Any) -> None:
-            """One line a request is too much; errors are logged."""
+            """Logs errors only."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -248,7 +249,7 @@ def make_server(
                 return
             try:
                 super().process_request(request, client_address)
-            except BaseException:  # no thread could be started
+            except BaseException:  # the thread did not start
                 self.slots.release()
                 raise
 
@@ -259,7 +260,7 @@ def make_server(
                 self.slots.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a client may leave early
+            if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # the client left early
                 super().handle_error(request, client_address)
 
     return Server((host, port), Handler)
@@ -273,7 +274,7 @@ def is_loopback(host: str) -> bool:
 
 
 def main() -> int:
-    """Exit status 2 for what the user got wrong."""
+    """Returns the exit status: 2 for an error of the user."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -281,26 +282,28 @@ def main() -> int:
     parser.add_argument("--revision", help="hub revision")
     parser.add_argument("--tokenizer", help="folder or hub name, where the checkpoint has none of its own")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: any")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one, which is printed")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port; it is printed")
     parser.add_argument("--max_batch", type=int, default=32, help="rows of a forward pass")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="compute dtype")
-    parser.add_argument("--max_connections", type=int, default=64, help="at a time; beyond them the answer is 503")
+    parser.add_argument("--max_connections", type=int, default=64, help="at a time; further ones get status 503")
     parser.add_argument(
         "--token_env",
         default="RLHF_JAX_REWARD_TOKEN",
         help="environment variable with the bearer token that requests must carry",
     )
-    parser.add_argument("--no_token", action="store_true", help="anybody on this machine may ask; on loopback only")
+    parser.add_argument(
+        "--no_token", action="store_true", help="let any user of this machine send requests; loopback only"
+    )
     args = parser.parse_args()
-    never_fail_to_print()
+    escape_unencodable_output()
     try:
         token = "" if args.no_token else os.environ.get(args.token_env, "").strip()
         if args.no_token and not is_loopback(args.host):
-            raise UserError(f"--no_token with --host {args.host}: without a token it listens on loopback only")
+            raise UserError(f"--no_token with --host {args.host}: without a token the server listens on loopback only")
         if not args.no_token and not token:
             raise UserError(
-                f"--token_env {args.token_env}: this environment variable is not set. Set it here and where the run "
-                "is, or give --no_token to let everybody on this machine ask"
+                f"--token_env {args.token_env}: this environment variable is not set. Set it here and for the run, or "
+                "pass --no_token to let any user of this machine send requests"
             )
         for option in ("max_batch", "max_connections"):
             if getattr(args, option) < 1:

@@ -4,7 +4,8 @@ import gc
 import os
 import pathlib
 
-from tests.children import QUICK
+from tests.helpers.children import QUICK
+from tests.helpers.reward_server import Server
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -47,11 +48,25 @@ def room_for_programs():
         gc.collect()
 
 
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
 # Workers take whole files: a slow one that comes last would run alone.
-SLOWEST = "rloo hub rloo_stage reward_failures replay evaluate_command lora_stages ppo train lora adapters reward_runs "
-SLOWEST += "devices_work properties_invariance models_forward generate"
+SLOWEST = """
+algorithms/rloo integration/hub stages/rloo robustness/reward_failures parity/replay evaluate/run stages/adapters
+algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work algorithms/invariance
+models/decoder generate
+"""
 
 
 def pytest_collection_modifyitems(items):
-    order = {f"test_{name}.py": place for place, name in enumerate(SLOWEST.split())}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    tests = pathlib.Path(__file__).parent
+    order = {
+        tests / pathlib.Path(name).with_name(f"test_{pathlib.Path(name).name}.py"): place
+        for place, name in enumerate(SLOWEST.split())
+    }
+    items.sort(key=lambda item: order.get(item.path, len(order)))

@@ -5,9 +5,8 @@ import pathlib
 
 import pytest
 
-import rlhf_jax
+from tests.helpers.paths import PACKAGE, ROOT
 
-PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {
     *("os", "io", "sys", "pathlib", "shutil", "tempfile", "glob", "time", "datetime", "socket", "requests", "urllib"),
@@ -35,14 +34,15 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "tyro": {"config/command_line.py", "train.py"},
     "jax.distributed": {"parallel/multihost.py"},
     "jax.experimental.multihost_utils": {"parallel/multihost.py"},
-    "socket": {"parallel/liveness.py", "rewards/server.py"},
-    "tensorboardX": {"metrics/logger.py"},
+    "socket": {"parallel/liveness.py"},
+    "tensorboardX": {"metrics/tensorboard.py"},
     "wandb": {"runtime/trackers.py"},
     "trackio": {"runtime/trackers.py"},
     "rouge_score": {"evaluate/rouge.py"},
     "rich": {"runtime/completion_tables.py", "runtime/progress.py"},
     "urllib": {"rewards/server.py"},
-    "http": {"rewards/server.py"},
+    "http": set(),
+    "httpx2": {"rewards/server.py"},
     "jinja2": set(),
     "torch": set(),
     "tensorflow": set(),
@@ -63,6 +63,21 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("train",),
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+TESTS = ROOT / "tests"
+OTHER_TESTS = {  # folders of tests that no folder of the package has
+    "helpers": "what several test files share",
+    "integration": "whole runs: the command, resume, processes, devices, the hub, docs, notebooks, packaging",
+    "parity": "recorded runs of TRL, replayed; and what is held against other implementations",
+    "robustness": "hostile input, accidents, kills, security",
+    "scripts": "the scripts, by their names",
+}
+OF_SEVERAL_MODULES = {  # test files in a mirrored folder that no single module has
+    "algorithms/test_invariance.py": "PPO, RLOO and the sampler: order, buckets, micro-batches",
+    "parallel/test_collectives.py": "what the compiled programs of an update send between devices",
+    "parallel/test_devices_work.py": "how much of an update each device computes",
+    "report/test_report.py": "a report from its folders to its page",
+    "test_imports.py": "the walls themselves",
+}
 
 
 def package_of(file: str) -> list[str]:
@@ -207,3 +222,50 @@ def test_public_functions_and_classes_have_docstrings():
             if public and ast.get_docstring(node) is None:
                 bare.append(f"{file}: {node.name}")
     assert not bare
+
+
+# --- the tests themselves
+
+TEST_FILES = {path.relative_to(TESTS).as_posix(): path for path in sorted(TESTS.rglob("*.py"))}
+
+
+def test_every_folder_of_the_package_has_its_folder_of_tests():
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
+    tested = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert not folders - tested, f"no tests in {sorted(folders - tested)}"
+    foreign = {folder for folder in tested - folders if folder.split("/")[0] not in OTHER_TESTS}
+    assert not foreign, f"rlhf_jax has no {sorted(foreign)}"
+    assert not OTHER_TESTS.keys() & {folder.split("/")[0] for folder in folders}
+
+
+def test_a_test_file_is_named_after_the_module_that_it_tests():
+    nameless = []
+    for file, path in TEST_FILES.items():
+        folder = PACKAGE / path.parent.relative_to(TESTS)
+        if path.name.startswith("test_") and folder.is_dir() and file not in OF_SEVERAL_MODULES:
+            modules = {module.stem for module in folder.glob("*.py")}
+            name = path.stem.removeprefix("test_")
+            if not any(name == module or name.startswith(f"{module}_") for module in modules):
+                nameless.append(file)
+    assert not nameless and OF_SEVERAL_MODULES.keys() <= TEST_FILES.keys()
+
+
+def test_no_test_file_imports_another():
+    crossing = []
+    for file, path in TEST_FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}: import by the full name"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            crossing += [(file, name) for name in names if any(part.startswith("test_") for part in name.split("."))]
+    assert not crossing
+
+
+def test_every_folder_of_tests_is_a_package():
+    """Two files of one name in two folders are two modules then."""
+    folders = {path.parent for path in TESTS.rglob("*.py")} - {TESTS / "helpers" / "fake_trackers"}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

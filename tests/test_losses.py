@@ -197,3 +197,16 @@ def test_wrong_shapes_and_dtypes_are_caught():
         losses.pairwise_reward_loss(jnp.zeros(2), jnp.zeros(3))
     with pytest.raises(AssertionError):
         losses.cross_entropy(jnp.zeros((2, 5)), jnp.zeros(2, jnp.int32), jnp.ones(2))
+
+
+def test_a_log_probability_has_forward_and_second_derivatives():
+    logits, tokens = normal(0, 2, 5), jnp.array([1, 4])
+
+    def chosen(logits):
+        return losses.logprobs_from_logits(logits, tokens).sum()
+
+    def formula(logits):
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1).sum()
+
+    np.testing.assert_allclose(jax.jacfwd(chosen)(logits), jax.grad(formula)(logits), atol=1e-6)
+    np.testing.assert_allclose(jax.hessian(chosen)(logits), jax.hessian(formula)(logits), atol=1e-6)

@@ -14,10 +14,12 @@ import rlhf_jax
 from rlhf_jax import data, train
 from rlhf_jax import report as report_of_runs
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, command_line
-from rlhf_jax.metrics import catalog, logger
+from rlhf_jax.metrics import catalog
 from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.runtime.callbacks import Callback
+from rlhf_jax.stages import open_stage
+from tests.helpers.runs import OPTIONS, KillAt, Killed, lines, tensors
 
 SHARED = {
     "dataset_name": "synthetic",
@@ -69,31 +71,10 @@ class StopAfter(Callback):
         control.stop |= step >= self.step
 
 
-class Killed(Exception):
-    """Stands for a kill: raised in the middle of a run."""
-
-
-class KillAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, step, metrics, control):
-        if step == self.step:
-            raise Killed
-
-
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "sft"
     return rlhf_jax.run(sft_config(folder))
-
-
-def lines(folder, name="metrics.jsonl"):
-    return logger.read_metrics(os.path.join(folder, name))
-
-
-def tensors(path):
-    return jax.tree.leaves(hf.load(path, kind="causal")[1])
 
 
 def test_a_run_leaves_its_folder(sft):
@@ -179,7 +160,7 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
 
 def test_an_update_without_any_score_teaches_nothing_and_says_so(sft, tmp_path):
     config = ppo_config(tmp_path / "x", sft.run_dir, total_episodes=8, dataset_test_split=None, log_completions=True)
-    with pytest.warns(UserWarning, match="update 1: no response has a score"):
+    with pytest.warns(UserWarning, match="update 1.*score"):
         result = rlhf_jax.run(config, reward_funcs=lambda completions, **_: [None] * len(completions))
     for a, b in zip(tensors(result.paths["policy"]), tensors(sft.paths["policy"]), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -187,38 +168,37 @@ def test_an_update_without_any_score_teaches_nothing_and_says_so(sft, tmp_path):
 
 
 def test_each_program_of_ppo_compiles_once(sft, tmp_path):
-    from rlhf_jax.stages import PPOStage
-
     config = ppo_config(tmp_path / "x", sft.run_dir)
-    stage = PPOStage(config, reward_funcs=[wordiness])
+    stage = open_stage(config, reward_funcs=[wordiness])
     state = stage.state
     for step in range(3):
         state, _, seconds = stage.train_step(state, step)
-    assert (stage._rollout._cache_size(), stage._experience._cache_size(), stage._update._cache_size()) == (1, 1, 1)
+    assert (
+        stage.programs.generate._cache_size(),
+        stage.programs.experience._cache_size(),
+        stage.programs.update._cache_size(),
+    ) == (1, 1, 1)
     assert set(seconds) == {"generate", "score", "experience", "update", "reward/wordiness"}
-    assert set(stage._ahead) == {3}  # prepared while the last update ran
-    np.testing.assert_array_equal(stage._ahead[3].tokens, stage.train_data.batch(config.seed, 3, 8).tokens)
+    assert set(stage._next_prompts) == {3}  # prepared while the last update ran
+    np.testing.assert_array_equal(stage._next_prompts[3].tokens, stage.train_data.batch(config.seed, 3, 8).tokens)
 
 
 def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp_path):
-    from rlhf_jax.stages import PPOStage
-
-    stage = PPOStage(ppo_config(tmp_path / "x", sft.run_dir, dtype="bfloat16"), reward_funcs=[wordiness])
+    stage = open_stage(ppo_config(tmp_path / "x", sft.run_dir, dtype="bfloat16"), reward_funcs=[wordiness])
     policy = stage.state.params["policy"]
     assert {x.dtype for x in jax.tree.leaves(policy)} == {jnp.dtype("float32")}
-    matrices = [x for x in jax.tree.leaves(stage.ref_params) if x.ndim > 1 and x.shape[-1] > 1]
+    matrices = [x for x in jax.tree.leaves(stage.models.reference.params) if x.ndim > 1 and x.shape[-1] > 1]
     assert jnp.dtype("bfloat16") in {x.dtype for x in matrices}
-    size = sum(x.nbytes for x in jax.tree.leaves(stage.ref_params))
+    size = sum(x.nbytes for x in jax.tree.leaves(stage.models.reference.params))
     assert size < 0.52 * sum(x.nbytes for x in jax.tree.leaves(policy))
     prompts = stage.train_data.batch(0, 0, 8)
-    rollout = stage.roll(policy, prompts, stage.state.seed, stage.state.step, None, 1)
+    state = stage.state
+    rollout = stage.runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step)
     # The reference is the policy's start: were it rounded otherwise than the forward pass rounds, a KL would show.
-    np.testing.assert_array_equal(stage._kl({"policy": policy}, None, stage.ref_params, rollout), 0)
+    np.testing.assert_array_equal(stage.runner.token_kl(policy, rollout), 0)
 
 
 def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, tmp_path):
-    from rlhf_jax.stages import PPOStage
-
     model, policy = hf.load(sft.paths["policy"], kind="causal")
     path, updates = str(tmp_path / "reward"), []
     scalar = {"backbone": policy["backbone"], "score": model.init_score(jax.random.key(0))}
@@ -226,15 +206,18 @@ def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(s
     data.save_tokenizer(data.load_tokenizer(sft.paths["policy"]), path)
     for where in ("none", "pinned_host"):
         config = ppo_config(tmp_path / where, sft.run_dir, reward_model_path=path, offload_frozen=where)
-        stage = PPOStage(config)
-        waiting = {x.sharding.memory_kind for x in jax.tree.leaves((stage.ref_params, stage.scorer.models[0].params))}
+        stage = open_stage(config)
+        waiting = {
+            x.sharding.memory_kind
+            for x in jax.tree.leaves((stage.models.reference.params, stage.scorer.models[0].params))
+        }
         assert waiting == {"device" if where == "none" else "pinned_host"}
         state = stage.state
         for step in range(2):
             state, metrics, _ = stage.train_step(state, step)
         updates.append((jax.device_get(state.params), jax.device_get(metrics)))
-        assert stage._experience._cache_size() == stage._update._cache_size() == 1
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(stage.ref_params)} == waiting
+        assert stage.programs.experience._cache_size() == stage.programs.update._cache_size() == 1
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(stage.models.reference.params)} == waiting
     jax.tree.map(np.testing.assert_array_equal, *updates)
 
 
@@ -264,7 +247,7 @@ def test_several_evaluation_sets_have_names_and_the_first_is_watched(tmp_path, c
 
 
 def test_a_reward_run_counts_the_tokens_of_the_whole_run_across_a_kill(tmp_path):
-    options = {**SHARED, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 3}
+    options = {**OPTIONS, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 3}
     config = RewardConfig(run_dir=str(tmp_path / "reward"), dataset_test_split=None, **options)
     with pytest.raises(Killed):
         rlhf_jax.run(config, callbacks=[KillAt(1)])
@@ -294,7 +277,7 @@ def test_an_optimizer_of_ones_own_is_used(tmp_path):
 
 
 def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
-    shared = dict(SHARED)
+    shared = dict(OPTIONS)
     small = Pipeline(
         run_dir=str(tmp_path / "run"),
         sft=SFTConfig(**shared, **TEXTS, model_name_or_path=None, scratch_model="1x16x2", max_steps=2),
@@ -361,7 +344,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     _, groups = report_of_runs.read([str(tmp_path / "run")])
     assert [group.label for group in groups] == ["run/sft", "run/reward", "run/ppo", "run/rloo"]
     assert not [note for group in groups for run in group.runs for note in run.notes]
-    text = page.page(groups, "run")
+    text = page.render_page(groups, "run")
     assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 

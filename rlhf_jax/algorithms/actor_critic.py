@@ -1,10 +1,10 @@
-"""Forward passes of the models of PPO and RLOO at the positions that predict a response."""
+"""The models of an algorithm, and their forward passes at the positions that predict a response."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 
@@ -15,40 +15,59 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
 LOGIT_POSITIONS = 1024
-"""Rows of logits at a time a device: 206 MB of float32 with Pythia's vocabulary."""
+"""Rows of logits per device at a time: 206 MB of float32 with Pythia's vocabulary."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Networks:
-    """The models of a run; static under jit. `value` is None when the policy carries the value head; `mesh` is where
-    rows are spread, None where there is one device.
+@flax.struct.dataclass
+class Network:
+    """A model and its params."""
 
-    Models with adapters stand on `base`, {role: frozen params} of "policy" and, where it is not the same, of "value";
-    the params that are trained, and those of the reference, are then adapters alone."""
+    model: Any = flax.struct.field(pytree_node=False)  # static: its config and functions
+    params: Params | None = None
 
-    policy: Any
-    ref: Any
-    value: Any | None
-    mesh: Any | None = None
 
-    def whole(self, base: Params | None, params: Params) -> Params:
-        """The params that the models take, {role: params}, of those that are trained."""
-        if base is None:
+@flax.struct.dataclass
+class Models:
+    """The models that an algorithm reads.
+
+    Forward passes take `policy.params`, `value.params` and `reference.params` as whole params. An update gets the
+    trained params by TrainState instead, whose buffers it overwrites: there `policy.params` and `value.params` are
+    None until `with_trained` sets them.
+    """
+
+    policy: Network
+    reference: Network | None = None  # None: the algorithm has no KL penalty
+    value: Network | None = None  # None: there is no value model, or the policy carries the value head
+    base: Params | None = None  # frozen params that adapters are merged into: {"policy": ..., "value": ...}, where the
+    # value model has its own; None: the models are trained in full
+    mesh: Any = flax.struct.field(pytree_node=False, default=None)  # rows are sharded over it; None: one device
+
+    def with_trained(self, trained: Params) -> Models:
+        """The same with whole params of all models, adapters merged.
+
+        Args:
+          trained: {"policy": ..., "value": ...} as in TrainState: params, or adapters where `base` is not None; without
+            "value" the value model stays without params.
+        """
+        policy = self.policy.replace(params=self._merge("policy", self.policy.model, trained["policy"]))
+        value, reference = self.value, self.reference
+        if value is not None and "value" in trained:
+            value = value.replace(params=self._merge("value", value.model, trained["value"]))
+        if reference is not None and reference.params is not None:
+            reference = reference.replace(params=self._merge("policy", reference.model, reference.params))
+        return self.replace(policy=policy, value=value, reference=reference, base=None)
+
+    def _merge(self, role: str, model: Any, params: Params) -> Params:
+        if self.base is None:
             return params
-        return {
-            role: getattr(self, role).with_lora(base.get(role, base["policy"]), part) for role, part in params.items()
-        }
-
-    def reference(self, base: Params | None, ref: Params | None) -> Params | None:
-        """The params that the reference takes; None where there is none."""
-        return ref if base is None or ref is None else self.ref.with_lora(base["policy"], ref)
+        return model.with_lora(self.base.get(role, self.base["policy"]), params)
 
 
 def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
-    """Prompt and response side by side.
+    """Prompt and response in one sequence.
 
     Returns:
-      tokens [B, C + T] int32, mask [B, C + T] bool (left padding out; response columns by `response_mask`).
+      tokens [B, C + T] int32, mask [B, C + T] bool (False on left padding; response columns by `response_mask`).
     """
     c = rollout.prompt_tokens.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
@@ -69,32 +88,33 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
       (log-probabilities [b, T] float32, entropies [b, T] float32)
     """
 
-    def of(rows):
+    def of_chunk(rows):
         hidden, response = rows
         if hidden.dtype == jnp.float32:
-            # The few hidden states rather than the many logits; in half precision that would round them once more.
+            # Divides the few hidden states, not the many logits; in half precision that would round them once more.
             logits = model.logits(params, hidden / (temperature + 1e-7))
         else:
             logits = model.logits(params, hidden) / (temperature + 1e-7)
         return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
 
-    return by_positions(of, (hidden, response), model.layout)
+    return map_logit_chunks(of_chunk, (hidden, response), model.layout)
 
 
-def by_positions(function, rows, layout=None):
-    """Applies `function`, which makes logits, to so many rows at a time that each device has about LOGIT_POSITIONS.
+def map_logit_chunks(function, rows, layout=None):
+    """Applies `function`, which computes logits, to chunks of rows with about LOGIT_POSITIONS positions per device.
+
+    With more than one chunk the backward pass recomputes the logits, so that one chunk is held at a time.
 
     Args:
       function: pytree of [r, T, ...] -> pytree of [r, T].
-      rows: pytree of [b, T, ...]. Up to LOGIT_POSITIONS positions go at once; of more, logits are made again in the
-        backward pass, so that there is never more than one chunk of them.
-      layout: of the model that makes them; None: on one device.
+      rows: pytree of [b, T, ...].
+      layout: the model's; None: on one device.
 
     Returns:
       function(rows), as if called once.
     """
     b, t = jax.tree.leaves(rows)[0].shape[:2]
-    # All devices of a mesh share the logits: they are split by rows and by columns.
+    # Logits are sharded over all devices of the mesh, by rows and by columns.
     most, unit = (1, 1) if layout is None else (layout.mesh.size, sharding.row_shards(layout.mesh))
     most, unit = most * LOGIT_POSITIONS, unit if b % unit == 0 else 1
     if b * t <= most:
@@ -119,36 +139,35 @@ def response_hidden(model, params, tokens, mask, t, config):
     return model.hidden(params, tokens, mask, last=t + 1, **options)[:, :-1]
 
 
-def evaluate_actor_critic(nets: Networks, params: Params, tokens: Array, mask: Array, t: int, config):
-    """The trained networks on prompt and response, at response positions.
+def evaluate_actor_critic(models: Models, tokens: Array, mask: Array, t: int, config):
+    """Policy and value model on prompt and response, at response positions.
 
     Args:
-      nets: the models.
-      params: {"policy": ...} or {"policy": ..., "value": ...}.
-      tokens, mask: [b, C + T].
+      models: with whole params; without a value model the policy has the value head.
+      tokens, mask: [B, C + T].
       t: T.
       config: temperature, dtype, remat.
 
     Returns:
-      (log-probabilities, entropies, values), each [b, T] float32.
+      (log-probabilities, entropies, values), each [B, T] float32.
     """
-    hidden = response_hidden(nets.policy, params["policy"], tokens, mask, t, config)
-    logprobs, entropy = response_logprobs(nets.policy, params["policy"], hidden, tokens[:, -t:], config.temperature)
-    if nets.value is None:
-        values = nets.policy.scalars(params["policy"], hidden)
+    policy, value = models.policy, models.value
+    hidden = response_hidden(policy.model, policy.params, tokens, mask, t, config)
+    logprobs, entropy = response_logprobs(policy.model, policy.params, hidden, tokens[:, -t:], config.temperature)
+    if value is None:
+        values = policy.model.scalars(policy.params, hidden)
     else:
-        values = nets.value.scalars(
-            params["value"], response_hidden(nets.value, params["value"], tokens, mask, t, config)
-        )
+        value_hidden = response_hidden(value.model, value.params, tokens, mask, t, config)
+        values = value.model.scalars(value.params, value_hidden)
     return logprobs, entropy, values
 
 
 def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout_keys: Array | None = None):
-    """Log-probabilities and entropies of responses, each prompt computed once for its G responses.
+    """Log-probabilities and entropies of responses, with one forward pass per prompt for its G responses.
 
     Args:
       model, params: a causal head.
-      rows: p groups; with G = 1 prompt and response go through the model side by side.
+      rows: p groups; with G = 1 prompt and response are one sequence.
       config: temperature, dtype, remat.
       dropout_keys: [p] typed keys, for G = 1; None: no dropout.
 
@@ -171,11 +190,11 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 
-def token_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollout, config) -> Array:
-    """log pi - log ref of each token of the responses: the k1 estimate of its KL, for looking at.
+def token_kl(models: Models, rollout: Rollout, config) -> Array:
+    """log pi - log ref of each response token, the k1 estimate of its KL, for completion tables and reports.
 
     Args:
-      nets, params, ref_params: policy and reference.
+      models: policy and reference, with whole params.
       rollout: responses of the policy.
       config: a PPOConfig.
 
@@ -185,9 +204,9 @@ def token_kl(nets: Networks, params: Params, ref_params: Params, rollout: Rollou
     tokens, mask = full_sequence(rollout)
     t = rollout.response.shape[1]
 
-    def logprobs(model, params):
-        hidden = response_hidden(model, params, tokens, mask, t, config)
-        return response_logprobs(model, params, hidden, rollout.response, config.temperature)[0]
+    def logprobs(network: Network) -> Array:
+        hidden = response_hidden(network.model, network.params, tokens, mask, t, config)
+        return response_logprobs(network.model, network.params, hidden, rollout.response, config.temperature)[0]
 
-    difference = logprobs(nets.policy, params["policy"]) - logprobs(nets.ref, ref_params)
+    difference = logprobs(models.policy) - logprobs(models.reference)
     return jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0)

@@ -1,7 +1,7 @@
-"""What is not finite reaches neither params nor optimizer state: whether an optimizer step is taken, and who says so.
+"""Skips optimizer steps that are not finite, so that no NaN or infinity reaches params or optimizer state.
 
-A step is taken or not, over the whole trees: 0 times NaN is NaN. Nobody keeps a copy of the params of before the
-update, which would cost 12 bytes a param: what steps before the bad one have learned stays.
+A step is taken or skipped as a whole, over all params: 0 times NaN is NaN. No copy of the params before the update is
+kept, since that would cost 12 bytes a param: the steps before a skipped one stay.
 """
 
 from __future__ import annotations
@@ -12,143 +12,146 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlhf_jax.algorithms import microbatch
+from rlhf_jax.algorithms.optimizer import Optimizer, apply_gradients
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 CAUSES = ("score", "logprob", "value", "advantage", "return", "loss", "gradient", "optimizer")
-"""What may be not finite, in the order in which it spreads; the place of a name is its bit."""
+"""What may be not finite, in the order in which it spreads. The index of a name is its bit."""
 
 
-def limit(config) -> int:
-    """Bad updates in a row that end the run: 1 with on_nonfinite 'stop', else max_nonfinite."""
+def max_in_a_row(config) -> int:
+    """Number of nonfinite updates in a row that ends the run: 1 with on_nonfinite 'stop', else max_nonfinite."""
     return 1 if config.on_nonfinite == "stop" else config.max_nonfinite
 
 
-def names(causes: int) -> list[str]:
+def cause_names(causes: int) -> list[str]:
     """The names of the bits of `causes`."""
-    return [name for place, name in enumerate(CAUSES) if causes >> place & 1]
+    return [name for bit, name in enumerate(CAUSES) if causes >> bit & 1]
 
 
-def finite(tree: Any) -> Array:
+def is_finite(tree: Any) -> Array:
     """Whether every number in a pytree is finite: [] bool. Integers and bools are."""
     parts = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.all(jnp.stack(parts)) if parts else jnp.bool_(True)
 
 
-def causes(**trees: Any) -> Array:
-    """Which of the named pytrees of arrays, names of CAUSES, are not finite.
+def causes_of(**trees: Any) -> Array:
+    """Which of the named pytrees of arrays are not finite; the names are those of CAUSES.
 
     Returns:
-      [] int32, a bit each.
+      [] int32, a bit for each name.
     """
-    found = jnp.int32(0)
+    causes = jnp.int32(0)
     for name, tree in trees.items():
-        found |= jnp.where(finite(tree), 0, 1 << CAUSES.index(name))
-    return found
+        causes |= jnp.where(is_finite(tree), 0, 1 << CAUSES.index(name))
+    return causes
 
 
-def may_learn(state: TrainState, found: Array, config) -> Array:
-    """Whether an update may take its first step.
+def updates_enabled(state: TrainState, causes: Array, config) -> Array:
+    """Whether an update may take its first optimizer step.
 
     Args:
       state: before the update.
-      found: [] int32, `causes` of what the update learns from.
+      causes: [] int32, `causes_of` the experience.
       config: on_nonfinite, max_nonfinite.
 
     Returns:
       [] bool.
     """
-    return (found == 0) & (state.nonfinite < limit(config))
+    return (causes == 0) & (state.nonfinite < max_in_a_row(config))
 
 
-def within(approxkl: Array, config) -> Array | bool:
-    """Whether a step may still be taken at a minibatch's approxkl (a [] float32): up to 1.5 target_kl, as in OpenAI's
+def below_target_kl(approxkl: Array, config) -> Array | bool:
+    """Whether a step may be taken at a minibatch's approxkl ([] float32): up to 1.5 target_kl, as in OpenAI's
     spinning-up and TRL's PPO until 0.11; always where target_kl is None."""
-    # Not finite is for the guard to tell, which counts it: a comparison with NaN is false.
+    # Written so that NaN passes: apply_if_finite skips and counts it.
     return True if config.target_kl is None else ~(approxkl > 1.5 * config.target_kl)
 
 
-def attempt(
-    optimizer,
+def apply_if_finite(
+    optimizer: Optimizer,
     params: Params,
     opt_state: Any,
     grads: Params,
-    rate: Array,
+    *,
+    step: Array,
     loss: Any,
-    alive: Array,
+    steps_enabled: Array,
     allowed: Array | bool = True,
 ) -> tuple[Params, Any, Array, Metrics]:
-    """An optimizer step, taken only where loss and gradient are finite and all steps before it were taken.
+    """Takes an optimizer step if loss and gradient are finite and no step of the update was skipped before.
 
-    A gradient whose norm overflows counts as not finite: AdamW squares it as well, and clipping divides by the norm.
-    What AdamW makes of a gradient with a finite norm is finite; of any other optimizer the outcome is looked at, which
-    costs memory for a second outcome.
+    A gradient whose norm overflows counts as not finite: AdamW squares it, and clipping divides by the norm. An
+    optimizer that does not keep params finite (`Optimizer.keeps_finite`) has its result checked too, which needs
+    memory for a second set of params and optimizer state.
 
     Args:
-      optimizer, params, opt_state, grads, rate: as `common.apply_gradients`.
+      optimizer, params, opt_state, grads, step: as in `apply_gradients`.
       loss: pytree of the step's losses.
-      alive: [] bool, from `may_learn` or of the step before.
-      allowed: [] bool, False for a step that is left out without anything being wrong (`within`).
+      steps_enabled: [] bool, from `updates_enabled` or the step before.
+      allowed: [] bool, False skips the step without counting it as nonfinite (`below_target_kl`).
 
     Returns:
-      (params, opt_state, alive, {"grad_norm" [] float32, "nonfinite/causes" [] int32, "nonfinite/steps_applied" []
-      int32})
+      (params, opt_state, steps_enabled, {"grad_norm" [] float32, "nonfinite/causes" [] int32,
+      "nonfinite/steps_applied" [] int32})
     """
     old, norm = (params, opt_state), optax.tree.norm(grads)
-    found = causes(loss=loss, gradient=norm)
+    causes = causes_of(loss=loss, gradient=norm)
 
-    def taken(old, grads):
-        return microbatch.apply_gradients(optimizer, *old, grads, rate)[:2]
+    def apply(old, grads):
+        return apply_gradients(optimizer, *old, grads, step)
 
-    if isinstance(optimizer, microbatch.AdamW):
-        found = jnp.where(alive, found, 0)
-        alive = alive & (found == 0) & allowed
-        # A branch, not a select, for which XLA keeps old and new moments side by side: 2 bytes a param more on a CPU.
-        params, opt_state = jax.lax.cond(alive, taken, lambda old, grads: old, old, grads)
+    if optimizer.keeps_finite:
+        causes = jnp.where(steps_enabled, causes, 0)
+        steps_enabled = steps_enabled & (causes == 0) & allowed
+        # With a select instead of a branch XLA keeps old and new moments side by side: 2 bytes a param more on a CPU.
+        params, opt_state = jax.lax.cond(steps_enabled, apply, lambda old, grads: old, old, grads)
     else:
-        new = taken(old, grads)
-        found = jnp.where(alive, found | causes(optimizer=new), 0)
-        alive = alive & (found == 0) & allowed
-        params, opt_state = jax.tree.map(lambda a, b: jnp.where(alive, a, b), new, old)
-    report = {"grad_norm": norm, "nonfinite/causes": found, "nonfinite/steps_applied": alive.astype(jnp.int32)}
-    return params, opt_state, alive, report
+        new = apply(old, grads)
+        causes = jnp.where(steps_enabled, causes | causes_of(optimizer=new), 0)
+        steps_enabled = steps_enabled & (causes == 0) & allowed
+        params, opt_state = jax.tree.map(lambda a, b: jnp.where(steps_enabled, a, b), new, old)
+    applied = steps_enabled.astype(jnp.int32)
+    metrics = {"grad_norm": norm, "nonfinite/causes": causes, "nonfinite/steps_applied": applied}
+    return params, opt_state, steps_enabled, metrics
 
 
-def settle(state: TrainState, found: Array, config, trained: dict[str, Any], clock: dict[str, Any]) -> TrainState:
+def finish_update(
+    state: TrainState, causes: Array, config, *, trained: dict[str, Any], counts: dict[str, Any]
+) -> TrainState:
     """The state after an update.
 
-    A bad update counts `nonfinite` up, a good one sets it to 0. With the update that reaches the limit the run ends:
-    its clock stands still, and later updates, which may have been started before the host has heard of it, change
-    nothing.
+    A nonfinite update adds 1 to `nonfinite`, a finite one sets it to 0. Once the count reaches its limit the run ends:
+    no count changes any more, and updates that were started before the host read the metrics change nothing.
 
     Args:
       state: before.
-      found: [] int32, `causes` of the whole update.
+      causes: [] int32, `causes_of` the whole update.
       config: on_nonfinite, max_nonfinite.
-      trained: fields of the state as `attempt` left them.
-      clock: what is added to its counts.
+      trained: fields of the state after the optimizer steps.
+      counts: what is added to the state's counts.
 
     Returns:
       TrainState.
     """
-    over = state.nonfinite >= limit(config)
-    count = jnp.where(over, state.nonfinite, jnp.where(found != 0, state.nonfinite + 1, 0)).astype(jnp.int32)
-    state = state.replace(**trained, nonfinite=count)
-    return tick(state, config, **clock)
+    ended = state.nonfinite >= max_in_a_row(config)
+    in_a_row = jnp.where(ended, state.nonfinite, jnp.where(causes != 0, state.nonfinite + 1, 0)).astype(jnp.int32)
+    state = state.replace(**trained, nonfinite=in_a_row)
+    return add_counts(state, config, **counts)
 
 
-def tick(state: TrainState, config, **clock: Any) -> TrainState:
-    """Adds to counts of the state, but not where the run has reached its limit (see `settle`)."""
-    held = state.nonfinite >= limit(config)
-    added = {name: jnp.where(held, 0, jnp.asarray(n)).astype(getattr(state, name).dtype) for name, n in clock.items()}
+def add_counts(state: TrainState, config, **counts: Any) -> TrainState:
+    """Adds to counts of the state unless the run has reached its limit of nonfinite updates (see `finish_update`)."""
+    ended = state.nonfinite >= max_in_a_row(config)
+    added = {name: jnp.where(ended, 0, jnp.asarray(n)).astype(getattr(state, name).dtype) for name, n in counts.items()}
     return state.replace(**{name: getattr(state, name) + n for name, n in added.items()})
 
 
-def over_steps(stats: Metrics, config) -> Metrics:
-    """Metrics of an update from those of its optimizer steps: means, and of `nonfinite/...` sums.
+def mean_over_steps(stats: Metrics, config) -> Metrics:
+    """Metrics of an update from those of its optimizer steps: means, and sums of `nonfinite/...`.
 
-    With target_kl the means are over the steps up to the first that was not taken, which has seen what all others
-    would see, and `policy/steps_done` is the share that was taken.
+    With target_kl the means are over the steps up to and including the first that was skipped, and `policy/steps_done`
+    is the share of steps that were taken.
 
     Args:
       stats: [steps] each.
@@ -157,11 +160,11 @@ def over_steps(stats: Metrics, config) -> Metrics:
     Returns:
       Each [].
     """
-    counts = {name: jnp.sum(x) for name, x in stats.items() if name.startswith("nonfinite/")}
-    taken = stats["nonfinite/steps_applied"]
-    values = {name: x for name, x in stats.items() if name not in counts}
+    sums = {name: jnp.sum(x) for name, x in stats.items() if name.startswith("nonfinite/")}
+    applied = stats["nonfinite/steps_applied"]
+    values = {name: x for name, x in stats.items() if name not in sums}
     if config.target_kl is None:
-        return {name: jnp.mean(x) for name, x in values.items()} | counts
-    seen = jnp.concatenate([jnp.ones(1, bool), taken[:-1] > 0])
-    means = {name: jnp.sum(jnp.where(seen, x, 0.0)) / jnp.sum(seen) for name, x in values.items()}
-    return means | counts | {"policy/steps_done": jnp.mean(taken.astype(jnp.float32))}
+        return {name: jnp.mean(x) for name, x in values.items()} | sums
+    reached = jnp.concatenate([jnp.ones(1, bool), applied[:-1] > 0])
+    means = {name: jnp.sum(jnp.where(reached, x, 0.0)) / jnp.sum(reached) for name, x in values.items()}
+    return means | sums | {"policy/steps_done": jnp.mean(applied.astype(jnp.float32))}

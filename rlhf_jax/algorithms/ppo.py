@@ -1,7 +1,7 @@
-"""PPO, as pure functions: `make_experience` judges a rollout, `update` learns from it.
+"""PPO as pure functions: `make_experience` turns a scored rollout into advantages, `update` trains on them.
 
-The algorithm is that of Stiennon et al. (2020) as TRL and the N+ study (Huang et al. 2024) wrote it down; options
-whose names are not the papers' are TRL's.
+The algorithm is that of Stiennon et al. (2020) as TRL and the N+ study (Huang et al. 2024) describe it; options
+whose names are not the papers' are TRL's. Shapes: B rows, C prompt columns, T response columns.
 """
 
 from __future__ import annotations
@@ -16,80 +16,71 @@ from rlhf_jax import advantages as adv
 from rlhf_jax import losses
 from rlhf_jax.algorithms import microbatch, nonfinite
 from rlhf_jax.algorithms.actor_critic import (
-    Networks,
+    Models,
     evaluate_actor_critic,
     full_sequence,
     response_hidden,
     response_logprobs,
 )
+from rlhf_jax.algorithms.metric_forms import FORMS
+from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, TrainState
+from rlhf_jax.types import Array, Experience, Metrics, ScoredRollout, TrainState
+
+# --- experience
 
 
-def make_experience(
-    nets: Networks,
-    params: Params,
-    ref_params: Params,
-    rollout: Rollout,
-    scores: Array,
-    kl_coef: Array,
-    config,
-    eos_id: int,
-    token_rewards: Array | None = None,
-    scorable: Array | None = None,
-) -> tuple[Experience, Metrics]:
+def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: Array) -> tuple[Experience, Metrics]:
     """Log-probabilities, values, rewards and advantages of a rollout (TRL ppo_trainer.py:693-798).
 
     Args:
-      nets: the models.
-      params: the trained params, as in TrainState.
-      ref_params: the frozen reference policy.
-      rollout: prompts and responses.
-      scores: [B] float32, one a response.
-      kl_coef: [] float32.
+      models: with whole params.
+      scored: the rollout and its scores. A row without a score gets length -1, which takes it out of every mask:
+        neither statistics nor gradient include it.
       config: a PPOConfig.
-      eos_id: the tokenizer's eos, for the missing-eos penalty.
-      token_rewards: [B, T] float32 dense rewards, added position by position; None: only the score.
-      scorable: [B] bool; a row without a score gets length -1, so that it is in no mask: neither statistics nor
-        gradient know of it. None: all have one.
+      kl_coef: [] float32.
 
     Returns:
       (Experience, metrics `objective/...`, `val/num_eos_tokens` and lengths; each [] float32)
     """
+    form = FORMS[config.metrics]
+    rollout, token_rewards = scored.rollout, scored.token_rewards
     tokens, mask = full_sequence(rollout)
     t = rollout.response.shape[1]
-    lengths = rollout.lengths
-    if scorable is not None:
-        rollout = rollout.replace(lengths=jnp.where(scorable, rollout.lengths, -1))
-        scores = jnp.where(scorable, scores, 0.0)
+    lengths, scores = rollout.lengths, scored.scores
+    if scored.scorable is not None:
+        rollout = rollout.replace(lengths=jnp.where(scored.scorable, lengths, -1))
+        scores = jnp.where(scored.scorable, scores, 0.0)
     present = rollout.lengths >= 0
-    inside = adv.response_mask(rollout.lengths, t)
-    valued = adv.value_mask(rollout.lengths, t)
+    response_mask = adv.response_mask(rollout.lengths, t)
+    value_mask = adv.value_mask(rollout.lengths, t)
 
-    logprobs, ref_logprobs, values = judge(nets, params, ref_params, tokens, mask, t, config)
+    logprobs, ref_logprobs, values = compute_logprobs_and_values(models, tokens, mask, t, config)
     if config.old_logprobs == "sampler":
         logprobs = rollout.logprobs
     # The same fill on both sides: KL 0 and ratio 1 outside the response.
-    logprobs = jnp.where(inside, logprobs, INVALID_LOGPROB)
-    ref_logprobs = jnp.where(inside, ref_logprobs, INVALID_LOGPROB)
-    values = jnp.where(valued, values, 0.0)
+    logprobs = jnp.where(response_mask, logprobs, INVALID_LOGPROB)
+    ref_logprobs = jnp.where(response_mask, ref_logprobs, INVALID_LOGPROB)
+    values = jnp.where(value_mask, values, 0.0)
 
-    scores = penalize_missing_eos(scores, rollout, eos_id, config)
+    scores = penalize_missing_eos(scores, rollout, scored.eos_id, config)
     kl = adv.kl_penalty(logprobs, ref_logprobs, config.kl_estimator)
     non_score_reward = -kl_coef * kl
-    rewards = non_score_reward if token_rewards is None else non_score_reward + jnp.where(inside, token_rewards, 0.0)
+    rewards = non_score_reward
+    if token_rewards is not None:
+        rewards = non_score_reward + jnp.where(response_mask, token_rewards, 0.0)
     rewards = adv.place_scores(rewards, scores, rollout.lengths, config.score_position)
-    # With the score on eos itself nothing lies after the response: its value there is 0, not the critic's guess.
-    value_targets = valued if config.score_position == "after_eos" else inside
+    # With the score on eos nothing follows the response: the value there is 0, not the critic's estimate.
+    value_targets = value_mask if config.score_position == "after_eos" else response_mask
     values = jnp.where(value_targets, values, 0.0)
     if config.whiten_rewards:
         rewards = adv.masked_whiten(rewards, value_targets, shift_mean=False, ddof=config.whiten_ddof)
         rewards = jnp.where(value_targets, rewards, 0.0)
     advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=config.lam)
-    advantages = adv.masked_whiten(advantages, inside, ddof=config.whiten_ddof)
-    advantages = jnp.where(inside, advantages, 0.0)
+    advantages = adv.masked_whiten(advantages, response_mask, ddof=config.whiten_ddof)
+    advantages = jnp.where(response_mask, advantages, 0.0)
 
     experience = Experience(
         tokens=tokens,
@@ -102,10 +93,9 @@ def make_experience(
     )
     mean_non_score = adv.masked_mean(jnp.sum(non_score_reward, axis=1), present)
     if token_rewards is not None:
-        scores = scores + jnp.sum(jnp.where(inside, token_rewards, 0.0), axis=1)
+        scores = scores + jnp.sum(jnp.where(response_mask, token_rewards, 0.0), axis=1)
     mean_score = adv.masked_mean(scores, present)
-    eos = rollout.response == eos_id if config.metrics == "trl" else rollout.ended & (lengths >= 0)
-    surprise = jnp.sum(jnp.where(inside, -logprobs, 0.0), axis=1)
+    surprise = jnp.sum(jnp.where(response_mask, -logprobs, 0.0), axis=1)
     metrics = {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
         "objective/entropy": adv.masked_mean(surprise, present),
@@ -114,43 +104,46 @@ def make_experience(
         "objective/scores": mean_score,
         "objective/scores_std": jnp.sqrt(adv.masked_var(scores, present, ddof=0)),
         "objective/kl_coef": kl_coef,
-        "val/num_eos_tokens": jnp.sum(eos).astype(jnp.float32),
+        "val/num_eos_tokens": form.eos_count(rollout, lengths, scored.eos_id).astype(jnp.float32),
         "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }
     return experience, metrics
 
 
-def judge(
-    nets: Networks, params: Params, ref_params: Params, tokens: Array, mask: Array, t: int, config
+def compute_logprobs_and_values(
+    models: Models, tokens: Array, mask: Array, t: int, config
 ) -> tuple[Array, Array, Array]:
-    """What the models say of prompts and responses, some rows at a time.
+    """Forward passes of policy, reference and value model, `microbatch.forward_batch_size` rows at a time.
 
     Args:
-      nets, params, ref_params: the trained models and the reference.
+      models: with whole params.
       tokens, mask: [B, C + T], of `full_sequence`.
       t: T.
       config: a PPOConfig.
 
     Returns:
-      (log-probabilities, the reference's, values), each [B, T] float32; outside the response they mean nothing.
+      (log-probabilities, the reference's, values), each [B, T] float32, undefined outside the response.
     """
+    reference = models.reference
 
-    def look(rows):
+    def forward_rows(rows):
         tokens, mask = rows
-        logprobs, _, values = evaluate_actor_critic(nets, params, tokens, mask, t, config)
-        ref_hidden = response_hidden(nets.ref, ref_params, tokens, mask, t, config)
-        ref_logprobs, _ = response_logprobs(nets.ref, ref_params, ref_hidden, tokens[:, -t:], config.temperature)
+        logprobs, _, values = evaluate_actor_critic(models, tokens, mask, t, config)
+        ref_hidden = response_hidden(reference.model, reference.params, tokens, mask, t, config)
+        ref_logprobs, _ = response_logprobs(
+            reference.model, reference.params, ref_hidden, tokens[:, -t:], config.temperature
+        )
         return logprobs, ref_logprobs, values
 
-    return microbatch.by_prompt_length(
-        look,
+    return microbatch.map_by_prompt_length(
+        forward_rows,
         (tokens, mask),
-        prompt_lengths(mask, t),
-        microbatch.rows_judged(config, tokens.shape[0]),
-        lambda rows, width: last_columns(rows, width + t),
-        microbatch.prompt_widths(config, tokens.shape[1] - t),
-        nets.mesh,
+        lengths=prompt_lengths(mask, t),
+        rows=microbatch.forward_batch_size(config, tokens.shape[0]),
+        narrow=lambda rows, width: last_columns(rows, width + t),
+        widths=microbatch.prompt_widths(config, tokens.shape[1] - t),
+        mesh=models.mesh,
     )
 
 
@@ -165,7 +158,7 @@ def last_columns(rows: Any, width: int) -> Any:
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
-    """1 - Var[returns - values] / Var[returns] over the mask: what the critic foresaw.
+    """1 - Var[returns - values] / Var[returns] over the mask: the share of the returns that the critic predicts.
 
     Args:
       values, returns: [B, T] float32.
@@ -177,8 +170,116 @@ def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
     return 1.0 - adv.masked_var(returns - values, mask, ddof=0) / (adv.masked_var(returns, mask, ddof=0) + 1e-8)
 
 
+# --- update
+
+
+def update(
+    models: Models,
+    state: TrainState,
+    experience: Experience,
+    *,
+    config,
+    optimizer: Optimizer,
+    key: Array,
+    causes: Array | None = None,
+    orders: Array | None = None,
+) -> tuple[TrainState, Metrics]:
+    """All epochs of PPO on one batch of episodes: scans over epochs, minibatches and micro-batches.
+
+    Args:
+      models: without trained params, which are the state's.
+      state: donate it.
+      experience: from `make_experience`.
+      config: a PPOConfig.
+      optimizer: see `Optimizer`.
+      key: typed key of this update; it draws the order of the rows in each epoch.
+      causes: [] int32, `nonfinite.causes_of` the scores; None: all are finite.
+      orders: [num_ppo_epochs, B] int32, the order of the rows in each epoch, in place of those that `key` draws.
+
+    Returns:
+      (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Once something
+      is not finite, or target_kl is passed, that step and all later ones are skipped (see `nonfinite`).
+    """
+    form = FORMS[config.metrics]
+    b, t = experience.logprobs.shape
+    minibatch_size = b // config.num_mini_batches
+    orders = permutations(key, config.num_ppo_epochs, b) if orders is None else orders
+    causes = jnp.int32(0) if causes is None else causes
+    causes |= experience_causes(experience, config)
+    all_prompt_lengths = prompt_lengths(experience.mask, t)
+    widths = microbatch.prompt_widths(config, experience.tokens.shape[1] - t)
+
+    def narrow(micro, width):
+        micro, scale = micro
+        tokens, mask = last_columns((micro.tokens, micro.mask), width + t)
+        return micro.replace(tokens=tokens, mask=mask), scale
+
+    def minibatch_step(carry, item):
+        params, opt_state, steps_enabled = carry
+        rows, number = item
+        rows = rows[microbatch.sort_by_prompt_length(all_prompt_lengths[rows], config)]
+        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
+        micros, lengths = microbatch.split_micro((batch, lengths), config.micro_batch_size)
+        micros = sharding.spread_rows(micros, models.mesh, axis=1)
+        buckets = microbatch.WidthBuckets(
+            tuple(functools.partial(narrow, width=width) for width in widths),
+            microbatch.narrowest_width(lengths, widths),
+        )
+        weights = loss_weights(micros.lengths, t, config)
+        n = micros.lengths.shape[0]
+
+        def loss_fn(params, micro, index):
+            micro, scale = micro
+            loss, (metrics, ratio_error) = loss_and_metrics(models.with_trained(params), micro, scale, config)
+            # Maxima and the ratios of micro-batches cannot be summed: each micro-batch writes into its own slot.
+            slot = jnp.arange(n) == index
+            return loss, (metrics, jnp.where(slot, ratio_error, 0.0), jnp.where(slot, metrics["val/ratio"], 0.0))
+
+        grads, (metrics, ratio_errors, ratios) = microbatch.accumulate_gradients(
+            loss_fn, params, (micros, weights), buckets
+        )
+        *carry, step_metrics = nonfinite.apply_if_finite(
+            optimizer,
+            params,
+            opt_state,
+            grads,
+            step=state.step * steps + number,
+            loss=(metrics["loss/policy_avg"], metrics["loss/value_avg"]),
+            steps_enabled=steps_enabled,
+            allowed=nonfinite.below_target_kl(metrics["policy/approxkl_avg"], config),
+        )
+        ratios = form.ratio_samples(metrics["val/ratio"], ratios)
+        return tuple(carry), ({**metrics, **step_metrics}, jnp.max(ratio_errors), ratios)
+
+    steps = steps_per_update(config)
+    rows = orders[:, : minibatch_size * config.num_mini_batches].reshape(steps, minibatch_size)
+    carry = (state.params, state.opt_state, nonfinite.updates_enabled(state, causes, config))
+    (params, opt_state, _), (stats, ratio_errors, ratios) = jax.lax.scan(
+        minibatch_step, carry, (rows, jnp.arange(steps))
+    )
+    metrics = nonfinite.mean_over_steps(stats, config)
+    metrics["nonfinite/causes"] |= causes
+    metrics["val/ratio_var"] = form.ratio_variance(ratios.reshape(-1))
+    # Of the first optimizer step: before it the ratio is 1 but for rounding.
+    metrics["val/first_ratio_error"] = ratio_errors[0]
+    metrics["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]
+    state = nonfinite.finish_update(
+        state,
+        metrics["nonfinite/causes"],
+        config,
+        trained={"params": params, "opt_state": opt_state},
+        counts={"step": 1, "episodes": b},
+    )
+    return state, metrics
+
+
+def steps_per_update(config) -> int:
+    """Optimizer steps of an update."""
+    return config.num_ppo_epochs * config.num_mini_batches
+
+
 def permutations(key: Array, epochs: int, rows: int) -> Array:
-    """The shuffles of an update's episodes, one an epoch.
+    """The order of an update's episodes in each epoch.
 
     Returns:
       [epochs, rows] int32.
@@ -186,61 +287,53 @@ def permutations(key: Array, epochs: int, rows: int) -> Array:
     return jax.vmap(lambda k: jax.random.permutation(k, rows))(jax.random.split(key, epochs))
 
 
-def loss_and_metrics(nets: Networks, params: Params, micro: Experience, scale: dict[str, Array], config):
+def loss_and_metrics(models: Models, micro: Experience, scale: dict[str, Array], config):
     """PPO's loss of one micro-batch: clipped policy loss + vf_coef * clipped value loss.
 
     Args:
-      nets, params: the trained models.
+      models: with whole params.
       micro: an Experience of m rows.
       scale: {"policy", "value"}: weights [m, T] that turn per-token losses into this micro-batch's share of the
         minibatch's loss; {"count"}: response tokens of the whole minibatch; {"micros"}: micro-batches in it.
       config: a PPOConfig.
 
     Returns:
-      (loss [], metrics to be summed over the micro-batches of a minibatch)
+      (loss [], (metrics to be summed over the micro-batches of a minibatch, largest |ratio - 1| []))
     """
+    form = FORMS[config.metrics]
     t = micro.logprobs.shape[1]
-    inside = adv.response_mask(micro.lengths, t)
-    valued = adv.value_mask(micro.lengths, t) if config.score_position == "after_eos" else inside
-    logprobs, entropy, values = evaluate_actor_critic(nets, params, micro.tokens, micro.mask, t, config)
-    logprobs = jnp.where(inside, logprobs, INVALID_LOGPROB)
-    values = jnp.where(valued, values, 0.0)
+    response_mask = adv.response_mask(micro.lengths, t)
+    value_mask = adv.value_mask(micro.lengths, t) if config.score_position == "after_eos" else response_mask
+    logprobs, entropy, values = evaluate_actor_critic(models, micro.tokens, micro.mask, t, config)
+    logprobs = jnp.where(response_mask, logprobs, INVALID_LOGPROB)
+    values = jnp.where(value_mask, values, 0.0)
 
-    pg, pg_clipped, ratio = losses.policy_loss_terms(
+    policy_losses, policy_clipped, ratio = losses.policy_loss_terms(
         logprobs, micro.logprobs, micro.advantages, cliprange=config.cliprange
     )
-    vf, vf_clipped = losses.value_loss_terms(
+    value_losses, value_clipped = losses.value_loss_terms(
         values, micro.values, micro.returns, cliprange_value=config.cliprange_value
     )
-    policy_loss = jnp.sum(jnp.where(inside, pg, 0.0) * scale["policy"])
-    value_loss = jnp.sum(jnp.where(valued, vf, 0.0) * scale["value"])
+    policy_loss = jnp.sum(jnp.where(response_mask, policy_losses, 0.0) * scale["policy"])
+    value_loss = jnp.sum(jnp.where(value_mask, value_losses, 0.0) * scale["value"])
 
     log_ratio = jax.lax.stop_gradient(logprobs - micro.logprobs)
     ratio = jax.lax.stop_gradient(ratio)
-    if config.metrics == "trl":
-        # Over all T columns, fill and all, averaged over micro-batches (ppo_trainer.py:857-868).
-        def over_tokens(x):
-            return jnp.mean(x) / scale["micros"]
-    else:
-
-        def over_tokens(x):
-            return jnp.sum(jnp.where(inside, x, 0.0)) / scale["count"]
-
     metrics = {
-        "policy/approxkl_avg": over_tokens(0.5 * jnp.square(log_ratio)),
-        "policy/entropy_avg": over_tokens(entropy),
-        "val/ratio": over_tokens(ratio),
-        "policy/clipfrac_avg": jnp.sum(jnp.where(inside, pg_clipped, 0.0) * scale["policy"]),
-        "val/clipfrac_avg": jnp.sum(jnp.where(valued, vf_clipped, 0.0) * scale["value"]),
+        "policy/approxkl_avg": form.token_mean(0.5 * jnp.square(log_ratio), response_mask, scale),
+        "policy/entropy_avg": form.token_mean(entropy, response_mask, scale),
+        "val/ratio": form.token_mean(ratio, response_mask, scale),
+        "policy/clipfrac_avg": jnp.sum(jnp.where(response_mask, policy_clipped, 0.0) * scale["policy"]),
+        "val/clipfrac_avg": jnp.sum(jnp.where(value_mask, value_clipped, 0.0) * scale["value"]),
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
     }
-    ratio_error = jnp.max(jnp.where(inside, jnp.abs(ratio - 1.0), 0.0))
+    ratio_error = jnp.max(jnp.where(response_mask, jnp.abs(ratio - 1.0), 0.0))
     return policy_loss + config.vf_coef * value_loss, (metrics, ratio_error)
 
 
 def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
-    """What each token weighs in the loss of its minibatch, for all micro-batches at once.
+    """The weight of each token in the loss of its minibatch, for all micro-batches.
 
     token_mean: 1 / tokens of the minibatch. token_mean_micro (TRL): 1 / (tokens of the micro-batch * micro-batches).
     seq_mean: 1 / (tokens of the row * rows).
@@ -255,8 +348,8 @@ def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
     """
     n, m = lengths.shape
     flat = lengths.reshape(n * m)
-    inside = adv.response_mask(flat, t)
-    valued = adv.value_mask(flat, t) if config.score_position == "after_eos" else inside
+    response_mask = adv.response_mask(flat, t)
+    value_mask = adv.value_mask(flat, t) if config.score_position == "after_eos" else response_mask
 
     def weights(mask):
         mask = mask.reshape(n, m, t).astype(jnp.float32)
@@ -269,145 +362,66 @@ def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
         parts = {"token_mean": 1, "token_mean_micro": n, "seq_mean": n * m}[config.loss_aggregation]
         return jnp.broadcast_to(1.0 / (jnp.maximum(denominator, 1.0) * parts), (n, m, t))
 
-    count = jnp.maximum(jnp.sum(inside).astype(jnp.float32), 1.0)
+    count = jnp.maximum(jnp.sum(response_mask).astype(jnp.float32), 1.0)
     return {
-        "policy": weights(inside),
-        "value": weights(valued),
+        "policy": weights(response_mask),
+        "value": weights(value_mask),
         "count": jnp.full((n,), count),
         "micros": jnp.full((n,), float(n)),
     }
 
 
-def look(nets: Networks, params: Params, experience: Experience, config) -> Metrics:
-    """The metrics of the loss where nothing is learned: an evaluation's.
-
-    Args:
-      nets, params: the trained models.
-      experience: from `make_experience`.
-      config: a PPOConfig.
-
-    Returns:
-      As `update`'s, without what needs a step; each [] float32.
-    """
-    micros = sharding.spread_rows(microbatch.split_micro(experience, config.micro_batch_size), nets.mesh, axis=1)
-    weights = loss_weights(micros.lengths, experience.logprobs.shape[1], config)
-
-    def of(micro, index):
-        part, scale = micro
-        return loss_and_metrics(nets, params, part, scale, config)[1][0]
-
-    return microbatch.total(of, (micros, weights))
-
-
-def update(
-    nets: Networks,
-    optimizer,
-    state: TrainState,
-    experience: Experience,
-    shuffles: Array,
-    rate: Array,
-    config,
-    causes: Array | None = None,
-    base: Params | None = None,
-) -> tuple[TrainState, Metrics]:
-    """All epochs of PPO on one batch of episodes: scans over epochs, minibatches and micro-batches.
-
-    Args:
-      nets: the models.
-      optimizer: from `common.make_optimizer`.
-      state: what is trained; donate it.
-      experience: from `make_experience`.
-      shuffles: [num_ppo_epochs, B] int32, the order of the rows in each epoch.
-      rate: [] float32 learning rate of this update.
-      config: a PPOConfig.
-      causes: [] int32, of `guard.causes`: what was found to be not finite before; None: nothing.
-      base: what adapters stand on (see `Networks`); None: the models are trained in full.
-
-    Returns:
-      (state after B episodes, metrics averaged over optimizer steps as TRL averages its stats arrays). Where something
-      is not finite, or target_kl is passed, neither that step nor a later one is taken (see `guard`).
-    """
-    b = experience.lengths.shape[0]
-    minibatch = b // config.num_mini_batches
+def experience_causes(experience: Experience, config) -> Array:
+    """`nonfinite.causes_of` an experience, inside its masks: [] int32."""
     t = experience.logprobs.shape[1]
-
-    causes = jnp.int32(0) if causes is None else causes
-    causes |= not_finite(experience, config)
-    of_prompts = prompt_lengths(experience.mask, t)
-    widths = microbatch.prompt_widths(config, experience.tokens.shape[1] - t)
-
-    def cut(micro, width):
-        part, scale = micro
-        tokens, mask = last_columns((part.tokens, part.mask), width + t)
-        return part.replace(tokens=tokens, mask=mask), scale
-
-    def minibatch_step(carry, rows):
-        params, opt_state, alive = carry
-        rows = rows[microbatch.together_by_length(of_prompts[rows], config)]
-        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, of_prompts))
-        micros, lengths = microbatch.split_micro((batch, lengths), config.micro_batch_size)
-        micros = sharding.spread_rows(micros, nets.mesh, axis=1)
-        cuts = microbatch.Cuts(
-            tuple(functools.partial(cut, width=w) for w in widths), microbatch.narrowest(lengths, widths)
-        )
-        weights = loss_weights(micros.lengths, t, config)
-        n = micros.lengths.shape[0]
-
-        def loss_fn(params, micro, index):
-            part, scale = micro
-            loss, (metrics, error) = loss_and_metrics(nets, nets.whole(base, params), part, scale, config)
-            # A maximum cannot be summed: each micro-batch reports into its own slot. So does the ratio, whose
-            # variance TRL takes over micro-batches.
-            own = jnp.arange(n) == index
-            spread = metrics["val/ratio"] * (n if config.metrics == "trl" else 1)
-            return loss, (metrics, jnp.where(own, error, 0.0), jnp.where(own, spread, 0.0))
-
-        grads, (metrics, errors, ratios) = microbatch.accumulate(loss_fn, params, (micros, weights), cuts)
-        loss = metrics["loss/policy_avg"], metrics["loss/value_avg"]
-        allowed = nonfinite.within(metrics["policy/approxkl_avg"], config)
-        *carry, report = nonfinite.attempt(optimizer, params, opt_state, grads, rate, loss, alive, allowed)
-        ratios = ratios if config.metrics == "trl" else metrics["val/ratio"][None]
-        return tuple(carry), ({**metrics, **report}, jnp.max(errors), ratios)
-
-    rows = shuffles[:, : minibatch * config.num_mini_batches].reshape(-1, minibatch)
-    carry = (state.params, state.opt_state, nonfinite.may_learn(state, causes, config))
-    (params, opt_state, _), (stats, errors, ratios) = jax.lax.scan(minibatch_step, carry, rows)
-    metrics = nonfinite.over_steps(stats, config)
-    metrics["nonfinite/causes"] |= causes
-    metrics["val/ratio_var"] = microbatch.ratio_variance(ratios.reshape(-1), config.metrics)
-    # Before anything was learned the ratio is 1 but for rounding: what the first optimizer step saw.
-    metrics["val/first_ratio_error"] = errors[0]
-    metrics["policy/first_approxkl"] = stats["policy/approxkl_avg"][0]
-    trained = {"params": params, "opt_state": opt_state}
-    return nonfinite.settle(state, metrics["nonfinite/causes"], config, trained, {"step": 1, "episodes": b}), metrics
-
-
-def not_finite(experience: Experience, config) -> Array:
-    """`guard.causes` of an experience, where it is read: [] int32."""
-    t = experience.logprobs.shape[1]
-    inside = adv.response_mask(experience.lengths, t)
-    valued = adv.value_mask(experience.lengths, t) if config.score_position == "after_eos" else inside
-    return nonfinite.causes(
-        logprob=jnp.where(inside, experience.logprobs, 0.0),
-        value=jnp.where(valued, experience.values, 0.0),
-        advantage=jnp.where(inside, experience.advantages, 0.0),
-        **{"return": jnp.where(valued, experience.returns, 0.0)},
+    response_mask = adv.response_mask(experience.lengths, t)
+    value_mask = adv.value_mask(experience.lengths, t) if config.score_position == "after_eos" else response_mask
+    return nonfinite.causes_of(
+        logprob=jnp.where(response_mask, experience.logprobs, 0.0),
+        value=jnp.where(value_mask, experience.values, 0.0),
+        advantage=jnp.where(response_mask, experience.advantages, 0.0),
+        **{"return": jnp.where(value_mask, experience.returns, 0.0)},
     )
 
 
-def control_kl(state: TrainState, kl: Array, config, episodes: int) -> TrainState:
-    """The adaptive KL controller's move after an update (Ziegler et al. 2019, section 2.2); none when fixed.
+def adapt_kl_coef(state: TrainState, metrics: Metrics, config) -> TrainState:
+    """The adaptive KL controller's step after an update (Ziegler et al. 2019, section 2.2); none when fixed.
 
     Args:
-      state: with kl_coef.
-      kl: [] float32, `objective/kl` of the update.
-      config: kl_target, kl_horizon.
-      episodes: episodes of the update.
+      state: after the update, with the kl_coef of before.
+      metrics: of `make_experience`, with `objective/kl`.
+      config: kl_target, kl_horizon, batch_size.
 
     Returns:
-      The state with its new kl_coef; the old one where the update was skipped or the new one would not be finite.
+      The state with its new kl_coef; unchanged if the update was skipped or the new kl_coef is not finite.
     """
     if config.kl_target is None:
         return state
-    new = adv.adaptive_kl(state.kl_coef, kl, target=config.kl_target, horizon=config.kl_horizon, n_steps=episodes)
+    kl, options = metrics["objective/kl"], {"target": config.kl_target, "horizon": config.kl_horizon}
+    new = adv.adaptive_kl(state.kl_coef, kl, n_steps=config.batch_size, **options)
     return state.replace(kl_coef=jnp.where((state.nonfinite == 0) & jnp.isfinite(new), new, state.kl_coef))
+
+
+# --- evaluation
+
+
+def eval_metrics(models: Models, experience: Experience, *, config) -> Metrics:
+    """The metrics of the loss without an update, for evaluation.
+
+    Args:
+      models: with whole params.
+      experience: from `make_experience`.
+      config: a PPOConfig.
+
+    Returns:
+      As `update`'s, without those that need an optimizer step; each [] float32.
+    """
+    micros = microbatch.split_micro(experience, config.micro_batch_size)
+    micros = sharding.spread_rows(micros, models.mesh, axis=1)
+    weights = loss_weights(micros.lengths, experience.logprobs.shape[1], config)
+
+    def metrics_of(item, index):
+        micro, scale = item
+        return loss_and_metrics(models, micro, scale, config)[1][0]
+
+    return microbatch.sum_over_micro_batches(metrics_of, (micros, weights))

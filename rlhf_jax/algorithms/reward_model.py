@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import losses
 from rlhf_jax.algorithms import microbatch, nonfinite
+from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -18,7 +19,7 @@ def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: A
       tokens, mask: [B, S].
       last: [B] int32, the position to score (that of eos).
       dtype: compute dtype.
-      remat: recompute activations in the backward pass.
+      remat: what the backward pass recomputes.
       key: [B] typed dropout keys, or None.
 
     Returns:
@@ -45,14 +46,14 @@ def score_texts(model, params: Params, tokens: Array, lengths: Array, **options)
     return last_token_scores(model, params, tokens, mask, jnp.maximum(lengths - 1, 0), **options)
 
 
-def score_rollout(model, params: Params, rollout, *, dtype, group: int = 1) -> Array:
+def score_rollout(model, params: Params, rollout, *, dtype, group_size: int = 1) -> Array:
     """Scores prompt + response at the response's last token (TRL's get_reward); length 0 scores the prompt's last.
 
     Args:
       model, params: a scalar head.
       rollout: a Rollout.
       dtype: compute dtype.
-      group: rows that share a prompt, adjacent; the prompt is computed once for them.
+      group_size: adjacent rows that share a prompt, which is computed once for them.
 
     Returns:
       [B] float32.
@@ -60,23 +61,24 @@ def score_rollout(model, params: Params, rollout, *, dtype, group: int = 1) -> A
     c = rollout.prompt_tokens.shape[1]
     t = rollout.response.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
-    inside = jnp.arange(t)[None, :] < rollout.lengths[:, None]
-    if group > 1:
-        prompts, of_prompts = rollout.prompt_tokens[::group], prompt_mask[::group]
-        before, hidden = model.hidden_after_prompts(params, prompts, of_prompts, rollout.response, inside, dtype=dtype)
-        last = jnp.maximum(rollout.lengths - 1, 0)[:, None, None]
-        rows = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-        rows = jnp.where((rollout.lengths > 0)[:, None], rows, jnp.repeat(before, group, axis=0))
-        return model.scalars(params, rows)
-    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
-    mask = jnp.concatenate([prompt_mask, inside], axis=1)
-    hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
+    response_mask = jnp.arange(t)[None, :] < rollout.lengths[:, None]
+    if group_size > 1:
+        prompts, prompt_mask = rollout.prompt_tokens[::group_size], prompt_mask[::group_size]
+        last, hidden = model.hidden_after_prompts(
+            params, prompts, prompt_mask, rollout.response, response_mask, dtype=dtype
+        )
+        hidden = jnp.concatenate([jnp.repeat(last, group_size, axis=0)[:, None], hidden], axis=1)
+    else:
+        tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
+        mask = jnp.concatenate([prompt_mask, response_mask], axis=1)
+        hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
+    # hidden [B, 1 + T, D] begins with the prompt's last column, so that a length is the column of its last token.
     rows = jnp.take_along_axis(hidden, rollout.lengths[:, None, None], axis=1)[:, 0]
     return model.scalars(params, rows)
 
 
 def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
-    """Scores of both sides in one forward pass.
+    """Scores of chosen and rejected texts in one forward pass.
 
     Args:
       model, params: a scalar head.
@@ -94,71 +96,87 @@ def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
 
 
 def update(
-    model, optimizer, state: TrainState, batch, key: Array, rate: Array, config, base: Params | None = None
+    model,
+    state: TrainState,
+    batch,
+    *,
+    config,
+    optimizer: Optimizer,
+    key: Array,
+    base_params: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of pairs: mean of -log sigmoid(chosen - rejected - margin), centred by option.
 
     Args:
-      model: a scalar head; its params are state.params["model"].
-      optimizer: from `common.make_optimizer`.
+      model: with a scalar head; its params are state.params["model"].
       state: donate it.
       batch: as in `pair_scores`, with margin [B].
-      key: typed key of this step's dropout.
-      rate: [] float32.
       config: a RewardConfig.
-      base: what the model's adapters stand on; None: it is trained in full.
+      optimizer: see `Optimizer`.
+      key: typed key of this step's dropout.
+      base_params: frozen params that the adapters are merged into; None: the model is trained in full.
 
     Returns:
-      (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32
-      and "num_tokens" [] uint32, of the run so far, and what `guard.attempt` reports); where something is not finite
-      the params and the optimizer state are those of before
+      (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32,
+      "num_tokens" [] uint32 of the run so far, and the metrics of `nonfinite.apply_if_finite`). If something is not
+      finite, params and optimizer state are unchanged.
     """
     b = batch.chosen_lengths.shape[0]
-    keys = microbatch.row_keys(key, b)
-    micros = microbatch.split_micro((batch, keys), config.micro_batch_size)
+    dropout_keys = microbatch.row_keys(key, b)
+    micros = microbatch.split_micro((batch, dropout_keys), config.micro_batch_size)
     n = micros[1].shape[0]
 
     def loss_fn(params, micro, index):
         micro, keys = micro
-        both_keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
+        keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
         chosen, rejected = pair_scores(
             model,
-            model.with_lora(base, params["model"]),
+            model.with_lora(base_params, params["model"]),
             micro,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
-            key=None if config.disable_dropout else both_keys,
+            key=None if config.disable_dropout else keys,
         )
         per_pair = losses.pairwise_reward_loss(chosen, rejected, micro.margin, config.center_rewards_coefficient)
         loss = jnp.sum(per_pair) / b
-        own = jnp.arange(n)[:, None] == index
-        both = jax.lax.stop_gradient(jnp.stack([chosen, rejected]))
-        return loss, {"loss": loss, "scores": jnp.where(own[..., None], both[None], 0.0)}
+        slot = jnp.arange(n)[:, None] == index
+        scores = jax.lax.stop_gradient(jnp.stack([chosen, rejected]))
+        return loss, {"loss": loss, "scores": jnp.where(slot[..., None], scores[None], 0.0)}
 
-    grads, found = microbatch.accumulate(loss_fn, state.params, micros)
-    alive = nonfinite.may_learn(state, jnp.int32(0), config)
-    params, opt_state, _, report = nonfinite.attempt(
-        optimizer, state.params, state.opt_state, grads, rate, found["loss"], alive
+    grads, sums = microbatch.accumulate_gradients(loss_fn, state.params, micros)
+    params, opt_state, _, step_metrics = nonfinite.apply_if_finite(
+        optimizer,
+        state.params,
+        state.opt_state,
+        grads,
+        step=state.step,
+        loss=sums["loss"],
+        steps_enabled=nonfinite.updates_enabled(state, jnp.int32(0), config),
     )
-    chosen, rejected = found["scores"][:, 0], found["scores"][:, 1]
-    clock = {"step": 1, "episodes": b, "tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths)}
-    trained = {"params": params, "opt_state": opt_state}
-    state = nonfinite.settle(state, report["nonfinite/causes"], config, trained, clock)
+    state = nonfinite.finish_update(
+        state,
+        step_metrics["nonfinite/causes"],
+        config,
+        trained={"params": params, "opt_state": opt_state},
+        counts={"step": 1, "episodes": b, "tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths)},
+    )
+    scores = sums["scores"]
+    chosen, rejected = scores[:, 0], scores[:, 1]
     metrics = {
-        "loss": found["loss"],
+        "loss": sums["loss"],
         "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
         "margin": jnp.mean(chosen - rejected),
-        "mean_reward": jnp.mean(found["scores"]),
-        "min_reward": jnp.min(found["scores"]),
-        "max_reward": jnp.max(found["scores"]),
+        "mean_reward": jnp.mean(scores),
+        "min_reward": jnp.min(scores),
+        "max_reward": jnp.max(scores),
         "num_tokens": state.tokens,  # of the whole run so far, as TRL counts
-        **report,
+        **step_metrics,
     }
     return state, metrics
 
 
 def subtract_offset(params: Params, offset: Array) -> Params:
-    """Makes the scalar head give score - offset, by its bias.
+    """Subtracts an offset from the scores, by the bias of the scalar head.
 
     Args:
       params: of a scalar head.

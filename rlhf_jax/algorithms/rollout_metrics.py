@@ -1,39 +1,39 @@
-"""What can be said of a rollout before anything is learned from it: its penalty for a missing eos, and its metrics."""
+"""Metrics of a rollout, its missing-eos penalty, and the regrouping of its rows."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
+from rlhf_jax.algorithms.metric_forms import FORMS
 from rlhf_jax.types import Array, GroupExperience, Metrics, Rollout
 
 
-def grouped(x: Array, group: int) -> Array:
+def group_rows(x: Array, group_size: int) -> Array:
     """[B, ...] -> [B / G, G, ...]."""
-    return x.reshape((x.shape[0] // group, group) + x.shape[1:])
+    return x.reshape((x.shape[0] // group_size, group_size) + x.shape[1:])
 
 
-def apart(experience: GroupExperience) -> GroupExperience:
-    """The same with G = 1: a copy of its prompt for every response, so that rows can be shuffled one by one."""
-    group = experience.lengths.shape[1]
+def split_groups(experience: GroupExperience) -> GroupExperience:
+    """The same with G = 1: every response gets its own copy of the prompt, so that rows can be shuffled one by one."""
+    group_size = experience.lengths.shape[1]
 
-    def alone(x):
+    def ungroup(x):
         return x.reshape((-1, 1) + x.shape[2:])
 
     return GroupExperience(
-        prompt_tokens=jnp.repeat(experience.prompt_tokens, group, axis=0),
-        prompt_lengths=jnp.repeat(experience.prompt_lengths, group),
-        response=alone(experience.response),
-        mask=alone(experience.mask),
-        lengths=alone(experience.lengths),
-        logprobs=alone(experience.logprobs),
-        advantages=alone(experience.advantages),
+        prompt_tokens=jnp.repeat(experience.prompt_tokens, group_size, axis=0),
+        prompt_lengths=jnp.repeat(experience.prompt_lengths, group_size),
+        response=ungroup(experience.response),
+        mask=ungroup(experience.mask),
+        lengths=ungroup(experience.lengths),
+        logprobs=ungroup(experience.logprobs),
+        advantages=ungroup(experience.advantages),
     )
 
 
 def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:
-    """The score of a response without the tokenizer's eos: less the penalty (TRL), or minus the penalty (N+).
+    """Scores with the penalty for a response without eos subtracted (TRL) or in place of its score (N+).
 
     Returns:
       [B] float32.
@@ -73,43 +73,38 @@ def length_metrics(rollout: Rollout) -> Metrics:
     }
 
 
-def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, group: int, config) -> Metrics:
+def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, group_size: int, config) -> Metrics:
     """`reward`, `reward_std`, `frac_reward_zero_std`: of the scores before penalties, clipping and KL.
 
-    With metrics=trl the last is TRL's, taken after the KL: nearly always 0 (rloo_trainer.py:1585, 1608).
-
     Args:
-      raw, rewards: [B] float32, scores as they came and what is optimised.
+      raw, rewards: [B] float32, scores as the rewards returned them and what is optimised.
       scorable, present: [B] bool; a row of length -1 is not present.
-      group: G.
+      group_size: G.
       config: metrics.
 
     Returns:
       Each [] float32.
     """
-    x, keep = grouped(rewards if config.metrics == "trl" else raw, group), grouped(scorable, group)
-    if config.metrics == "trl":
-        deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(x, keep)
-        equal = (deviations <= 1e-8) & ((keep.sum(axis=1) > 1) | (group == 1))
-    else:
-        top = jnp.max(jnp.where(keep, x, -jnp.inf), axis=1)
-        equal = ~(top > jnp.min(jnp.where(keep, x, jnp.inf), axis=1))
-    there = jnp.any(grouped(present, group), axis=1)
+    form = FORMS[config.metrics]
+    groups = [group_rows(x, group_size) for x in (raw, rewards, scorable)]
+    equal = form.zero_std_groups(*groups, group_size)
+    in_group = jnp.any(group_rows(present, group_size), axis=1)
     return {
         "reward": adv.masked_mean(raw, scorable),
         "reward_std": jnp.sqrt(adv.masked_var(raw, scorable)),
-        "frac_reward_zero_std": adv.masked_mean(equal.astype(jnp.float32), there),
+        "frac_reward_zero_std": adv.masked_mean(equal.astype(jnp.float32), in_group),
     }
 
 
-def objective_metrics(rollout, logprobs, kl, learned, scores, penalty, scorable, eos_id: int, config) -> Metrics:
+def objective_metrics(
+    rollout: Rollout, *, logprobs: Array, kl: Array, scores: Array, penalty: Array, scorable: Array, eos_id: int, config
+) -> Metrics:
     """The `objective/...` metrics of TRL's trainer before 0.22, over the rows that have a score.
 
     Args:
       rollout: of B rows.
       logprobs, kl: [B, T] float32, 0 outside the response.
-      learned: [B, T] bool.
-      scores, penalty: [B] float32, what the reward is made of.
+      scores, penalty: [B] float32, the two parts of the reward.
       scorable: [B] bool.
       eos_id: the tokenizer's.
       config: metrics.
@@ -117,13 +112,10 @@ def objective_metrics(rollout, logprobs, kl, learned, scores, penalty, scorable,
     Returns:
       Each [] float32.
     """
+    form = FORMS[config.metrics]
     present = rollout.lengths >= 0
-    surprise = jnp.sum(-logprobs, axis=1)
-    eos = jnp.sum(rollout.ended & present)
-    if config.metrics == "trl":
-        # There each column outside the response counted as -1, and every eos in the fill as one more.
-        surprise = surprise - jnp.sum(~adv.response_mask(rollout.lengths, kl.shape[1]), axis=1)
-        eos = jnp.sum((rollout.response == eos_id) & present[:, None])
+    surprise = form.surprise(logprobs, rollout.lengths)
+    eos = form.eos_count(rollout, rollout.lengths, eos_id)
     return {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
         "objective/entropy": adv.masked_mean(surprise, present),

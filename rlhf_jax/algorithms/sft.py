@@ -6,17 +6,18 @@ import jax.numpy as jnp
 
 from rlhf_jax import losses
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite
+from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
 def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: bool) -> Array:
-    """Which tokens are learned: position i + 1 is the label of position i.
+    """Which tokens are trained on: position i + 1 is the label of position i.
 
     Args:
       lengths: [B] int32, prompt + completion + eos.
       prompt_lengths: [B] int32.
       s: S.
-      completion_only: leave the prompt's tokens out.
+      completion_only: leave out the prompt's tokens.
 
     Returns:
       [B, S - 1] bool.
@@ -49,63 +50,80 @@ def token_losses(
     def logprobs(rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
 
-    return -actor_critic.by_positions(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
+    return -actor_critic.map_logit_chunks(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
 
 
 def update(
-    model, optimizer, state: TrainState, batch, key: Array, rate: Array, config, base: Params | None = None
+    model,
+    state: TrainState,
+    batch,
+    *,
+    config,
+    optimizer: Optimizer,
+    key: Array,
+    base_params: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step on a batch of demonstrations: the mean over all its learned tokens.
+    """One optimizer step on a batch of demonstrations: the mean loss over all their trained tokens.
 
     Args:
-      model: a causal head; its params are state.params["model"].
-      optimizer: from `common.make_optimizer`.
+      model: with a causal head; its params are state.params["model"].
       state: donate it.
       batch: with tokens [B, S], prompt_lengths [B], lengths [B].
-      key: typed key of this step's dropout.
-      rate: [] float32.
       config: an SFTConfig.
-      base: what the model's adapters stand on; None: it is trained in full.
+      optimizer: see `Optimizer`.
+      key: typed key of this step's dropout.
+      base_params: frozen params that the adapters are merged into; None: the model is trained in full.
 
     Returns:
-      (state, {"loss", "grad_norm"} and what `guard.attempt` reports); where something is not finite the params and the
-      optimizer state are those of before
+      (state, {"loss", "grad_norm"} and the metrics of `nonfinite.apply_if_finite`). If something is not finite, params
+      and optimizer state are unchanged.
     """
     s = batch.tokens.shape[1]
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss)
     count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
-    keys = microbatch.row_keys(key, batch.lengths.shape[0])
-    micros = microbatch.split_micro((batch.tokens, batch.lengths, mask, keys), config.micro_batch_size)
+    dropout_keys = microbatch.row_keys(key, batch.lengths.shape[0])
+    micros = microbatch.split_micro((batch.tokens, batch.lengths, mask, dropout_keys), config.micro_batch_size)
 
     def loss_fn(params, micro, index):
-        tokens, lengths, mask, keys = micro
+        tokens, lengths, mask, dropout_keys = micro
         per_token = token_losses(
             model,
-            model.with_lora(base, params["model"]),
+            model.with_lora(base_params, params["model"]),
             tokens,
             lengths,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
-            dropout_key=None if config.disable_dropout else keys,
+            dropout_key=None if config.disable_dropout else dropout_keys,
         )
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
         return loss, {"loss": loss}
 
-    grads, metrics = microbatch.accumulate(loss_fn, state.params, micros)
-    alive = nonfinite.may_learn(state, jnp.int32(0), config)
-    params, opt_state, _, report = nonfinite.attempt(
-        optimizer, state.params, state.opt_state, grads, rate, metrics["loss"], alive
+    grads, metrics = microbatch.accumulate_gradients(loss_fn, state.params, micros)
+    params, opt_state, _, step_metrics = nonfinite.apply_if_finite(
+        optimizer,
+        state.params,
+        state.opt_state,
+        grads,
+        step=state.step,
+        loss=metrics["loss"],
+        steps_enabled=nonfinite.updates_enabled(state, jnp.int32(0), config),
     )
-    trained, clock = {"params": params, "opt_state": opt_state}, {"step": 1, "episodes": batch.lengths.shape[0]}
-    return nonfinite.settle(state, report["nonfinite/causes"], config, trained, clock), {**metrics, **report}
+    state = nonfinite.finish_update(
+        state,
+        step_metrics["nonfinite/causes"],
+        config,
+        trained={"params": params, "opt_state": opt_state},
+        counts={"step": 1, "episodes": batch.lengths.shape[0]},
+    )
+    return state, {**metrics, **step_metrics}
 
 
 def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
-    """Summed loss and number of learned tokens of an evaluation batch.
+    """Summed loss and number of trained tokens of an evaluation batch.
 
     Args:
       model, params: a causal head.
-      batch: as in `update`; rows of length 0 count for nothing.
+      batch: as in `update`; rows of length 0 are ignored.
       config: an SFTConfig.
 
     Returns:

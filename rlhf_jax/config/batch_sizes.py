@@ -1,35 +1,13 @@
-"""What a config adds up to: whether it is possible, how its rows spread over devices, and how many updates it makes."""
+"""Batch arithmetic: how rows spread over devices, and how many updates a config makes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from rlhf_jax.config import Config, Pipeline, PolicyConfig, RewardConfig, RLOOConfig, StageConfig, stages_of
-from rlhf_jax.config.validation import RANGES, chain, combinations, out_of_range, sampling_options
+from rlhf_jax.config.dataclasses import Config, Pipeline, PolicyConfig, RewardConfig, RLOOConfig, StageConfig
+from rlhf_jax.config.resolution import stages_of
 from rlhf_jax.errors import UserError
-
-__all__ = ["RANGES", "Arithmetic", "batch_arithmetic", "batch_lines", "check", "check_devices", "check_devices_of"]
-__all__ += ["check_rows", "sampling_options", "updates_between", "with_micro_batch"]
-
-
-def check(config: Config) -> None:
-    """Raise UserError, with the arithmetic, for what cannot work. Needs no model and no data.
-
-    Says every problem at once, one a line; in a pipeline each begins with its stage.
-    """
-    problems = []
-    for name, stage in stages_of(config).items():
-        found = [*out_of_range(stage)] or [*combinations(stage)]  # arithmetic on wild numbers would only confuse
-        problems += [f"{name}: {p}" if isinstance(config, Pipeline) else p for p in found]
-    if isinstance(config, Pipeline):
-        problems += chain(config)
-    if "://" in (config.run_dir or ""):
-        problems.append(
-            f"run_dir is {config.run_dir!r}; it must be a folder. Mount the bucket (docs/scaling.md) and give its path."
-        )
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def check_devices_of(config: Config, n_devices: int) -> None:
@@ -42,8 +20,8 @@ def check_devices_of(config: Config, n_devices: int) -> None:
 
 
 def check_devices(config: StageConfig, n_devices: int) -> None:
-    """Raise UserError when the mesh does not use `n_devices`, or rows (with shared_prompts: prompts) do not spread
-    evenly over its data devices."""
+    """Raise UserError if the mesh does not use all `n_devices`, or rows (with shared_prompts: prompts) do not divide
+    evenly among its data devices."""
     fsdp, tensor = config.mesh_fsdp, config.mesh_tensor
     data = max(n_devices // (fsdp * tensor), 1) if config.mesh_data == -1 else config.mesh_data
     if data * fsdp * tensor != n_devices:
@@ -51,59 +29,60 @@ def check_devices(config: StageConfig, n_devices: int) -> None:
             f"mesh_data {data} x mesh_fsdp {fsdp} x mesh_tensor {tensor} = {data * fsdp * tensor} devices, "
             f"but there are {n_devices}."
         )
-    sums = batch_arithmetic(config)
-    rows = {"micro_batch_size": sums.micro_batch}
+    counts = batch_arithmetic(config)
+    rows = {"micro_batch_size": counts.micro_batch}
     if isinstance(config, PolicyConfig):
-        rows["rollout_batch_size"] = sums.rollout_batch
-    # With shared prompts the devices divide prompts: a prompt and all its responses lie on one.
-    group = sums.generations if getattr(config, "shared_prompts", False) else 1
+        rows["rollout_batch_size"] = counts.rollout_batch
+    # With shared prompts a prompt and all its responses are on one device, so devices divide prompts.
+    group = counts.generations if getattr(config, "shared_prompts", False) else 1
     for name, count in rows.items():
         if count % (group * data * fsdp):
             prompts = f" / num_generations {group}" if group > 1 else ""
+            unshared = ", or give --shared_prompts false" if prompts and count % (data * fsdp) == 0 else ""
             raise UserError(
                 f"{name}: {count} rows{prompts} / (mesh_data {data} x mesh_fsdp {fsdp}) = "
-                f"{count / (group * data * fsdp):.4g} {'prompts' if prompts else 'rows'} a device; it must come out "
-                f"even{', or --shared_prompts false' if prompts and count % (data * fsdp) == 0 else ''}."
+                f"{count / (group * data * fsdp):.4g} {'prompts' if prompts else 'rows'} per device; "
+                f"it must be a whole number{unshared}."
             )
 
 
-# --- what a run adds up to
+# --- counts of a run
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """Counts of a stage, all global (over all devices). None where the number of rows is needed but not known."""
 
-    batch: int  # rows (episodes) an update
-    minibatch: int  # rows an optimizer step
-    micro_batch: int  # rows a forward and backward pass
+    batch: int  # rows (episodes) per update
+    minibatch: int  # rows per optimizer step
+    micro_batch: int  # rows per forward and backward pass
     rollout_batch: int  # rows generated and scored at a time (PPO, RLOO)
-    epochs: int  # passes over each batch (PPO: num_ppo_epochs, RLOO: num_iterations)
+    epochs: int  # epochs over each batch (PPO: num_ppo_epochs, RLOO: num_iterations)
     updates: int | None
-    requested: int | None  # rows or episodes asked for, before rounding up to whole updates
-    generations: int = 1  # responses to each prompt (RLOO: num_generations)
+    requested: int | None  # rows or episodes, before rounding up to whole updates
+    generations: int = 1  # responses per prompt (RLOO: num_generations)
 
     @property
     def prompts(self) -> int:
-        """Prompts (PPO: as many as episodes) an update."""
+        """Prompts per update (PPO: as many as episodes)."""
         return self.batch // self.generations
 
     @property
     def rows(self) -> int | None:
-        """Rows (episodes) that the run takes: updates x batch."""
+        """Rows (episodes) of the run: updates x batch."""
         return None if self.updates is None else self.updates * self.batch
 
     @property
     def optimizer_steps(self) -> int | None:
-        """Optimizer steps in all."""
+        """Optimizer steps of the run."""
         return None if self.updates is None else self.updates * self.epochs * (self.batch // self.minibatch)
 
 
 def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmetic:
     """The counts of a stage that trains on `n_rows` prompts, pairs or demonstrations (None: not known yet).
 
-    PPO and RLOO round up, as TRL does: ceil(total_episodes / batch_size), with num_train_epochs * n_rows episodes
-    (RLOO: times num_generations) where total_episodes is None. The other stages leave out an epoch's incomplete batch:
+    PPO and RLOO round updates up, as TRL does: ceil(total_episodes / batch_size), where total_episodes defaults to
+    num_train_epochs * n_rows (RLOO: times num_generations). The other stages drop an epoch's incomplete batch:
     max_steps updates, or ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
     """
     batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)
@@ -111,13 +90,15 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
     if is_policy:
         minibatch = batch // config.num_mini_batches
         epochs = config.num_iterations if isinstance(config, RLOOConfig) else config.num_ppo_epochs
-        asked = config.total_episodes
+        requested = config.total_episodes
     else:
-        asked = config.max_steps * batch if config.max_steps > 0 else None
-    if asked is None and n_rows is not None:
-        passes = config.num_train_epochs
-        asked = (
-            int(passes * n_rows * generations) if is_policy else max(1, math.ceil(passes * (n_rows // batch))) * batch
+        requested = config.max_steps * batch if config.max_steps > 0 else None
+    if requested is None and n_rows is not None:
+        train_epochs = config.num_train_epochs
+        requested = (
+            int(train_epochs * n_rows * generations)
+            if is_policy
+            else max(1, math.ceil(train_epochs * (n_rows // batch))) * batch
         )
     return Arithmetic(
         batch=batch,
@@ -125,31 +106,31 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
         micro_batch=config.micro_batch_size or minibatch,
         rollout_batch=(config.rollout_batch_size or batch) if is_policy else batch,
         epochs=epochs,
-        updates=None if asked is None else math.ceil(asked / batch),
-        requested=asked,
+        updates=None if requested is None else math.ceil(requested / batch),
+        requested=requested,
         generations=generations,
     )
 
 
 MICRO_TOKENS = {"cpu": 2048}
 OTHER_MICRO_TOKENS = 16384
-"""Padded tokens of an automatic micro-batch on a device: of a CPU (whose caches like few), of any other."""
+"""Padded tokens per device of an automatic micro-batch: on a CPU (few, for its caches), on any other device."""
 
 
 def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> StageConfig:
-    """The config with a micro_batch_size: the most rows that divide the minibatch, spread over the devices and have no
-    more tokens than MICRO_TOKENS allows. What is given stays; so does the whole minibatch where the size of its
-    micro-batches changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
+    """The config with a micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and
+    has at most MICRO_TOKENS tokens. A given size is kept; None (the whole minibatch) is kept if the micro-batch size
+    changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
 
     Args:
-      config: a stage's.
-      row_shards: devices that rows are spread over.
-      platform: of the devices, 'cpu', 'gpu' or 'tpu'.
+      config: a stage's config.
+      row_shards: devices that rows are sharded over.
+      platform: of the devices: 'cpu', 'gpu' or 'tpu'.
     """
-    if config.micro_batch_size is not None or config.micro_batches_show:
+    if config.micro_batch_size is not None or config.depends_on_micro_batching:
         return config
     width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
-    # A pair is two sequences; a group goes through together.
+    # A pair is two sequences; a group stays in one micro-batch.
     width *= 2 if isinstance(config, RewardConfig) else 1
     unit = row_shards * getattr(config, "num_generations", 1)
     most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // width
@@ -159,14 +140,14 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
 
 
 def updates_between(steps: float, total_updates: int) -> int:
-    """eval_steps or save_steps in updates: below 1 it is a share of the run, at least one update (transformers).
+    """eval_steps or save_steps in updates: below 1 it is a fraction of the run, at least one update (transformers).
 
     Args:
       steps: the option.
       total_updates: of the whole run.
 
     Returns:
-      Updates between two of them; 0: none but the last.
+      Updates between two evaluations or checkpoints; 0: only at the end.
     """
     if 0 < steps < 1:
         return max(1, math.ceil(steps * total_updates))
@@ -174,61 +155,61 @@ def updates_between(steps: float, total_updates: int) -> int:
 
 
 def check_rows(config: StageConfig, n_rows: int) -> list[str]:
-    """Raise UserError when `n_rows` rows make no update.
+    """Raise UserError if `n_rows` rows make no update.
 
     Returns:
-      Warnings: a warm-up that outlasts the run, off-policy steps without a ratio.
+      Warnings: a warm-up longer than the run, off-policy steps without a ratio.
     """
-    sums = batch_arithmetic(config, n_rows)
-    if not sums.updates or not n_rows:
-        raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = nothing to train on.")
+    counts = batch_arithmetic(config, n_rows)
+    if not counts.updates or not n_rows:
+        raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = no data to train on.")
     warnings = []
     per_step = getattr(config, "lr_scheduler_unit", "update") == "optimizer_step"
-    length, unit = (sums.optimizer_steps, "optimizer steps") if per_step else (sums.updates, "updates")
+    length, unit = (counts.optimizer_steps, "optimizer steps") if per_step else (counts.updates, "updates")
     if config.warmup_steps and config.warmup_steps >= length:
         warnings.append(
             f"warning: warmup_steps {config.warmup_steps} >= {length} {unit}: the learning rate never reaches "
             f"{config.learning_rate:g}"
         )
-    steps = sums.epochs * (sums.batch // sums.minibatch)
+    steps = counts.epochs * (counts.batch // counts.minibatch)
     if getattr(config, "policy_loss", "clipped") == "reinforce" and steps > 1:
         warnings.append(
-            f"warning: policy_loss reinforce with {steps} optimizer steps an update (num_iterations {sums.epochs} x "
-            f"num_mini_batches {sums.batch // sums.minibatch}): without a ratio later steps are off-policy"
+            f"warning: policy_loss reinforce with {steps} optimizer steps per update (num_iterations {counts.epochs} x "
+            f"num_mini_batches {counts.batch // counts.minibatch}): without a ratio later steps are off-policy"
         )
     return warnings
 
 
 def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
-    """The batch arithmetic in words, for --dry_run and the start of a run."""
-    sums = batch_arithmetic(config, n_rows)
+    """The batch arithmetic as text, for --dry_run and the start of a run."""
+    counts = batch_arithmetic(config, n_rows)
     is_policy = isinstance(config, PolicyConfig)
     unit = "episodes" if is_policy else "rows"
-    groups = f" = {sums.prompts:,} prompts x {sums.generations} responses" if sums.generations > 1 else ""
-    lines = [f"update: {sums.batch:,} {unit}{groups}"]
+    groups = f" = {counts.prompts:,} prompts x {counts.generations} responses" if counts.generations > 1 else ""
+    lines = [f"update: {counts.batch:,} {unit}{groups}"]
     if is_policy:
-        rounds = sums.batch // sums.rollout_batch
-        lines.append(f"rollout: {rounds:,} x {sums.rollout_batch:,} episodes generated and scored at a time")
-        passes = "iterations" if isinstance(config, RLOOConfig) else "epochs"
+        rounds = counts.batch // counts.rollout_batch
+        lines.append(f"rollout: {rounds:,} x {counts.rollout_batch:,} episodes generated and scored at a time")
+        epochs = "iterations" if isinstance(config, RLOOConfig) else "epochs"
         lines.append(
-            f"optimizer: {sums.epochs} {passes} x {sums.batch // sums.minibatch} minibatches of {sums.minibatch:,} "
-            f"= {sums.epochs * (sums.batch // sums.minibatch)} steps an update"
+            f"optimizer: {counts.epochs} {epochs} x {counts.batch // counts.minibatch} minibatches of "
+            f"{counts.minibatch:,} = {counts.epochs * (counts.batch // counts.minibatch)} steps per update"
         )
-    passes = sums.minibatch // sums.micro_batch
-    lines.append(f"gradient: {passes:,} micro-batches of {sums.micro_batch:,} rows a step")
-    if sums.updates is None:
-        lines.append(f"run: num_train_epochs {config.num_train_epochs:g} passes over the data (not read yet)")
+    micro_batches = counts.minibatch // counts.micro_batch
+    lines.append(f"gradient: {micro_batches:,} micro-batches of {counts.micro_batch:,} rows per step")
+    if counts.updates is None:
+        lines.append(f"run: num_train_epochs {config.num_train_epochs:g} over the data (not read yet)")
         return lines
-    rounded = " (rounded up)" if sums.rows != sums.requested else ""
-    asked = f"{sums.requested:,} {unit} / {sums.batch:,}"
+    rounded = " (rounded up)" if counts.rows != counts.requested else ""
+    requested = f"{counts.requested:,} {unit} / {counts.batch:,}"
     if not is_policy and config.max_steps < 1:
-        passes = f"{n_rows:,} rows / {sums.batch:,} = {n_rows // sums.batch:,} updates an epoch"
-        asked = f"{passes}, num_train_epochs {config.num_train_epochs:g}"
+        updates = f"{n_rows:,} rows / {counts.batch:,} = {n_rows // counts.batch:,} updates per epoch"
+        requested = f"{updates}, num_train_epochs {config.num_train_epochs:g}"
     lines.append(
-        f"run: {asked} = {sums.updates:,} updates, {sums.optimizer_steps:,} optimizer steps, "
-        f"{sums.rows:,} {unit}{rounded}"
+        f"run: {requested} = {counts.updates:,} updates, {counts.optimizer_steps:,} optimizer steps, "
+        f"{counts.rows:,} {unit}{rounded}"
     )
     if n_rows:
-        what = "prompts" if sums.generations > 1 else "rows"
-        lines.append(f"data: {n_rows:,} {what}, {sums.rows / (sums.generations * n_rows):.3g} passes")
+        inputs = "prompts" if counts.generations > 1 else "rows"
+        lines.append(f"data: {n_rows:,} {inputs}, {counts.rows / (counts.generations * n_rows):.3g} epochs")
     return lines

@@ -1,4 +1,4 @@
-"""In what two configs of a run differ, and which options may."""
+"""The options in which two configs of a run differ, and which of them a resume may change."""
 
 from __future__ import annotations
 
@@ -9,40 +9,27 @@ from typing import Any
 
 from rlhf_jax.parallel import multihost
 
-# How processes find each other is no property of a run, and differs between its processes: config.json has none of it.
+# Not in config.json: how processes connect is not a property of the run, and differs between its processes.
 NOT_KEPT = (*multihost.OPTIONS, "topology")
-# Options that change nothing that a run computes, so that it may be continued with others.
+# Options that do not change what a run computes, or only what happens when it fails.
 MAY_DIFFER = (
-    *(
-        "run_dir",
-        "resume",
-        "override_resume",
-        "dry_run",
-        "logging_steps",
-        "report_to",
-        "run_name",
-        "project",
-        "push_to_hub",
-        "hub_*",
-        "save_*",
-        "max_minutes",
-    ),
-    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "num_completions_to_print"),
+    *("run_dir", "resume", "override_resume", "dry_run", "max_minutes", "save_*"),
+    *("logging_steps", "report_to", "run_name", "project", "push_to_hub", "hub_*", "num_completions_to_print"),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+    *("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
 )
-# And what is to be done, or said, where a run goes wrong.
-MAY_DIFFER += ("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop")
-# Options that change where and in which parts it is computed: the same but for rounding.
+# Options that change where and in which parts results are computed: equal up to rounding.
 ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
 ROUNDING += ("deterministic",)
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
-    """Whether an option is one of `patterns`, in which `*` stands for anything."""
+    """Whether an option matches one of `patterns`, in which `*` matches anything."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as {'a.b': value}, values as JSON has them (tuples are lists)."""
+    """A nested config as {'a.b': value}, with values as JSON has them (tuples are lists)."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -53,14 +40,14 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
-    """What distinguishes two configs, one line an option: 'name: old -> new'.
+    """The options in which two configs differ, one line each: 'name: old -> new'.
 
     Args:
       old, new: configs as dicts, nested or not.
-      may_differ: options to pass over; `*` stands for anything.
+      may_differ: options to ignore; `*` matches anything.
 
     Returns:
-      Lines in the order of the new config, options that only the old one has last.
+      Lines in the order of the new config; options that only the old one has come last.
     """
     old, new = flatten(old), flatten(new)
     lines = []

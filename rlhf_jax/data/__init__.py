@@ -7,18 +7,18 @@ from rlhf_jax.data.demonstrations import (
     DemoData,
     load_demonstrations,
     load_eval_demonstrations,
-    load_normalizing,
+    load_normalization_data,
     make_demonstrations,
 )
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows
-from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_of
-from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_of
+from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
+from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
 from rlhf_jax.data.reward_tokens import reward_tokens
 from rlhf_jax.data.tldr import format_post, parse_post
 from rlhf_jax.data.tokenizer import (
     Tokenizer,
-    check_made_for,
     check_same_tokenizer,
+    check_tokenizer_fits_model,
     load_tokenizer,
     same_tokenizer,
     save_tokenizer,
@@ -34,7 +34,7 @@ __all__ = [
     "Rows",
     "Tokenizer",
     "bucket",
-    "check_made_for",
+    "check_tokenizer_fits_model",
     "check_same_tokenizer",
     "default_buckets",
     "eval_sets",
@@ -44,7 +44,7 @@ __all__ = [
     "load_eval_demonstrations",
     "load_eval_pairs",
     "load_eval_prompts",
-    "load_normalizing",
+    "load_normalization_data",
     "load_pairs",
     "load_prompts",
     "load_rows",
@@ -52,9 +52,9 @@ __all__ = [
     "make_demonstrations",
     "make_pairs",
     "make_prompts",
-    "pairs_of",
+    "pairs_from_rows",
     "parse_post",
-    "prompts_of",
+    "prompts_from_rows",
     "reward_tokens",
     "same_tokenizer",
     "save_tokenizer",

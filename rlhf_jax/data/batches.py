@@ -1,4 +1,4 @@
-"""What the three kinds of data share: ragged token stores, length buckets, the order of rows, batches, the report."""
+"""Batching shared by prompts, demonstrations and pairs: length buckets, padding, row order, fingerprints, reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALL = slice(None)
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """What became of the rows of one data set."""
+    """Row and token counts of one data set after loading."""
 
     name: str
     read: int
@@ -27,17 +27,17 @@ class DataReport:
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
-    """Tokens of the longest sequence kept."""
+    """Length of the longest kept sequence in tokens."""
     tokens: int = 0
-    """Tokens kept in all."""
+    """Total tokens kept."""
     first_bad: str | None = None
     note: str | None = None
-    """What else there is to say of these rows."""
+    """A remark that ends the report."""
 
     def __str__(self) -> str:
         """One line for the terminal."""
-        left_out = [f"{n} {what}" for n, what in ((self.bad, "bad"), (self.dropped, "too long, dropped")) if n]
-        parts = [f"{self.kept} of {self.read} rows" + (f" ({', '.join(left_out)})" if left_out else "")]
+        excluded = [f"{n} {what}" for n, what in ((self.bad, "bad"), (self.dropped, "too long, dropped")) if n]
+        parts = [f"{self.kept} of {self.read} rows" + (f" ({', '.join(excluded)})" if excluded else "")]
         parts.append(f"{self.tokens} tokens, mean {self.tokens / max(self.kept, 1):.0f}, longest {self.longest}")
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
@@ -54,18 +54,18 @@ def default_buckets(longest: int) -> tuple[int, ...]:
 
 
 def bucket(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length` tokens: few padded lengths keep compiled shapes few.
+    """The smallest bucket of at least `length` tokens. Few padded lengths mean few compiled shapes.
 
     Raises:
-      UserError: none does.
+      UserError: all buckets are shorter.
     """
-    holding = [size for size in buckets if size >= length]
-    if not holding:
+    large_enough = [size for size in buckets if size >= length]
+    if not large_enough:
         raise UserError(
             f"length_buckets ends at {max(buckets, default=0)}, but a row has {length} tokens: "
             f"add a bucket of at least {length}"
         )
-    return min(holding)
+    return min(large_enough)
 
 
 @functools.lru_cache(maxsize=4)
@@ -76,15 +76,16 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
 def rows_of_step(
     rows: int, batch_size: int, seed: int, step: int, name: str = "the data set", shuffle: bool = True
 ) -> np.ndarray:
-    """Rows of update `step` (0-based): a pure function of its arguments. An epoch is a fresh permutation, or with
-    `shuffle` off the rows as they come; it has rows // batch_size updates, and the rest of it is left out, as TRL's
-    drop_last does.
+    """Row indices of update `step` (0-based), a pure function of the arguments.
+
+    Each epoch is a new permutation, or file order if `shuffle` is false. It has rows // batch_size updates; the
+    remaining rows are dropped, like TRL's drop_last.
 
     Returns:
       [batch_size] int64.
 
     Raises:
-      UserError: fewer rows than batch_size.
+      UserError: there are fewer rows than batch_size.
     """
     steps = rows // batch_size
     if steps == 0:
@@ -97,7 +98,7 @@ def rows_of_step(
 
 
 def pad_right(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndarray:
-    """[B, width] int32, each sequence at the start of its row."""
+    """[B, width] int32, padded on the right."""
     out = np.full((len(sequences), width), fill, np.int32)
     for row, tokens in zip(out, sequences, strict=True):
         row[: len(tokens)] = tokens
@@ -105,7 +106,7 @@ def pad_right(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndar
 
 
 def pad_left(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndarray:
-    """[B, width] int32, each sequence at the end of its row."""
+    """[B, width] int32, padded on the left."""
     out = np.full((len(sequences), width), fill, np.int32)
     for row, tokens in zip(out, sequences, strict=True):
         row[width - len(tokens) :] = tokens
@@ -118,7 +119,7 @@ def lengths_of(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def fingerprint(*stores: Sequence[np.ndarray]) -> str:
-    """sha256 of all tokens and lengths, in order: whether a resumed run sees the rows that it saw before."""
+    """sha256 of all tokens and lengths, in order. A resumed run compares it to detect changed data."""
     digest = hashlib.sha256()
     for store in stores:
         digest.update(np.int64(len(store)).tobytes())
@@ -129,39 +130,40 @@ def fingerprint(*stores: Sequence[np.ndarray]) -> str:
 
 
 class Batched(Generic[Batch]):
-    """Batches of a data set that holds `pad_id`, `buckets` and `report`, and says how rows become a batch (`_take`) and
-    what its tokens are (`_stores`)."""
+    """Base class that makes batches of tokenized rows. A subclass has `pad_id`, `buckets` and `report`."""
 
     report: DataReport
     shuffle = True
 
-    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> Batch:
+    def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> Batch:
+        """The batch of row indices `rows`, of which only `rows[local]` are prepared."""
         raise NotImplementedError
 
-    def _stores(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[list[np.ndarray], ...]:
+        """The token sequences, one list for each column."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        return len(self._stores()[0])
+        return len(self._sequences()[0])
 
     def rows_of(self, seed: int, step: int, batch_size: int) -> np.ndarray:
-        """The rows of update `step` (0-based); see `rows_of_step`."""
+        """Row indices of update `step` (0-based); see `rows_of_step`."""
         return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle)
 
-    def batch(self, seed: int, step: int, batch_size: int, here: np.ndarray | slice = _ALL) -> Batch:
-        """Rows of update `step` (0-based), numpy arrays; see `rows_of_step` for which rows.
+    def batch(self, seed: int, step: int, batch_size: int, local: np.ndarray | slice = _ALL) -> Batch:
+        """Numpy batch of update `step` (0-based); `rows_of_step` chooses the rows.
 
         Args:
-          here: [H] int, the rows of the batch to prepare (see `shares.here`); default: all. Widths are the whole
-            batch's, so that all processes have one shape.
+          local: [H] int, positions in the batch that this process prepares (see `parallel.local_rows`); default: all.
+            Padded widths are those of the whole batch, so that every process has the same shape.
         """
-        return self._take(self.rows_of(seed, step, batch_size), here)
+        return self._make_batch(self.rows_of(seed, step, batch_size), local)
 
-    def in_order(self, start: int, count: int, here: np.ndarray | slice = _ALL) -> Batch:
-        """Rows start .. start + count - 1; past the end the last row again, so that shapes stay. `here` as `batch`."""
-        return self._take(np.minimum(np.arange(start, start + count), len(self) - 1), here)
+    def in_order(self, start: int, count: int, local: np.ndarray | slice = _ALL) -> Batch:
+        """Rows start .. start + count - 1. Past the end the last row repeats, to keep the shape. `local` as `batch`."""
+        return self._make_batch(np.minimum(np.arange(start, start + count), len(self) - 1), local)
 
     @property
     def fingerprint(self) -> str:
-        """How many rows there are, and a sha256 of their tokens."""
-        return f"{len(self)} rows, {fingerprint(*self._stores())[:16]}"
+        """The number of rows and a sha256 of their tokens."""
+        return f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"

@@ -1,4 +1,4 @@
-"""Demonstrations for supervised fine-tuning: prompt, completion and eos in one right-padded sequence."""
+"""Demonstrations for supervised fine-tuning: prompt + completion + eos as one right-padded sequence."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ class DemoBatch:
 
     tokens: Array  # [B, S] int32; prompt, completion, eos
     prompt_lengths: Array  # [B] int32
-    lengths: Array  # [B] int32, 0 for a row that only fills the batch
+    lengths: Array  # [B] int32, 0 for a row that only pads the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class DemoData(batches.Batched[DemoBatch]):
-    """Demonstrations as tokens."""
+    """Tokenized demonstrations."""
 
     tokens: list[np.ndarray]
-    """int32 each: prompt, completion, eos."""
+    """int32 each: prompt + completion + eos."""
     prompt_lengths: np.ndarray
     """[N] int32."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
 
-    def _stores(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[list[np.ndarray], ...]:
         return (self.tokens,)
 
-    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> DemoBatch:
+    def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
         width = batches.bucket(max(len(self.tokens[i]) for i in rows), self.buckets)
-        rows = rows[here]
+        rows = rows[local]
         chosen = [self.tokens[i] for i in rows]
         return DemoBatch(
             batches.pad_right(chosen, width, self.pad_id), self.prompt_lengths[rows], batches.lengths_of(chosen)
         )
 
-    def in_order(self, start: int, count: int, here: np.ndarray | slice = slice(None)) -> DemoBatch:
-        """Rows start .. start + count - 1; past the end rows of length 0, so that shapes stay. `here` as `batch`."""
-        taken = super().in_order(start, count, here)
-        real = (np.arange(start, start + count) < len(self))[here]
-        return taken.replace(lengths=np.where(real, taken.lengths, 0).astype(np.int32))
+    def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
+        """Rows start .. start + count - 1. Past the end rows have length 0, to keep the shape. `local` as `batch`."""
+        batch = super().in_order(start, count, local)
+        real = (np.arange(start, start + count) < len(self))[local]
+        return batch.replace(lengths=np.where(real, batch.lengths, 0).astype(np.int32))
 
 
-def join(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
-    """prompt + completion + eos; a completion that brings its eos along keeps that one."""
+def join_with_eos(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
+    """prompt + completion + eos; no second eos where the completion ends with one."""
     return prompt + completion + ([] if completion and completion[-1] == eos_id else [eos_id])
 
 
 def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> str:
-    """The column with completions. OpenAI's posts come with a 'summary', which the template puts a space before."""
+    """The column of completions: 'summary' for OpenAI's posts that have no 'completion'."""
     if column == "completion" and column not in rows.column_names and columns == row_texts.TEMPLATE_COLUMNS:
         column = "summary"
     require_columns(rows, {"completion_column": column})
@@ -79,38 +79,42 @@ def make_demonstrations(
     on_bad_row: str = "raise",
     length_buckets: tuple[int, ...] | None = None,
 ) -> DemoData:
-    """Tokenises demonstrations as ids(prompt) + ids(completion) + eos. What is over `max_length` is cut at the end,
-    without an eos that was not there (query_overflow='truncate'), or dropped ('drop'); a row with no room for a token
-    of its completion is dropped.
+    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos.
+
+    A sequence longer than `max_length` is truncated at the end, which removes its eos (query_overflow='truncate'), or
+    dropped ('drop'). A row whose prompt alone fills `max_length` is dropped.
 
     Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, or no bucket holds the longest.
+      UserError: a column is missing, a row is bad, all rows are too long, or the longest row fits no bucket.
     """
     columns = row_texts.prompt_columns(rows, prompt_column)
-    answer = completion_column_of(rows, columns, completion_column)
-    space = " " if answer == "summary" and completion_column != "summary" else ""
-    found = row_texts.sort_rows(rows, lambda row: row_texts.text_fault(row, (*columns, answer)), on_bad_row)
-    texts = [row_texts.prompt_text(row, columns) for row in found.good]
+    completion_column_found = completion_column_of(rows, columns, completion_column)
+    # A summary begins without the space that follows "TL;DR:".
+    space = " " if completion_column_found == "summary" and completion_column != "summary" else ""
+    text_columns = (*columns, completion_column_found)
+    split = row_texts.split_rows(rows, lambda row: row_texts.text_fault(row, text_columns), on_bad_row)
+    texts = [row_texts.prompt_text(row, columns) for row in split.good]
     prompts, _ = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
-    completions = tokenizer.encode_batch([space + row[answer] for row in found.good])
+    completions = tokenizer.encode_batch([space + row[completion_column_found] for row in split.good])
     tokens, prompt_lengths, truncated = [], [], 0
-    for text, prompt, completion in zip(tokenizer.encode_batch(texts), prompts, completions, strict=True):
+    for full_prompt, prompt, completion in zip(tokenizer.encode_batch(texts), prompts, completions, strict=True):
         if prompt is None or len(prompt) >= max_length:
             continue
-        whole = join(prompt, completion, tokenizer.eos_id)
-        if len(whole) > max_length and query_overflow == "drop":
+        sequence = join_with_eos(prompt, completion, tokenizer.eos_id)
+        if len(sequence) > max_length and query_overflow == "drop":
             continue
-        truncated += len(whole) > max_length or len(prompt) < len(text)
-        tokens.append(np.asarray(whole[:max_length], np.int32))
+        truncated += len(sequence) > max_length or len(prompt) < len(full_prompt)
+        tokens.append(np.asarray(sequence[:max_length], np.int32))
         prompt_lengths.append(len(prompt))
-    row_texts.refuse_nothing_left(
-        rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens"
+    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
+    buckets, report = row_texts.buckets_and_report(
+        rows, split, tokens, length_buckets=length_buckets, truncated=truncated
     )
-    buckets, report = row_texts.measure(rows, found, tokens, length_buckets=length_buckets, truncated=truncated)
     return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
 
 
-def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
+def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
+    """`make_demonstrations` with the data options of a config."""
     return make_demonstrations(
         rows,
         tokenizer,
@@ -127,20 +131,23 @@ def _make(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
 def load_demonstrations(
     config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False
 ) -> DemoData | None:
-    """The demonstrations that a config asks for; `dataset` is an object in place of the configured name. None: no
-    evaluation data."""
+    """The demonstrations of a config, or of `dataset`, an object in place of the configured name.
+
+    Returns:
+      The data; None where the config has no evaluation data.
+    """
     rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else _make(rows, config, tokenizer)
+    return None if rows is None else demonstrations_from_rows(rows, config, tokenizer)
 
 
-def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, DemoData]:
-    """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
-    sets = eval_sets(config, "demonstrations", given)
-    return {name: _make(rows, config, tokenizer) for name, rows in sets.items()}
+def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, DemoData]:
+    """The evaluation sets of a config, by name; see `loading.eval_sets`."""
+    sets = eval_sets(config, "demonstrations", dataset)
+    return {name: demonstrations_from_rows(rows, config, tokenizer) for name, rows in sets.items()}
 
 
-def load_normalizing(config: Any, tokenizer: Tokenizer) -> DemoData | None:
-    """The demonstrations whose mean score a reward config makes 0 (N+ detail 15); None where it names none."""
+def load_normalization_data(config: Any, tokenizer: Tokenizer) -> DemoData | None:
+    """The demonstrations on which a reward model's mean score is set to 0 (N+ detail 15); None if not configured."""
     if config.normalize_dataset_name is None:
         return None
     rows = load_rows(
@@ -149,4 +156,4 @@ def load_normalizing(config: Any, tokenizer: Tokenizer) -> DemoData | None:
         kind="demonstrations",
         max_samples=config.normalize_samples,
     )
-    return _make(rows, config, tokenizer)
+    return demonstrations_from_rows(rows, config, tokenizer)

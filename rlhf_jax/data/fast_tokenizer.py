@@ -1,22 +1,22 @@
-"""The tokenizer class of transformers, imported without torch."""
+"""The tokenizer class of transformers, imported without torch and without its warning that torch is missing."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+_NO_WARNINGS = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def fast_tokenizer() -> Any:
-    """transformers' PreTrainedTokenizerFast, imported without its advice to install torch."""
-    said = os.environ.get(_ADVICE)
-    os.environ[_ADVICE] = "1"
+    """transformers' PreTrainedTokenizerFast."""
+    previous = os.environ.get(_NO_WARNINGS)
+    os.environ[_NO_WARNINGS] = "1"
     try:
         from transformers import PreTrainedTokenizerFast
     finally:
-        if said is None:
-            del os.environ[_ADVICE]
+        if previous is None:
+            del os.environ[_NO_WARNINGS]
         else:
-            os.environ[_ADVICE] = said
+            os.environ[_NO_WARNINGS] = previous
     return PreTrainedTokenizerFast

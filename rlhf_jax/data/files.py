@@ -1,4 +1,4 @@
-"""Rows from local files and folders, and the form that rows from anywhere are kept in."""
+"""`Rows`, the common form of a data set, and its readers for local files and folders."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SUFFIXES = {
 _ALIASES = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing",)}
 
 
-class Malformed(str):
-    """Stands for a row that could not be read: what is wrong with it."""
+class MalformedRow(str):
+    """Placeholder for a row that could not be read; the text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A data set's rows as they came, good or bad, and where each came from."""
+    """The rows of a data set before validation, with the source of each."""
 
     name: str
     table: Sequence[Any]
-    """Mappings, or `Malformed`; a datasets.Dataset serves too."""
+    """Mappings or `MalformedRow`; may be a datasets.Dataset."""
     column_names: tuple[str, ...]
-    place: Callable[[int], str]
-    """The name of a row for messages: its file and number."""
+    location: Callable[[int], str]
+    """Row index -> file and line for messages."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -45,7 +45,7 @@ class Rows:
         if not hasattr(self.table, "iter"):
             yield from self.table
             return
-        for columns in self.table.iter(1024):  # a data set gives rows one by one only slowly
+        for columns in self.table.iter(1024):  # indexing a Dataset row by row is slow
             for values in zip(*columns.values(), strict=True):
                 yield dict(zip(columns, values, strict=True))
 
@@ -57,23 +57,31 @@ class Rows:
         return dataclasses.replace(self, table=table)
 
 
-def kind_of(value: Any) -> str:
-    """The type of a value with its article: 'a list', 'an int'."""
+def type_with_article(value: Any) -> str:
+    """The type name of a value with its article: 'a list', 'an int'."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _union(rows: Sequence[Any]) -> tuple[str, ...]:
+def _column_names(rows: Sequence[Any]) -> tuple[str, ...]:
+    """The keys of all rows, in order of first appearance."""
     return tuple(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
 
 
-def from_list(rows: Sequence[Any], name: str, places: Sequence[str] | None = None) -> Rows:
-    """Rows of a list of objects; what is no object is `Malformed`. `places` names each row (default: NAME, row N)."""
+def from_list(rows: Sequence[Any], name: str, locations: Sequence[str] | None = None) -> Rows:
+    """Rows of a list; elements that are no mapping become `MalformedRow`.
+
+    Args:
+      rows: the elements.
+      name: of the data set, for messages.
+      locations: of each row, for messages; default: 'NAME, row N'.
+    """
     rows = [
-        row if isinstance(row, Mapping | Malformed) else Malformed(f"is {kind_of(row)}, not an object") for row in rows
+        row if isinstance(row, Mapping | MalformedRow) else MalformedRow(f"is {type_with_article(row)}, not an object")
+        for row in rows
     ]
-    place = (lambda i: f"{name}, row {i + 1}") if places is None else places.__getitem__
-    return Rows(name, rows, _union(rows), place)
+    location = (lambda i: f"{name}, row {i + 1}") if locations is None else locations.__getitem__
+    return Rows(name, rows, _column_names(rows), location)
 
 
 def from_dataset(table: Any, name: str) -> Rows:
@@ -82,21 +90,21 @@ def from_dataset(table: Any, name: str) -> Rows:
 
 
 @contextlib.contextmanager
-def quiet():
-    """The library without its progress bars."""
+def datasets_without_progress_bars():
+    """The datasets library with its progress bars disabled."""
     import datasets
 
-    shown = datasets.is_progress_bar_enabled()
+    enabled = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         yield datasets
     finally:
-        if shown:
+        if enabled:
             datasets.enable_progress_bars()
 
 
-def _not_utf8(text: str) -> tuple[int, str] | None:
-    """Where text that was read with errors='surrogateescape' is not UTF-8, and what to say of it; None: nowhere."""
+def _utf8_error(text: str) -> tuple[int, str] | None:
+    """(position, message) of the first invalid byte in text that was read with errors='surrogateescape', or None."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -105,30 +113,30 @@ def _not_utf8(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _not_json(error: json.JSONDecodeError) -> str:
-    """What is wrong, without the 'at' and the colon that some of Python's messages end with."""
+def _json_error(error: json.JSONDecodeError) -> str:
+    """The message, without the ' at' or colon with which some of Python's messages end."""
     return f"is not JSON: {error.msg.rstrip(': ').removesuffix(' at')}"
 
 
 def _read_json_lines(path: str) -> Rows:
-    rows, places = [], []
+    rows, locations = [], []
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                if wrong := _not_utf8(line):
-                    rows.append(Malformed(f"{wrong[1]} {wrong[0] + 1}"))
+                if invalid := _utf8_error(line):
+                    rows.append(MalformedRow(f"{invalid[1]} {invalid[0] + 1}"))
                 else:
                     rows.append(parse_json(line))
             except json.JSONDecodeError as error:
-                rows.append(Malformed(f"{_not_json(error)} at character {error.pos + 1}"))
-            places.append(f"{path}, line {number}")
-    return from_list(rows, path, places)
+                rows.append(MalformedRow(f"{_json_error(error)} at character {error.pos + 1}"))
+            locations.append(f"{path}, line {number}")
+    return from_list(rows, path, locations)
 
 
 def _read_json(path: str) -> Rows:
-    """A list of objects, an object that holds one list of them, or JSON lines under the wrong name."""
+    """Rows of a list of objects, of an object with one such list, or of JSON lines in a .json file."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read()
     problem = content = None
@@ -138,38 +146,38 @@ def _read_json(path: str) -> Rows:
         if error.msg == "Extra data":
             return _read_json_lines(path)
         problem = error
-    if wrong := _not_utf8(text):
-        line, column = text.count("\n", 0, wrong[0]) + 1, wrong[0] - text.rfind("\n", 0, wrong[0])
-        raise UserError(f"{path}, line {line}: {wrong[1]} {column}") from problem
+    if invalid := _utf8_error(text):
+        line, column = text.count("\n", 0, invalid[0]) + 1, invalid[0] - text.rfind("\n", 0, invalid[0])
+        raise UserError(f"{path}, line {line}: {invalid[1]} {column}") from problem
     if problem is not None:
-        raise UserError(f"{path}, line {problem.lineno}: {_not_json(problem)} at column {problem.colno}") from problem
+        raise UserError(f"{path}, line {problem.lineno}: {_json_error(problem)} at column {problem.colno}") from problem
     if isinstance(content, Mapping):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
-        raise UserError(f"{path}: holds {kind_of(content)}, not a list of objects")
+        raise UserError(f"{path}: holds {type_with_article(content)}, not a list of objects")
     return from_list(content, path)
 
 
 def _check_columns(table: Any, path: str) -> None:
-    """Refuses columns of a .csv that pyarrow left as bytes, because not all of them are UTF-8."""
+    """UserError for a .csv column with invalid UTF-8, which pyarrow keeps as bytes."""
     import pyarrow.types
 
     for name in table.column_names:
         if pyarrow.types.is_binary(table[name].type):
             for number, value in enumerate(table[name].to_pylist(), 1):
-                if value is not None and _not_utf8(value.decode("utf-8", "surrogateescape")):
+                if value is not None and _utf8_error(value.decode("utf-8", "surrogateescape")):
                     raise UserError(f"{path}, row {number}: {name!r} is not UTF-8")
 
 
 def _read_table(path: str, suffix: str) -> Rows:
-    with quiet() as datasets:
+    with datasets_without_progress_bars() as datasets:
         try:
             import pyarrow.csv
             import pyarrow.feather
             import pyarrow.parquet
 
-            if suffix == ".arrow":  # the library writes streams, Arrow itself files
+            if suffix == ".arrow":  # datasets writes the stream format, Arrow the file format
                 with open(path, "rb") as file:
                     is_file = file.read(6) == b"ARROW1"
                 if not is_file:
@@ -184,12 +192,12 @@ def _read_table(path: str, suffix: str) -> Rows:
             return from_dataset(datasets.Dataset(table), path)
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
+        except (OSError, ValueError) as error:  # pyarrow raises both
             raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
 
 
 def read_file(path: str) -> Rows:
-    """Rows of one file, by its suffix; UserError for another suffix, an empty file, or one that cannot be read."""
+    """Rows of one file, in the format of its suffix; UserError for an unknown suffix or an empty or unreadable file."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}")
@@ -205,50 +213,50 @@ def read_file(path: str) -> Rows:
 
 
 def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
-    """(split, what the file is called beside it) from a path such as prompts_train.jsonl or train/000.parquet."""
+    """(split, data set name) from a path such as prompts_train.jsonl or train/000.parquet."""
     relative = os.path.splitext(os.path.relpath(path, root))[0]
-    for split, others in _ALIASES.items():
-        pattern = rf"(?<![a-z])({'|'.join((split, *others))})(?![a-z])"
-        found = re.search(pattern, relative.lower())
-        if found:
-            return split, re.sub(r"[\d\W_]+|of", "", relative[: found.start()])
+    for split, aliases in _ALIASES.items():
+        pattern = rf"(?<![a-z])({'|'.join((split, *aliases))})(?![a-z])"
+        match = re.search(pattern, relative.lower())
+        if match:
+            return split, re.sub(r"[\d\W_]+|of", "", relative[: match.start()])
     return None, re.sub(r"[\d\W_]+|of", "", relative)
 
 
 def read_folder(folder: str, split: str) -> Rows:
-    """Rows of a split of a folder: one that datasets saved, or files named after their splits."""
+    """Rows of one split of a folder that datasets saved, or whose files are named after their splits."""
     if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
-        with quiet() as datasets:
-            return pick(datasets.load_from_disk(folder), folder, split)
+        with datasets_without_progress_bars() as datasets:
+            return select_split(datasets.load_from_disk(folder), folder, split)
     paths = sorted(
-        os.path.join(here, file)
-        for here, _, files in os.walk(folder)
+        os.path.join(parent, file)
+        for parent, _, files in os.walk(folder)
         for file in files
         if os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(("dataset_info", "."))
     )
     if not paths:
-        raise UserError(f"{folder}: no data files there (they end in {', '.join(SUFFIXES)})")
-    found = {path: _split_of_file(path, folder) for path in paths}
-    splits = sorted({name for name, _ in found.values() if name})
+        raise UserError(f"{folder}: no data files (they end in {', '.join(SUFFIXES)})")
+    labels = {path: _split_of_file(path, folder) for path in paths}
+    splits = sorted({name for name, _ in labels.values() if name})
     if not splits and split == "train":
-        chosen = paths  # no file names a split: all are for training
+        selected = paths  # without split names all files are training data
     else:
-        wanted = next((name for name, others in _ALIASES.items() if split in (name, *others)), split)
-        chosen = [path for path in paths if found[path][0] == wanted]
-    if not chosen:
+        canonical = next((name for name, aliases in _ALIASES.items() if split in (name, *aliases)), split)
+        selected = [path for path in paths if labels[path][0] == canonical]
+    if not selected:
         raise UserError(f"{folder} has no split {split!r}; its files name {', '.join(splits) or 'none'}")
-    if len({found[path][1] for path in chosen}) > 1:
-        names = ", ".join(os.path.relpath(path, folder) for path in chosen)
+    if len({labels[path][1] for path in selected}) > 1:
+        names = ", ".join(os.path.relpath(path, folder) for path in selected)
         raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
-    parts = [read_file(path) for path in chosen]
-    if len(parts) == 1:
-        return parts[0]
-    rows = [row for part in parts for row in part]
-    return from_list(rows, folder, [part.place(i) for part in parts for i in range(len(part))])
+    files = [read_file(path) for path in selected]
+    if len(files) == 1:
+        return files[0]
+    rows = [row for file in files for row in file]
+    return from_list(rows, folder, [file.location(i) for file in files for i in range(len(file))])
 
 
-def pick(loaded: Any, name: str, split: str) -> Rows:
-    """One split of whatever the datasets library gave."""
+def select_split(loaded: Any, name: str, split: str) -> Rows:
+    """Rows of one split of a Dataset or DatasetDict."""
     if isinstance(loaded, Mapping):
         if split not in loaded:
             raise UserError(f"{name} has no split {split!r}; it has {', '.join(loaded)}")

@@ -1,4 +1,4 @@
-"""Rows from the hub, from local files and folders, and from objects; every one of them can be named."""
+"""Loading of rows from the hub, local files and folders, or Python objects."""
 
 from __future__ import annotations
 
@@ -8,22 +8,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_jax.data.files import SUFFIXES, Malformed, Rows, from_dataset, from_list, pick, quiet, read_file, read_folder
+from rlhf_jax.data.files import (
+    SUFFIXES,
+    MalformedRow,
+    Rows,
+    datasets_without_progress_bars,
+    from_dataset,
+    from_list,
+    read_file,
+    read_folder,
+    select_split,
+)
 from rlhf_jax.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""What an evaluation set may be called: a part of metrics' names."""
-_NAMED = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
-_HALF_NAMED = re.compile(r"[A-Za-z0-9_.-]*=")
+"""Valid name of an evaluation set; metric names contain it."""
+_NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
+_NAME_PREFIX = re.compile(r"[A-Za-z0-9_.-]*=")
 
 
 def _read_hub(name: str, split: str, config: str | None, revision: str | None) -> Rows:
-    with quiet() as datasets:
+    with datasets_without_progress_bars() as datasets:
         try:
             return from_dataset(
                 datasets.load_dataset(name, config, split=split, revision=revision), f"{name} ({split})"
             )
-        except Exception as error:  # the library raises a dozen kinds, some of them its own
+        except Exception as error:  # datasets raises many types of exceptions
             text = " ".join(str(error).split()) or type(error).__name__
             names = re.search(r"Should be one of \[(.*?)\]", text)
             if "split" in text.lower() and names:
@@ -51,24 +61,24 @@ def load_rows(
     """The rows of one split.
 
     Args:
-      source: hub name, local file (one split, whatever its name) or folder, 'synthetic', or an object: a
+      source: hub name, local file (read as one split, whatever its name) or folder, 'synthetic', or an object: a
         datasets.Dataset or DatasetDict, or a list of dicts.
-      split: split to take.
-      kind: 'prompts', 'demonstrations' or 'pairs', of the synthetic data set.
+      split: split to load.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
       dataset_config, dataset_revision: of a hub data set.
-      streaming: refused.
-      max_samples: only the first so many rows.
+      streaming: not supported; true raises.
+      max_samples: load only the first max_samples rows.
       seed: of the synthetic data set.
-      label: what messages call a list or data set given as an object; default: 'train data', after the split.
+      label: name for an object in messages; default: the split followed by 'data', as in 'train data'.
 
     Raises:
-      UserError: nothing to read there, no such split, a stream.
+      UserError: the source or split does not exist or has no rows, or the source is a stream.
     """
     if streaming or type(source).__name__ in ("IterableDataset", "IterableDatasetDict", "generator"):
         raise UserError(
             "dataset_streaming is refused: the rows of an update are a function of seed and step, so that a run can "
-            "continue from anywhere, and a stream cannot be gone back in. Leave it off; max_train_samples takes a part "
-            "of the data."
+            "resume at any step, and a stream has no random access. Leave it off; max_train_samples limits the number "
+            "of rows."
         )
     label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
@@ -88,7 +98,7 @@ def load_rows(
     elif isinstance(source, list | tuple):
         rows = from_list(source, f"the list given as {label}")
     elif isinstance(source, Mapping):
-        rows = pick(source, "the DatasetDict given", split)
+        rows = select_split(source, "the DatasetDict given", split)
     elif hasattr(source, "column_names") and hasattr(source, "select"):
         rows = from_dataset(source, f"the data set given as {label}")
     else:
@@ -100,70 +110,72 @@ def load_rows(
     return rows.first(max_samples)
 
 
-def is_one_split(source: Any) -> bool:
-    """Whether a source is a single split: a plain file, or an object that is no DatasetDict."""
+def is_single_split(source: Any) -> bool:
+    """Whether a source is a single split: a file, or an object other than a DatasetDict."""
     if isinstance(source, str | os.PathLike):
         return os.path.isfile(source)
     return not isinstance(source, Mapping)
 
 
 def _named_sources(text: str) -> dict[str, str] | None:
-    """NAME=SOURCE,NAME=SOURCE as a dict; None for one source, which may have '=' and ',' in it: a path that exists, or
-    text that does not begin as such a list does."""
-    if os.path.exists(text) or not _HALF_NAMED.match(text.strip()):
+    """NAME=SOURCE,NAME=SOURCE as a dict, or None for a single source.
+
+    A single source may contain '=' and ',': it is an existing path, or does not start with NAME=.
+    """
+    if os.path.exists(text) or not _NAME_PREFIX.match(text.strip()):
         return None
     sources: dict[str, str] = {}
     for part in map(str.strip, text.split(",")):
-        found = _NAMED.fullmatch(part)
-        if found is None:
+        match = _NAME_AND_SOURCE.fullmatch(part)
+        if match is None:
             raise UserError(
                 f"eval_dataset_name {text!r}: {part!r} is not NAME=SOURCE, with letters, digits, '_', '.' and '-' in "
-                "the name, and a comma between two sets; and no file or folder has the whole name"
+                "the name and a comma between sets; and there is no file or folder of the full name"
             )
-        if found[1] in sources:
-            raise UserError(f"eval_dataset_name {text!r} names two sets {found[1]!r}; give each a name of its own")
-        sources[found[1]] = found[2]
+        if match[1] in sources:
+            raise UserError(f"eval_dataset_name {text!r} names two sets {match[1]!r}; give each a unique name")
+        sources[match[1]] = match[2]
     return sources
 
 
-def _given_sources(given: Any) -> Mapping[str, Any] | None:
-    """A dict of name -> source; None for one source, which a DatasetDict is too."""
-    if not isinstance(given, Mapping) or any(kind.__name__.endswith("DatasetDict") for kind in type(given).__mro__):
+def _sources_of_dict(dataset: Any) -> Mapping[str, Any] | None:
+    """A dict of name -> source, or None for a single source (a DatasetDict is one)."""
+    if not isinstance(dataset, Mapping) or any(base.__name__.endswith("DatasetDict") for base in type(dataset).__mro__):
         return None
-    for name in given:
+    for name in dataset:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UserError(
-                f"eval_dataset (in place of eval_dataset_name) has a set called {name!r}: a name is letters, digits, "
-                "'_', '.' and '-', because metrics are named after it"
+                f"eval_dataset (in place of eval_dataset_name) has a set named {name!r}: use letters, digits, '_', '.' "
+                "and '-', because metric names contain it"
             )
-    return given
+    return dataset
 
 
-def eval_sets(config: Any, kind: str, given: Any = None) -> dict[str, Rows]:
-    """The evaluation rows that a stage's config asks for, by name.
+def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
+    """The evaluation rows of a stage's config, by name.
 
     Args:
       config: a stage's config (its data fields). eval_dataset_name is one source, or several as
         'NAME=SOURCE,NAME=SOURCE'.
-      kind: 'prompts', 'demonstrations' or 'pairs', of the synthetic data set.
-      given: in place of eval_dataset_name: an object (see `load_rows`), or a dict of name -> source.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
+      dataset: replaces eval_dataset_name: an object (see `load_rows`), or a dict of name -> source.
 
     Returns:
-      name -> rows, at most max_eval_samples each; a single source without a name is called ''. Empty where the config
-      has no evaluation data: no split named, or a plain file for training and no eval_dataset_name; or an empty dict.
+      name -> rows, at most max_eval_samples each; a single source without a name has the name ''. Empty where the
+      config has no evaluation data (no split, or a training file without eval_dataset_name) or `dataset` is {}.
 
     Raises:
-      UserError: a name is missing, empty, of other characters or given twice; a source is missing; see `load_rows`.
+      UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
     """
     limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
     split = config.dataset_test_split or "validation"
-    source = config.eval_dataset_name if given is None else given
+    source = config.eval_dataset_name if dataset is None else dataset
     if source is None:
-        if config.dataset_test_split is None or is_one_split(config.dataset_name):
+        if config.dataset_test_split is None or is_single_split(config.dataset_name):
             return {}
         hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}
         return {"": load_rows(config.dataset_name, split=split, **limits, **hub)}
-    sources = _named_sources(source) if isinstance(source, str) else _given_sources(source)
+    sources = _named_sources(source) if isinstance(source, str) else _sources_of_dict(source)
     if sources is None:
         return {"": load_rows(source, split=split, **limits)}
     return {
@@ -171,24 +183,24 @@ def eval_sets(config: Any, kind: str, given: Any = None) -> dict[str, Rows]:
     }
 
 
-def load_split(config: Any, which: str, kind: str, given: Any = None) -> Rows | None:
-    """The training or evaluation rows that a stage's config asks for.
+def load_split(config: Any, which: str, kind: str, dataset: Any = None) -> Rows | None:
+    """The training or evaluation rows of a stage's config.
 
     Args:
       config: a stage's config (its data fields).
       which: 'train' or 'eval'.
-      kind: 'prompts', 'demonstrations' or 'pairs', of the synthetic data set.
-      given: an object in place of the configured name.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
+      dataset: an object in place of the configured name.
 
     Returns:
-      The rows; None for evaluation where `eval_sets` has none.
+      The rows; None for evaluation where `eval_sets` is empty.
 
     Raises:
-      UserError: several evaluation sets, or see `load_rows`.
+      UserError: there are several evaluation sets, or see `load_rows`.
     """
     if which == "train":
         return load_rows(
-            config.dataset_name if given is None else given,
+            config.dataset_name if dataset is None else dataset,
             split=config.dataset_train_split,
             kind=kind,
             dataset_config=config.dataset_config,
@@ -196,32 +208,31 @@ def load_split(config: Any, which: str, kind: str, given: Any = None) -> Rows | 
             streaming=config.dataset_streaming,
             max_samples=config.max_train_samples,
         )
-    sets = eval_sets(config, kind, given)
+    sets = eval_sets(config, kind, dataset)
     if len(sets) > 1:
-        raise UserError(f"eval_dataset_name names {len(sets)} sets ({', '.join(sets)}) where only one is read")
+        raise UserError(f"eval_dataset_name names {len(sets)} sets ({', '.join(sets)}) where one is expected")
     return next(iter(sets.values()), None)
 
 
-def require_columns(rows: Rows, wanted: Mapping[str, str]) -> None:
+def require_columns(rows: Rows, required: Mapping[str, str]) -> None:
     """Checks that columns exist.
 
     Args:
       rows: the rows.
-      wanted: option that renames the column -> name of the column.
+      required: option that sets the column's name -> name of the column.
 
     Raises:
-      UserError: names the column, the source, the columns there are, and the option; or, where no line of the source
-        could be read, the first of them.
+      UserError: a column is missing; or no row could be read, in which case the first bad row is reported.
     """
     if not rows.column_names:
-        malformed = [i for i, row in enumerate(rows.table) if isinstance(row, Malformed)]
+        malformed = [i for i, row in enumerate(rows.table) if isinstance(row, MalformedRow)]
         if malformed:
             count = f"{len(malformed)} of {len(rows)} rows {'is' if len(malformed) == 1 else 'are'} bad"
-            raise UserError(f"{rows.place(malformed[0])}: {rows.table[malformed[0]]} ({count}). No row is usable.")
-    for option, column in wanted.items():
+            raise UserError(f"{rows.location(malformed[0])}: {rows.table[malformed[0]]} ({count}). No row is usable.")
+    for option, column in required.items():
         if column not in rows.column_names:
             near = difflib.get_close_matches(column, rows.column_names, 1)
             raise UserError(
                 f"{rows.name} has no column {column!r}; it has {', '.join(rows.column_names) or 'none'}. "
-                f"Name the right one by {option}" + (f" (did you mean {near[0]!r}?)" if near else "")
+                f"Set {option} to the right one" + (f" (did you mean {near[0]!r}?)" if near else "")
             )

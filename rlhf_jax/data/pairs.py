@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_jax.data import batches, row_texts
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.demonstrations import join
+from rlhf_jax.data.demonstrations import join_with_eos
 from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import Array
@@ -19,7 +19,7 @@ from rlhf_jax.types import Array
 
 @flax.struct.dataclass
 class PairBatch:
-    """Right-padded sequences, prompt + completion + eos, both of one width."""
+    """Right-padded sequences, prompt + completion + eos, both padded to the same width."""
 
     chosen_tokens: Array  # [B, S] int32
     chosen_lengths: Array  # [B] int32
@@ -30,7 +30,7 @@ class PairBatch:
 
 @dataclasses.dataclass(frozen=True)
 class PairData(batches.Batched[PairBatch]):
-    """Pairs as tokens."""
+    """Tokenized pairs."""
 
     chosen: list[np.ndarray]
     rejected: list[np.ndarray]
@@ -40,19 +40,18 @@ class PairData(batches.Batched[PairBatch]):
     buckets: tuple[int, ...]
     report: DataReport
 
-    def _stores(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[list[np.ndarray], ...]:
         return self.chosen, self.rejected
 
-    def _take(self, rows: np.ndarray, here: np.ndarray | slice) -> PairBatch:
-        width = batches.bucket(max(len(store[i]) for store in self._stores() for i in rows), self.buckets)
-        rows = rows[here]
-        better, worse = [self.chosen[i] for i in rows], [self.rejected[i] for i in rows]
-        lengths = batches.lengths_of(better), batches.lengths_of(worse)
+    def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> PairBatch:
+        width = batches.bucket(max(len(tokens[i]) for tokens in self._sequences() for i in rows), self.buckets)
+        rows = rows[local]
+        chosen, rejected = [self.chosen[i] for i in rows], [self.rejected[i] for i in rows]
         return PairBatch(
-            chosen_tokens=batches.pad_right(better, width, self.pad_id),
-            chosen_lengths=lengths[0],
-            rejected_tokens=batches.pad_right(worse, width, self.pad_id),
-            rejected_lengths=lengths[1],
+            chosen_tokens=batches.pad_right(chosen, width, self.pad_id),
+            chosen_lengths=batches.lengths_of(chosen),
+            rejected_tokens=batches.pad_right(rejected, width, self.pad_id),
+            rejected_lengths=batches.lengths_of(rejected),
             margin=self.margin[rows],
         )
 
@@ -82,41 +81,45 @@ def make_pairs(
     on_bad_row: str = "raise",
     length_buckets: tuple[int, ...] | None = None,
 ) -> PairData:
-    """Tokenises pairs as ids(prompt) + ids(completion) + eos. Without a 'prompt' column the two columns hold the whole
-    texts. A pair with a sequence over `max_length` is dropped.
+    """Tokenizes pairs as ids(prompt) + ids(completion) + eos.
+
+    Without a prompt column, the two completion columns hold the full texts. A pair is dropped if either sequence is
+    longer than `max_length`.
 
     Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, or no bucket holds the longest.
+      UserError: a column is missing, a row is bad, all rows are too long, or the longest row fits no bucket.
     """
-    wanted = {"chosen_column": chosen_column, "rejected_column": rejected_column}
-    require_columns(rows, wanted if margin_column is None else {**wanted, "margin_column": margin_column})
-    whole_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
-    columns = () if whole_texts else row_texts.prompt_columns(rows, prompt_column)
-    found = row_texts.sort_rows(
+    required = {"chosen_column": chosen_column, "rejected_column": rejected_column}
+    require_columns(rows, required if margin_column is None else {**required, "margin_column": margin_column})
+    full_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
+    columns = () if full_texts else row_texts.prompt_columns(rows, prompt_column)
+    split = row_texts.split_rows(
         rows, lambda row: _pair_fault(row, columns, chosen_column, rejected_column, margin_column), on_bad_row
     )
-    texts = [row_texts.prompt_text(row, columns) for row in found.good]
+    texts = [row_texts.prompt_text(row, columns) for row in split.good]
     prompts, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
-    answers = (tokenizer.encode_batch([row[name] for row in found.good]) for name in (chosen_column, rejected_column))
-    better, worse, margins = [], [], []
-    for row, prompt, *pair in zip(found.good, prompts, *answers, strict=True):
+    completions = (
+        tokenizer.encode_batch([row[name] for row in split.good]) for name in (chosen_column, rejected_column)
+    )
+    chosen, rejected, margins = [], [], []
+    for row, prompt, *pair in zip(split.good, prompts, *completions, strict=True):
         if prompt is None:
             continue
-        sequences = [np.asarray(join(prompt, answer, tokenizer.eos_id), np.int32) for answer in pair]
+        sequences = [np.asarray(join_with_eos(prompt, ids, tokenizer.eos_id), np.int32) for ids in pair]
         if max(map(len, sequences)) > max_length:
             continue
-        better.append(sequences[0])
-        worse.append(sequences[1])
+        chosen.append(sequences[0])
+        rejected.append(sequences[1])
         margins.append(0.0 if margin_column is None else row[margin_column])
-    row_texts.refuse_nothing_left(
-        rows, len(better), f"max_length = {max_length} or query_length = {query_length} tokens"
+    row_texts.check_any_kept(rows, len(chosen), f"max_length = {max_length} or query_length = {query_length} tokens")
+    buckets, report = row_texts.buckets_and_report(
+        rows, split, chosen, rejected, length_buckets=length_buckets, truncated=truncated
     )
-    buckets, report = row_texts.measure(rows, found, better, worse, length_buckets=length_buckets, truncated=truncated)
-    return PairData(better, worse, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
+    return PairData(chosen, rejected, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
 
 
-def pairs_of(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
-    """`make_pairs` by the data options of a config."""
+def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
+    """`make_pairs` with the data options of a config."""
     return make_pairs(
         rows,
         tokenizer,
@@ -133,12 +136,17 @@ def pairs_of(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
 
 
 def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PairData | None:
-    """The pairs that a reward config asks for; `dataset` is an object in place of the configured name. None: no
-    evaluation data."""
+    """The pairs of a reward config, or of `dataset`, an object in place of the configured name.
+
+    Returns:
+      The data; None where the config has no evaluation data.
+    """
     rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
-    return None if rows is None else pairs_of(rows, config, tokenizer)
+    return None if rows is None else pairs_from_rows(rows, config, tokenizer)
 
 
-def load_eval_pairs(config: Any, tokenizer: Tokenizer, given: Any = None) -> dict[str, PairData]:
-    """The evaluation sets that a config asks for, by name; see `loading.eval_sets`."""
-    return {name: pairs_of(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", given).items()}
+def load_eval_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:
+    """The evaluation sets of a config, by name; see `loading.eval_sets`."""
+    return {
+        name: pairs_from_rows(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", dataset).items()
+    }

@@ -1,4 +1,4 @@
-"""Text for a reward model with a tokenizer of its own: prompt and completion as its ids."""
+"""Tokenization of prompts and completions for a reward model with another tokenizer than the policy's."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.chat import ChatTemplate, Conversation, Unwritable
+from rlhf_jax.data.chat import ChatTemplate, ChatTemplateError, Conversation
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
 
-def _whole_texts(
+def _full_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str] | Sequence[Conversation],
     completions: Sequence[str] | Sequence[Conversation],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[str]:
-    wholes = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    if not wholes or isinstance(wholes[0], str):
-        return wholes
+    """prompt + completion of each row as one text."""
+    joined = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    if not joined or isinstance(joined[0], str):
+        return joined
     template = ChatTemplate(tokenizer, chat_template_kwargs)
     texts = []
-    for row, messages in enumerate(wholes):
+    for row, messages in enumerate(joined):
         try:
-            texts.append(template.write(messages, generation_prompt=False))
-        except Unwritable as error:
+            texts.append(template.render(messages, generation_prompt=False))
+        except ChatTemplateError as error:
             raise UserError(f"row {row} of the batch cannot be scored: {error}: {messages!r:.200}") from error
     return texts
 
@@ -43,27 +44,27 @@ def reward_tokens(
     max_length: int,
     buckets: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a reward model reads of a batch, as TRL's RLOO tokenises it (`_calculate_rewards`): texts joined, or
-    conversations in the reward tokenizer's chat template, and no special tokens added.
+    """Tokens of a batch for a reward model, as in TRL's RLOO (`_calculate_rewards`): prompt and completion texts
+    concatenated, or conversations in the reward tokenizer's chat template, without special tokens.
 
     Args:
       tokenizer: the reward model's.
       prompts: B texts, or B conversations.
-      completions: B texts, or B lists of the assistant's messages.
-      ended: [B] bool, whether a response ended by itself.
-      text_eos: end the sequence of a response that ended with the tokenizer's eos, unless it ends so already (white
-        space after it aside: templates close a message with a line feed). TRL adds none.
+      completions: B texts, or B lists of assistant messages.
+      ended: [B] bool, whether the response ended with eos.
+      text_eos: append the tokenizer's eos to responses that ended, unless the text ends with it already (ignoring
+        white space: templates close a message with a line feed). TRL appends none.
       chat_template_kwargs: for the chat template.
-      max_length: tokens of the model's context.
-      buckets: padded lengths; default: quarters of `max_length`. `max_length` is always one, none is longer.
+      max_length: context length of the model.
+      buckets: padded lengths; default: quarters of `max_length`. `max_length` is always a bucket, and the largest.
 
     Returns:
-      (tokens [B, S] int32, right-padded, S a bucket; lengths [B] int32)
+      (tokens [B, S] int32, right-padded to a bucket S; lengths [B] int32)
 
     Raises:
-      UserError: a text is longer than max_length, the template refuses a row, or there is no template.
+      UserError: a text is longer than max_length, or the template is missing or fails for a row.
     """
-    texts = _whole_texts(tokenizer, prompts, completions, chat_template_kwargs)
+    texts = _full_texts(tokenizer, prompts, completions, chat_template_kwargs)
     ids = tokenizer.encode_batch(texts)
     eos = tokenizer.hf.eos_token
     for row, (text, end) in enumerate(zip(texts, ended, strict=True)):
@@ -71,9 +72,9 @@ def reward_tokens(
             ids[row] = [*ids[row], tokenizer.eos_id]
         if len(ids[row]) > max_length:
             raise UserError(
-                f"row {row} of the batch has {len(ids[row])} tokens by the reward model's tokenizer "
-                f"({tokenizer.name}), and the model's context has {max_length}: {text[:60]!r}... Lower query_length or "
-                "response_length, which count the policy's tokens, or take a reward model with a longer context."
+                f"row {row} of the batch has {len(ids[row])} tokens in the reward model's tokenizer "
+                f"({tokenizer.name}), but the model's context has {max_length}: {text[:60]!r}... Lower query_length or "
+                "response_length, which count the policy's tokens, or use a reward model with a longer context."
             )
     sizes = batches.default_buckets(max_length) if buckets is None else buckets
     lengths = batches.lengths_of(ids)

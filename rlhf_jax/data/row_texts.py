@@ -1,4 +1,4 @@
-"""From rows to texts: which columns, which rows are bad, which prompts are too long."""
+"""Conversion of rows to texts and token ids: columns, bad rows, prompts that are too long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.files import Malformed, Rows, kind_of
+from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.loading import require_columns
 from rlhf_jax.data.tldr import fit_prompt, format_post
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ TEMPLATE_COLUMNS = ("subreddit", "title", "post")
 
 
 def prompt_columns(rows: Rows, column: str) -> tuple[str, ...]:
-    """The columns that prompts are made of: the named one, or, where there is no 'prompt', the template's parts."""
+    """The columns of prompts: `column`, or the parts of the TL;DR template where there is no 'prompt'."""
     if column == "prompt" and column not in rows.column_names:
         if all(part in rows.column_names for part in TEMPLATE_COLUMNS):
             return TEMPLATE_COLUMNS
@@ -28,30 +28,30 @@ def prompt_columns(rows: Rows, column: str) -> tuple[str, ...]:
 
 
 def prompt_text(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """The prompt of a row; "" where there are no prompt columns (pairs of full texts)."""
+    """The prompt of a row; "" without prompt columns (pairs of full texts)."""
     if not columns:
         return ""
     return row[columns[0]] if len(columns) == 1 else format_post(*(row[column] for column in columns))
 
 
 def string_fault(values: Mapping[str, Any], name: str) -> str | None:
-    """What is wrong with a value that should be text; None for a good one, which may be empty."""
+    """Why a value is not valid text; None if it is (it may be empty)."""
     value = values.get(name)
     if value is None:
         return f"{name!r} is missing" if name not in values else f"{name!r} is null"
     if not isinstance(value, str):
-        return f"{name!r} is {kind_of(value)}, not text"
+        return f"{name!r} is {type_with_article(value)}, not text"
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON may hold half of a pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON allows lone surrogates, tokenizers do not
         code = f"\\u{ord(value[error.start]):04x}"
-        return f"{name!r} holds {code} at character {error.start + 1}, a surrogate without its other half"
+        return f"{name!r} holds {code} at character {error.start + 1}, a lone surrogate"
     return None
 
 
 def text_fault(row: Any, columns: Sequence[str]) -> str | None:
-    """What is wrong with a row whose `columns` should hold text; None for a good one."""
-    if isinstance(row, Malformed):
+    """Why `columns` of a row do not hold text; None if they do."""
+    if isinstance(row, MalformedRow):
         return str(row)
     for column in columns:
         fault = string_fault(row, column)
@@ -63,90 +63,97 @@ def text_fault(row: Any, columns: Sequence[str]) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sorted:
-    """Good rows, and what the others were."""
+class SplitRows:
+    """The good rows, the number of bad ones and the reason for the first."""
 
     good: list[Any]
     bad: int
     first_bad: str | None
 
 
-def sort_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) -> Sorted:
-    """Parts the good rows from the bad.
+def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) -> SplitRows:
+    """Separates good rows from bad ones.
 
     Args:
       rows: the rows.
-      fault: what is wrong with a row, or None.
+      fault: why a row is bad, or None.
       on_bad_row: 'raise' or 'skip'.
 
     Raises:
-      UserError: a row is bad and on_bad_row is 'raise' (the first is named by file and number, all are counted), or no
-        row is good.
+      UserError: a row is bad and on_bad_row is 'raise', or no row is good. The message has the file and line of the
+        first bad row, and how many there are.
     """
     good, bad, first = [], 0, None
     for i, row in enumerate(rows):
-        wrong = fault(row)
-        if wrong is None:
+        reason = fault(row)
+        if reason is None:
             good.append(row)
         else:
             bad += 1
-            first = first or f"{rows.place(i)}: {wrong}"
+            first = first or f"{rows.location(i)}: {reason}"
     if bad and (on_bad_row == "raise" or not good):
-        advice = "Mend it, or leave bad rows out with on_bad_row=skip." if good else "No row is usable."
+        advice = "Fix it, or set on_bad_row=skip to leave bad rows out." if good else "No row is usable."
         raise UserError(f"{first} ({bad} of {len(rows)} rows {'is' if bad == 1 else 'are'} bad). {advice}")
-    return Sorted(good, bad, first)
+    return SplitRows(good, bad, first)
 
 
 def fit_prompts(
     texts: list[str], tokenizer: Tokenizer, query_length: int, query_overflow: str
 ) -> tuple[list[list[int] | None], int]:
-    """Ids of each prompt, at most `query_length` of them: 'truncate' as OpenAI did, 'drop' as TRL does.
+    """Ids of each prompt, at most `query_length`: 'truncate' as OpenAI did, 'drop' as TRL does.
 
     Returns:
-      (ids, or None for a prompt that is dropped; how many were truncated)
+      (ids of each prompt, None for one that is dropped; how many were truncated)
     """
-    found: list[list[int] | None] = []
+    prompts: list[list[int] | None] = []
     truncated = 0
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if len(ids) > query_length:
             ids = fit_prompt(text, tokenizer.encode, ids, query_length) if query_overflow == "truncate" else None
             truncated += ids is not None
-        found.append(ids)
-    return found, truncated
+        prompts.append(ids)
+    return prompts, truncated
 
 
-def refuse_nothing_left(rows: Rows, kept: int, limit: str) -> None:
-    """Raises where every row was too long."""
+def check_any_kept(rows: Rows, kept: int, limit: str) -> None:
+    """UserError if every row was too long."""
     if not kept:
-        raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or give shorter texts")
+        raise UserError(f"{rows.name}: all {len(rows)} rows are longer than {limit}; raise it, or use shorter texts")
 
 
-def measure(
+def buckets_and_report(
     rows: Rows,
-    found: Sorted,
-    *stores: list[np.ndarray],
+    split: SplitRows,
+    *sequences: list[np.ndarray],
     length_buckets: Sequence[int] | None,
     truncated: int,
     note: str | None = None,
 ) -> tuple[tuple[int, ...], batches.DataReport]:
-    """The padded lengths for token stores of one data set (an entry a row kept, in each), and the report on its rows.
+    """The length buckets of a data set and the report on its rows.
+
+    Args:
+      rows, split: before and after validation.
+      *sequences: token sequences of the kept rows, one list for each column.
+      length_buckets: as configured; None: `default_buckets`.
+      truncated: number of truncated rows.
+      note: remark for the report.
 
     Raises:
-      UserError: no bucket holds the longest.
+      UserError: the longest sequence fits no bucket.
     """
-    sizes = [len(tokens) for store in stores for tokens in store]
+    sizes = [len(tokens) for column in sequences for tokens in column]
     buckets = tuple(length_buckets or batches.default_buckets(max(sizes)))
     batches.bucket(max(sizes), buckets)
-    kept = len(stores[0])
+    kept = len(sequences[0])
     return buckets, batches.DataReport(
         name=rows.name,
         read=len(rows),
         kept=kept,
-        bad=found.bad,
+        bad=split.bad,
         truncated=truncated,
-        dropped=len(found.good) - kept,
+        dropped=len(split.good) - kept,
         longest=max(sizes),
         tokens=sum(sizes),
-        first_bad=found.first_bad,
+        first_bad=split.first_bad,
         note=note,
     )

@@ -1,17 +1,17 @@
-"""The TL;DR template, by one formatter for every data set, and OpenAI's truncation of posts that are too long."""
+"""The TL;DR template, and OpenAI's truncation of posts that are too long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-_LOOK_ABOVE = 16
+_MAX_MISSES = 16
 
 Encode = Callable[[str], list[int]]
 
 
 class PostParts(NamedTuple):
-    """What the template is filled with."""
+    """The fields of the template."""
 
     subreddit: str
     title: str
@@ -19,14 +19,13 @@ class PostParts(NamedTuple):
 
 
 def format_post(subreddit: str, title: str, post: str) -> str:
-    """The prompt of a post. No space follows "TL;DR:": the completion begins with one (N+ details 2.1 and 2.3)."""
+    """The prompt of a post. No space follows "TL;DR:", since completions start with one (N+ details 2.1 and 2.3)."""
     return f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
 
 
 def parse_post(prompt: str) -> PostParts | None:
-    """The parts of a prompt in the template, such that `format_post` gives the prompt back; None in any other form."""
-    # By hand, once through the text: a regular expression tries every title with every post, for hours where there are
-    # many in a prompt of 1 MB.
+    """The fields of a prompt, so that `format_post` restores the prompt; None if it does not follow the template."""
+    # Not a regular expression, whose backtracking takes hours on a prompt of 1 MB with many titles and posts.
     start, end = "SUBREDDIT: r/", "\n\nTL;DR:"
     if not prompt.startswith(start) or not prompt.endswith(end):
         return None
@@ -38,19 +37,20 @@ def parse_post(prompt: str) -> PostParts | None:
 
 
 def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int] | None:
-    """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it just
-    before its last newline, or, where it has none, drop one character; format and tokenise anew each time.
+    """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it
+    before its last newline, or without one drop its last character, and tokenize again.
 
-    Every cut is a shorter beginning of the post, so the first that fits is found by bisection. The count of tokens can
-    rise by a few when a word loses its end; so the cuts just above are tried too, until `_LOOK_ABOVE` in a row fail.
+    All candidates are prefixes of the post, so bisection finds the longest that fits. Tokens are not quite monotonic in
+    the prefix length, since cutting a word can add a few; so longer candidates are tried too, until `_MAX_MISSES` in a
+    row are too long.
 
     Args:
       parts: the post.
       encode: text -> ids, no special tokens.
-      max_tokens: at most so many ids.
+      max_tokens: maximum number of ids.
 
     Returns:
-      The ids, or None when not even an empty post fits.
+      The ids, or None if even an empty post is too long.
     """
     post = parts.post
 
@@ -60,7 +60,7 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
     newlines = [i for i, character in enumerate(post) if character == "\n"]
     first = newlines[0] if newlines else len(post)
     cuts = [*range(first), *newlines, len(post)]
-    low, high = 0, len(cuts)  # cuts[low - 1] fits (as far as seen), cuts[high] does not
+    low, high = 0, len(cuts)  # cuts[low - 1] fits, cuts[high] does not
     while low < high:
         middle = (low + high) // 2
         if len(ids_of(cuts[middle])) <= max_tokens:
@@ -68,7 +68,7 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
         else:
             high = middle
     best, above = low - 1, low
-    while above < len(cuts) and above - best <= _LOOK_ABOVE:
+    while above < len(cuts) and above - best <= _MAX_MISSES:
         if len(ids_of(cuts[above])) <= max_tokens:
             best = above
         above += 1
@@ -76,8 +76,8 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
 
 
 def fit_prompt(prompt: str, encode: Encode, ids: list[int], max_tokens: int) -> list[int] | None:
-    """Makes the ids of a prompt fit: a post in the template by `truncate_post`, any other prompt by leaving out its
-    first tokens. None when the template alone is too long."""
+    """Truncates the ids of a prompt: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids.
+    None if the template alone is too long."""
     if len(ids) <= max_tokens:
         return ids
     parts = parse_post(prompt)

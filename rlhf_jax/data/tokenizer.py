@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, an eos, and a pad id that has an embedding row."""
+"""Tokenizers: encoding and decoding, eos, and a pad id within the model's embedding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_jax.errors import UserError
 
 PAD_TOKEN = "[PAD]"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# What any form of tokenizer may come in; config.json is AutoTokenizer's.
-_ON_THE_HUB = (
+# Files of all tokenizer formats; AutoTokenizer also needs config.json.
+_FILE_PATTERNS = (
     "tokenizer*",
     "*.model",
     "vocab*",
@@ -27,20 +27,20 @@ _ON_THE_HUB = (
     "chat_template*",
 )
 NEOX_DEFAULT_PAD = "<|padding|>"
-"""What transformers 5 makes up for every GPT-NeoX tokenizer that names no pad token, in a new row if need be."""
+"""The pad token that transformers 5 adds to GPT-NeoX tokenizers without one, even beyond the embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A Hugging Face tokenizer with the few things that training needs of it."""
+    """A Hugging Face tokenizer with the attributes that training uses."""
 
     hf: Any
-    """The transformers tokenizer itself."""
+    """The transformers tokenizer."""
     name: str
     pad_id: int
     eos_id: int
     vocab_size: int
-    """Ids in use, [PAD] included; at most the rows of the model's embedding."""
+    """Number of ids, including [PAD]; at most the rows of the model's embedding."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
@@ -49,54 +49,55 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, no special tokens added."""
         ids: list[list[int]] = []
-        for start in range(0, len(texts), 1024):  # the tokenizer's working memory is many times the ids
+        for start in range(0, len(texts), 1024):  # its working memory is many times the ids
             chunk = list(texts[start : start + 1024])
             ids += self.hf(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids, spaces as they are. What a policy of NaN draws is no id, and left out."""
+        """The text of ids, without space cleanup. Negative ids, which a policy with NaN logits samples, are skipped."""
         return self.hf.decode(
             [int(i) for i in ids if i >= 0], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each id adds, special tokens as they are written; together they are the text of all.
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id, including special tokens; joined they are the text of all ids.
 
-        An id that is a part of a character adds nothing, the last one of it the whole character.
+        Where several ids form one character, the last one has its text and the others "".
         """
-        found, start, read = [], 0, 0
+        texts, start, read = [], 0, 0
         for end in range(1, len(ids) + 1):
-            # Beside the id before it: some decoders take the space off a text's first word.
+            # Decoded with the previous id, since some decoders strip the space of a text's first word.
             before, after = self.decode(ids[start:read]), self.decode(ids[start:end])
-            whole = len(after) > len(before) and (end == len(ids) or not after.endswith("\ufffd"))
-            found.append(after[len(before) :] if whole else "")
-            start, read = (read, end) if whole else (start, read)
-        return found
+            complete = len(after) > len(before) and (end == len(ids) or not after.endswith("\ufffd"))
+            texts.append(after[len(before) :] if complete else "")
+            start, read = (read, end) if complete else (start, read)
+        return texts
 
 
 def _from_files(name_or_path: str, revision: str | None) -> Any:
-    """tokenizer.json as it is, or what AutoTokenizer makes of other files. AutoTokenizer comes second because it
-    imports torch where torch is installed, wants config.json, and gives every GPT-NeoX tokenizer a made-up pad.
+    """A tokenizer from tokenizer.json, or from other files by AutoTokenizer.
 
-    From the hub the files are fetched at once: transformers asks for each by itself, and where the hub cannot be
-    reached it tries each again for minutes."""
-    kind, folder = fast_tokenizer(), name_or_path
+    AutoTokenizer is the fallback because it imports torch if installed, needs config.json, and adds a pad token to
+    every GPT-NeoX tokenizer. Files on the hub are fetched in one call: transformers requests each file separately and
+    retries each for minutes while the hub is unreachable.
+    """
+    tokenizer_class, folder = fast_tokenizer(), name_or_path
     if not os.path.isdir(folder):
         folder = huggingface_hub.snapshot_download(
-            name_or_path, revision=revision, allow_patterns=[*_ON_THE_HUB, "config.json"], ignore_patterns=["*/*"]
+            name_or_path, revision=revision, allow_patterns=[*_FILE_PATTERNS, "config.json"], ignore_patterns=["*/*"]
         )
-    if not any(fnmatch.fnmatch(file, pattern) for file in os.listdir(folder) for pattern in _ON_THE_HUB):
-        raise OSError("it has no tokenizer.json")  # of a config.json alone AutoTokenizer makes an empty tokenizer
+    if not any(fnmatch.fnmatch(file, pattern) for file in os.listdir(folder) for pattern in _FILE_PATTERNS):
+        raise OSError("it has no tokenizer.json")  # AutoTokenizer makes an empty tokenizer from config.json alone
     try:
-        hf = kind.from_pretrained(folder)
+        hf = tokenizer_class.from_pretrained(folder)
         if hf.eos_token_id is not None:
             return hf
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # AutoTokenizer reads more forms, and its error is the one to show
+        pass  # AutoTokenizer reads more formats; if it fails too, its error is reported
     from transformers import AutoTokenizer
 
-    # Said, because unsaid it asks on the terminal whether to run a repository's code.
+    # Without an explicit trust_remote_code it prompts on the terminal.
     hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if hf.pad_token == NEOX_DEFAULT_PAD:
         hf = AutoTokenizer.from_pretrained(folder, pad_token=None, trust_remote_code=False)
@@ -108,7 +109,7 @@ def _load(name_or_path: str, revision: str | None) -> Any:
         from rlhf_jax.data.synthetic import build_tokenizer
 
         return build_tokenizer()
-    advice = "Give tokenizer_name_or_path a hub name, a folder with tokenizer.json, or 'synthetic'."
+    advice = "Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, or 'synthetic'."
     if os.path.isdir(name_or_path):
         if not any(os.path.exists(os.path.join(name_or_path, file)) for file in _FILES):
             raise UserError(f"no tokenizer in folder {name_or_path}: it has no tokenizer.json. {advice}")
@@ -124,48 +125,48 @@ def _load(name_or_path: str, revision: str | None) -> Any:
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
-    """Loads a tokenizer and makes sure of its eos and pad.
+    """Loads a tokenizer and ensures that it has an eos and a distinct pad token.
 
-    Without a pad token, [PAD] becomes the first id that no token has, as TRL adds it: Pythia's 50,277 ids leave rows of
-    its 50,304 free. The same, with a warning, where pad equals eos: a policy could not tell an end from padding.
+    Without a pad token, [PAD] is added as the first unused id, like TRL: Pythia has 50,277 ids and 50,304 embedding
+    rows. If pad equals eos, [PAD] replaces it with a warning, since a policy could not tell the end from padding.
 
     Args:
-      name_or_path: hub name, folder, or 'synthetic' for the built-in one.
+      name_or_path: hub name, folder, or 'synthetic' for the built-in tokenizer.
       revision: hub revision.
-      vocab_size: rows of the model's embedding; None: no model to check against.
+      vocab_size: rows of the model's embedding; None: no check against a model.
 
     Raises:
-      UserError: nothing loads from there; no eos; more ids than rows; no row free for [PAD].
+      UserError: loading fails, there is no eos, more ids than embedding rows, or no free row for [PAD].
     """
     hf = _load(name_or_path, revision)
     if hf.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name_or_path!r} has no eos token: responses could not end. "
+            f"tokenizer {name_or_path!r} has no eos token, so responses could not end. "
             "Set eos_token in its tokenizer_config.json."
         )
     last = max(hf.get_vocab().values(), default=0)
     if vocab_size is not None and len(hf) <= vocab_size <= last:
         raise UserError(
-            f"tokenizer {name_or_path!r} has an id {last}, but the model's embedding has {vocab_size} rows: "
-            "they do not belong together; give tokenizer_name_or_path the model's own tokenizer"
+            f"tokenizer {name_or_path!r} has id {last}, but the model's embedding has {vocab_size} rows. Set "
+            "tokenizer_name_or_path to the tokenizer of the model"
         )
     if vocab_size is not None and len(hf) > vocab_size:
         raise UserError(
-            f"tokenizer {name_or_path!r} has {len(hf)} ids but the model's embedding has {vocab_size} rows: "
-            "they do not belong together; give tokenizer_name_or_path the model's own tokenizer"
+            f"tokenizer {name_or_path!r} has {len(hf)} ids but the model's embedding has {vocab_size} rows. Set "
+            "tokenizer_name_or_path to the tokenizer of the model"
         )
     if hf.pad_token_id is None or hf.pad_token_id == hf.eos_token_id:
         free = PAD_TOKEN in hf.get_vocab() or vocab_size is None or len(hf) < vocab_size
-        why = "has no pad token" if hf.pad_token_id is None else f"pads with its eos ({hf.eos_token})"
+        reason = "has no pad token" if hf.pad_token_id is None else f"pads with its eos ({hf.eos_token})"
         if not free:
             raise UserError(
-                f"tokenizer {name_or_path!r} {why}, and no embedding row is free for {PAD_TOKEN}: the model has "
+                f"tokenizer {name_or_path!r} {reason}, and no embedding row is free for {PAD_TOKEN}: the model has "
                 f"{vocab_size} rows and all are in use. Add rows to the model, or a pad token to the tokenizer."
             )
         if hf.pad_token_id is not None:
             warnings.warn(
-                f"tokenizer {name_or_path!r} {why}; {PAD_TOKEN} is used instead, so that an end is not taken "
-                "for padding",
+                f"tokenizer {name_or_path!r} {reason}; {PAD_TOKEN} is used instead, to tell the end of a response from "
+                "padding",
                 stacklevel=2,
             )
         hf.add_special_tokens({"pad_token": PAD_TOKEN})
@@ -175,20 +176,30 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Writes the tokenizer's files; AutoTokenizer and `load_tokenizer` read them, [PAD] included."""
+    """Writes the tokenizer's files, including [PAD], for AutoTokenizer and `load_tokenizer`."""
     tokenizer.hf.save_pretrained(folder)
+
+
+def _vocabularies(
+    tokenizer: Tokenizer, name_or_path: str, revision: str | None
+) -> tuple[dict[int, str], dict[int, str]] | None:
+    """id -> token of `tokenizer` and of a model's tokenizer; None if the model has no tokenizer."""
+    try:
+        other = _from_files(name_or_path, revision)
+    except Exception:  # transformers raises many types for a model without a tokenizer
+        return None
+    ours, theirs = ({i: token for token, i in hf.get_vocab().items()} for hf in (tokenizer.hf, other))
+    return ours, theirs
 
 
 def _first_difference(
     tokenizer: Tokenizer, name_or_path: str, revision: str | None
 ) -> tuple[int, str | None, str | None] | None:
-    """(id, token here, token there) of the first id that means something else there; [PAD] may differ. None: no such
-    id, or no tokenizer there to compare with."""
-    try:
-        other = _from_files(name_or_path, revision)
-    except Exception:  # no tokenizer there: nothing to compare
+    """(id, our token, the model's token) of the first id with different tokens, other than [PAD]; None if there is no
+    such id, or the model has no tokenizer."""
+    if (vocabularies := _vocabularies(tokenizer, name_or_path, revision)) is None:
         return None
-    ours, theirs = ({i: token for token, i in hf.get_vocab().items()} for hf in (tokenizer.hf, other))
+    ours, theirs = vocabularies
     for i in sorted(ours.keys() | theirs.keys()):
         pair = ours.get(i), theirs.get(i)
         if pair[0] != pair[1] and not (PAD_TOKEN in pair and None in pair):
@@ -196,48 +207,45 @@ def _first_difference(
     return None
 
 
-def check_made_for(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
-    """Checks a tokenizer that a config names against the one that a model comes with. A model that comes without is
-    trusted. A few ids that differ (special tokens of another name) are a warning.
+def check_tokenizer_fits_model(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
+    """Checks a configured tokenizer against that of a model; a model without a tokenizer passes. Few different ids
+    (renamed special tokens) are a warning.
 
     Raises:
-      UserError: over 1% of the ids that both have mean something else to the model.
+      UserError: more than 1% of the common ids have different tokens.
     """
-    try:
-        other = _from_files(name_or_path, revision)
-    except Exception:  # no tokenizer there: nothing to compare
+    if (vocabularies := _vocabularies(tokenizer, name_or_path, revision)) is None:
         return
-    ours, theirs = ({i: token for token, i in hf.get_vocab().items()} for hf in (tokenizer.hf, other))
+    ours, theirs = vocabularies
     both = sorted(ours.keys() & theirs.keys())
     different = [i for i in both if ours[i] != theirs[i]]
     if not different:
         return
     i = different[0]
-    what = (
+    difference = (
         f"tokenizer_name_or_path {tokenizer.name}: {len(different):,} of {len(both):,} ids mean something else to "
         f"{name_or_path}; id {i} is {theirs[i]!r} there and {ours[i]!r} here"
     )
     if len(different) * 100 > len(both):
-        raise UserError(f"{what}. The model would read other words: leave the option out, or give a model made for it.")
-    warnings.warn(what, stacklevel=2)
+        raise UserError(f"{difference}. Leave the option out, or use a model trained with this tokenizer.")
+    warnings.warn(difference, stacklevel=2)
 
 
 def same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> bool:
-    """Whether ids mean the same to a model as to `tokenizer`. A model that comes without a tokenizer is trusted; [PAD]
-    may differ."""
+    """Whether a model's tokenizer has the ids of `tokenizer`, other than [PAD]; true for a model without one."""
     return _first_difference(tokenizer, name_or_path, revision) is None
 
 
 def check_same_tokenizer(tokenizer: Tokenizer, name_or_path: str, revision: str | None = None) -> None:
-    """Checks that a model which reads the policy's ids was made for the same tokenizer; see `same_tokenizer`.
+    """Checks that a model which reads the policy's ids has the same tokenizer; see `same_tokenizer`.
 
     Raises:
-      UserError: names the first id that means something else there.
+      UserError: the tokenizers differ; names the first different id.
     """
-    found = _first_difference(tokenizer, name_or_path, revision)
-    if found is not None:
-        i, ours, theirs = found
+    difference = _first_difference(tokenizer, name_or_path, revision)
+    if difference is not None:
+        i, ours, theirs = difference
         raise UserError(
             f"the tokenizer of {name_or_path} is not the policy's ({tokenizer.name}): id {i} is {theirs!r} there "
-            f"and {ours!r} here, so its scores would be of other text; use models made for one tokenizer"
+            f"and {ours!r} here, so it would score another text; use models with the same tokenizer"
         )

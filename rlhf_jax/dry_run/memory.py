@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
+from rlhf_jax.config import StageConfig, stage_name
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import STAGES
+from rlhf_jax.stages import ALGORITHMS, open_stage
 
 GIB = 2**30
 # GiB of high-bandwidth memory that XLA gives the programs of a device, by jax's name of it: what libtpu 0.0.51 says
@@ -78,7 +78,7 @@ def topology_devices(name: str) -> tuple[Any, ...]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
-            "pip install 'rlhf_jax[tpu-aot]'"
+            "pip install '.[tpu-aot]'"
         ) from error
 
 
@@ -110,17 +110,18 @@ def planned_stage(config: StageConfig, mesh: Any) -> Any:
     Raises:
       UserError: a model or the tokenizer cannot be read, or does not fit the run or the mesh.
     """
-    # Rows that stand in for the data set: how many there are decides nothing here but the schedule.
-    columns = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
-    row = {getattr(config, column): "a" for column in columns if hasattr(config, column)}
+    # Placeholder rows in place of the data set: only their number matters, for the schedule. The two completions of a
+    # pair differ, since equal ones are a bad row.
+    texts = {"prompt_column": "a", "completion_column": "a", "chosen_column": "a", "rejected_column": "b"}
+    row = {getattr(config, column): text for column, text in texts.items() if hasattr(config, column)}
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
-    quiet |= {"normalize_dataset_name": None} if hasattr(config, "normalize_dataset_name") else {}
+    quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
-    if isinstance(config, PolicyConfig):
+    if stage_name(config) in ALGORITHMS:
         # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
         given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
-    return STAGES[stage_name(config)](dataclasses.replace(config, **quiet), **given)
+    return open_stage(dataclasses.replace(config, **quiet), **given)
 
 
 def parts(stage: Any) -> dict[str, int]:
@@ -157,7 +158,7 @@ def programs(
             tell(found[-1])
         return on_mesh(program.eval_shape(*args), stage.mesh)
 
-    stage.programs(build)
+    stage.trace_programs(build)
     return found
 
 
@@ -224,11 +225,11 @@ def _kept_nowhere() -> Iterator[None]:
 
 def cache_bytes(stage: Any) -> int:
     """Bytes of keys and values that each device holds while it samples a rollout's chunk."""
-    config, model = stage.config, stage.policy.config
+    config, policy = stage.config, stage.opened.policy
     rows = config.rollout_batch_size or config.batch_size
-    layout = stage.policy.layout
+    layout = policy.layout
     split = sharding.row_shards(stage.mesh) * (1 if layout.folded else stage.mesh.shape["tensor"])
-    shared = stage.group if stage.shared_prompts else 1
+    shared = stage.group_size if stage.shares_prompts else 1
     columns = config.query_length / shared + config.response_length
     itemsize = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
-    return int(2 * model.num_hidden_layers * model.hidden_size * rows * columns * itemsize / split)
+    return int(2 * policy.config.num_hidden_layers * policy.config.hidden_size * rows * columns * itemsize / split)

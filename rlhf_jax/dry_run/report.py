@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
+from rlhf_jax.config import StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import memory
 from rlhf_jax.parallel import sharding
+from rlhf_jax.stages import ALGORITHMS
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -61,7 +62,7 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
     lines.append(f"each device ({device.device_kind}, {has}) holds")
     lines += [f"  {name:<12} {size(count):>12}" for name, count in parts.items()]
     lines.append(f"  {'together':<12} {size(sum(parts.values())):>12}")
-    if isinstance(config, PolicyConfig):
+    if stage_name(config) in ALGORITHMS:
         lines.append(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, while it generates")
     found = memory.programs(stage)
     for program in found:

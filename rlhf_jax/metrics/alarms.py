@@ -1,5 +1,7 @@
-"""Alarms: signs in the metrics that a run of PPO or RLOO goes wrong. Functions of the metrics so far, and of nothing
-else, so that a run that continues finds the alarms of one that never stopped."""
+"""Alarms: signs in the metrics that a run of PPO or RLOO goes wrong.
+
+They depend on the metrics so far and on nothing else, so a resumed run has the same alarms as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +11,48 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 WINDOW = 5
-"""Updates whose mean is a run's start, and those whose mean is held against it."""
+"""Number of updates in the mean at the start and in the recent mean."""
 
 Readings = dict[str, float]
 
 ALARMS: dict[str, tuple[str, Callable[[float, Readings, Readings, Readings], bool], str]] = {
-    # name: (what it watches, whether it is raised by (threshold, this update, the start, lately), in words)
-    "kl_below": ("kl", lambda limit, now, start, late: now["kl"] < -limit, "objective/kl {kl:.4g} is below -{limit:g}"),
-    "kl_above": ("kl", lambda limit, now, start, late: now["kl"] > limit, "objective/kl {kl:.4g} is above {limit:g}"),
+    # name: (reading, condition on (threshold, this update, mean of the first, mean of the last), message)
+    "kl_below": (
+        "kl",
+        lambda limit, now, start, recent: now["kl"] < -limit,
+        "objective/kl {kl:.4g} is below -{limit:g}",
+    ),
+    "kl_above": ("kl", lambda limit, now, start, recent: now["kl"] > limit, "objective/kl {kl:.4g} is above {limit:g}"),
     "first_ratio": (
         "ratio",
-        lambda limit, now, start, late: abs(now["ratio"]) > limit,
-        "val/first_ratio_error {ratio:.4g} is above {limit:g}: what is learned from is not what was sampled",
+        lambda limit, now, start, recent: abs(now["ratio"]) > limit,
+        "val/first_ratio_error {ratio:.4g} is above {limit:g}: trained and sampled responses differ",
     ),
     "reward_std": (
         "std",
-        lambda limit, now, start, late: now["std"] <= limit,
-        "all scores of the batch are equal (standard deviation {std:.4g}): there is nothing to learn",
+        lambda limit, now, start, recent: now["std"] <= limit,
+        "all scores of the batch are equal (standard deviation {std:.4g}): there is no learning signal",
     ),
     "eos_share": (
         "eos",
-        lambda limit, now, start, late: late["eos"] < limit * start["eos"],
-        "{eos:.1%} of the responses end by themselves; at the start {start_eos:.1%} did",
+        lambda limit, now, start, recent: recent["eos"] < limit * start["eos"],
+        "{eos:.1%} of the responses end with eos; at the start {start_eos:.1%} did",
     ),
     "length_growth": (
         "length",
-        lambda limit, now, start, late: late["length"] > limit * start["length"],
+        lambda limit, now, start, recent: recent["length"] > limit * start["length"],
         "responses have {length:.4g} tokens; at the start {start_length:.4g}",
     ),
     "length_collapse": (
         "length",
-        lambda limit, now, start, late: late["length"] < limit * start["length"],
+        lambda limit, now, start, recent: recent["length"] < limit * start["length"],
         "responses have {length:.4g} tokens; at the start {start_length:.4g}",
     ),
 }
 
 
 def threshold(config, name: str) -> float | None:
-    """The threshold of an alarm; None: it is off.
+    """The threshold of an alarm; None if it is off.
 
     Args:
       config: a PPOConfig or RLOOConfig.
@@ -65,82 +71,86 @@ def threshold(config, name: str) -> float | None:
 
 
 def readings(metrics: dict[str, Any]) -> Readings:
-    """What alarms watch among an update's metrics; what is not there or no number is left out."""
-    found = {
+    """The readings of the alarms from an update's metrics, without missing ones and NaN."""
+    values = {
         "kl": metrics.get("objective/kl"),
         "ratio": metrics.get("val/first_ratio_error"),
         "std": metrics.get("reward_std", metrics.get("objective/scores_std")),
         "length": metrics.get("completions/mean_length"),
     }
     if metrics.get("frac_reward_zero_std") == 1.0:
-        found["std"] = 0.0  # groups differ, but a group is compared with itself alone
+        values["std"] = 0.0  # groups may differ, but advantages compare within a group
     if "completions/clipped_ratio" in metrics:
-        found["eos"] = 1.0 - metrics["completions/clipped_ratio"]
-    return {name: float(x) for name, x in found.items() if x is not None and not math.isnan(x)}
+        values["eos"] = 1.0 - metrics["completions/clipped_ratio"]
+    return {name: float(x) for name, x in values.items() if x is not None and not math.isnan(x)}
 
 
 WATCHED = (
     *("objective/kl", "val/first_ratio_error", "reward_std", "objective/scores_std", "frac_reward_zero_std"),
     *("completions/mean_length", "completions/clipped_ratio"),
 )
-"""The metrics that `readings` reads."""
+"""Names of the metrics that `readings` uses."""
 
 
 def _means(parts: Iterable[Readings]) -> Readings:
-    found = collections.defaultdict(list)
+    lists = collections.defaultdict(list)
     for part in parts:
         for name, value in part.items():
-            found[name].append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+            lists[name].append(value)
+    return {name: sum(values) / len(values) for name, values in lists.items()}
 
 
 class Alarms:
     """The alarms of a run, update by update.
 
     Attributes:
-      raised: the names of those that stand now.
-      asked: the first update at which an alarm of early_stop was raised, or None.
+      raised: names of the alarms that are raised now.
+      stop_step: the first update at which an alarm of early_stop was raised, or None.
     """
 
     def __init__(self, config, lines: Iterable[dict[str, Any]] = ()):
-        """Args: config, a PPOConfig or RLOOConfig; lines, of metrics.jsonl so far."""
+        """
+        Args:
+          config: a PPOConfig or RLOOConfig.
+          lines: of metrics.jsonl so far.
+        """
         self._config = config
         self._start: list[Readings] = []
-        self._lately: collections.deque[Readings] = collections.deque(maxlen=WINDOW)
+        self._recent: collections.deque[Readings] = collections.deque(maxlen=WINDOW)
         self.raised: frozenset[str] = frozenset()
-        self.asked: int | None = None
+        self.stop_step: int | None = None
         for line in lines:
             self.update(line["step"], line)
 
     def update(self, step: int, metrics: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
-        """What update `step` adds.
+        """Evaluates the alarms at update `step`.
 
         Args:
           step: 1-based.
-          metrics: the update's; those of an evaluation alone change nothing.
+          metrics: of the update; those of an evaluation alone change nothing.
 
         Returns:
-          ({"alarm/NAME": 1.0 while it is raised, 0.0 once when it ends}, a line of words for each that begins)
+          ({"alarm/NAME": 1.0 while it is raised, 0.0 once when it ends}, a message for each that begins)
         """
         now = readings(metrics)
         if "length" not in now:
             return {}, []
         if len(self._start) < WINDOW:
             self._start.append(now)
-        self._lately.append(now)
-        start, lately = _means(self._start), _means(self._lately)
-        raised, words = set(), []
-        for name, (watched, rule, text) in ALARMS.items():
+        self._recent.append(now)
+        start, recent = _means(self._start), _means(self._recent)
+        raised, messages = set(), []
+        for name, (reading, condition, text) in ALARMS.items():
             limit = threshold(self._config, name)
-            if limit is None or watched not in now or not rule(limit, now, start, lately):
+            if limit is None or reading not in now or not condition(limit, now, start, recent):
                 continue
             raised.add(name)
             if name not in self.raised:
                 at_start = {f"start_{key}": value for key, value in start.items()}
-                shown = lately if watched in ("eos", "length") else now
-                words.append(f"alarm {name}: {text.format(limit=limit, **at_start, **shown)}")
-        found = {f"alarm/{name}": float(name in raised) for name in ALARMS if name in raised or name in self.raised}
+                current = recent if reading in ("eos", "length") else now
+                messages.append(f"alarm {name}: {text.format(limit=limit, **at_start, **current)}")
+        alarms = {f"alarm/{name}": float(name in raised) for name in ALARMS if name in raised or name in self.raised}
         self.raised = frozenset(raised)
-        if self.asked is None and raised.intersection(self._config.early_stop):
-            self.asked = step
-        return found, words
+        if self.stop_step is None and raised.intersection(self._config.early_stop):
+            self.stop_step = step
+        return alarms, messages

@@ -1,4 +1,4 @@
-"""How far a reward model's preferences can be believed: accuracy and calibration on preference pairs."""
+"""Reliability of a reward model: accuracy and calibration on preference pairs."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from rlhf_jax.metrics.statistics import mean_and_standard_error, mean_interval
 
 
 def reliability(margins: Sequence[float], bins: int = 10) -> list[dict[str, Any]]:
-    """How often a reward model was right about pairs, by how sure it was: the bars of a reliability diagram.
+    """Accuracy by confidence: the bars of a reliability diagram.
 
-    Its confidence in a pair is sigmoid(|margin|), as Bradley and Terry's model means it, in [0.5, 1].
+    The confidence in a pair is sigmoid(|margin|) in [0.5, 1], the probability under the Bradley-Terry model.
 
     Args:
-      margins: [N] score of the chosen response less that of the rejected one.
-      bins: of equal width; a confidence on an edge is of the upper one.
+      margins: [N] score of the chosen response minus that of the rejected one.
+      bins: number of bins of equal width; a confidence on an edge belongs to the upper bin.
 
     Returns:
-      [{"low", "high": the bin's edges, "pairs", "confidence": mean, "accuracy": share that is ranked right, a tie half;
-      the last two None where no pair is}]
+      [{"low", "high": edges of the bin, "pairs": their number, "confidence": mean, "accuracy": share ranked correctly,
+      a tie counting half; the last two None for an empty bin}]
     """
     margins = np.asarray(margins, np.float64)
-    confidence, right = special.expit(np.abs(margins)), (margins > 0) + 0.5 * (margins == 0)
+    confidence, correct = special.expit(np.abs(margins)), (margins > 0) + 0.5 * (margins == 0)
     edges = np.linspace(0.5, 1.0, bins + 1)
-    place = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, bins - 1)
+    index = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, bins - 1)
     rows = []
     for i in range(bins):
-        inside = place == i
-        row = {"low": float(edges[i]), "high": float(edges[i + 1]), "pairs": int(inside.sum())}
+        in_bin = index == i
+        row = {"low": float(edges[i]), "high": float(edges[i + 1]), "pairs": int(in_bin.sum())}
         row |= {"confidence": None, "accuracy": None}
         if row["pairs"]:
-            row |= {"confidence": float(confidence[inside].mean()), "accuracy": float(right[inside].mean())}
+            row |= {"confidence": float(confidence[in_bin].mean()), "accuracy": float(correct[in_bin].mean())}
         rows.append(row)
     return rows
 
 
 def calibration_error(rows: Sequence[dict[str, Any]]) -> float:
-    """The expected calibration error of `reliability`'s rows: the mean over pairs of |share right - mean confidence| of
+    """The expected calibration error of `reliability`'s rows: the mean over pairs of |accuracy - mean confidence| of
     their bin (Naeini et al. 2015; Guo et al. 2017, On Calibration of Modern Neural Networks); 0 without pairs."""
-    there = [row for row in rows if row["pairs"]]
-    total = sum(row["pairs"] for row in there)
-    return sum(row["pairs"] * abs(row["accuracy"] - row["confidence"]) for row in there) / max(total, 1)
+    filled = [row for row in rows if row["pairs"]]
+    total = sum(row["pairs"] for row in filled)
+    return sum(row["pairs"] * abs(row["accuracy"] - row["confidence"]) for row in filled) / max(total, 1)
 
 
 def calibration(chosen: Sequence[float], rejected: Sequence[float], bins: int = 10, **options: Any) -> dict[str, Any]:
-    """Accuracy and calibration of scores on pairs of which people preferred the chosen one.
+    """Accuracy and calibration of scores on human preference pairs.
 
-    A model of Bradley and Terry says that chosen wins with probability sigmoid(chosen - rejected); see `reliability`.
+    Under the Bradley-Terry model, chosen wins with probability sigmoid(chosen - rejected); see `reliability`.
 
     Args:
       chosen, rejected: [N] scores, N >= 1.

@@ -1,4 +1,4 @@
-"""Every metric that a run can log, explained: the source of docs/metrics.md and of a report's tooltips.
+"""What every metric of a run means: read from catalog.toml, for docs/metrics.md and the tooltips of a report.
 
 python -m rlhf_jax.metrics.catalog > docs/metrics.md
 """
@@ -8,90 +8,80 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import pathlib
 import re
-
-from rlhf_jax.metrics.catalog_tables import SECTIONS
+import tomllib
+from typing import Any
 
 EVAL = re.compile(r"(?:eval|train)(?:_(?P<set>[^/]+?))?(?P<by>[/_])(?P<name>.+)")
-INTRODUCTION = """# Metrics
-
-What a run writes to `metrics.jsonl` (a line an update, deterministic) and `timings.jsonl` (clocks and memory), and what
-`python -m rlhf_jax.report` draws. Names are TRL's where TRL has the metric; [numerics.md](numerics.md) says how each is
-computed. Ranges are those of runs that learn; a run may leave one for a while and recover, so look at where a curve
-goes. In a name `*` stands for anything. Evaluations log the same names behind `eval_` (`eval_NAME_` where there are
-several sets) or, in SFT and reward models, behind `eval/` (`eval_NAME/`), and reward models those of all training pairs
-behind `train/` in `finished.json`. What a reward function logs by itself has the name that it gives.
-
-Written by `python -m rlhf_jax.metrics.catalog > docs/metrics.md`.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What there is to know of a metric.
+    """What a metric means.
 
     Attributes:
-      name: as logged, or a pattern with `*`.
-      meaning: what it is, with its unit.
-      healthy: where it should be.
-      action: what to do where it is not.
+      names: as logged, or patterns with `*`.
+      meaning: its definition and unit.
+      healthy: its range in runs that learn.
+      action: what to do outside that range.
     """
 
-    name: str
+    names: list[str]
     meaning: str
-    healthy: str
-    action: str
+    healthy: str = ""
+    action: str = ""
+
+
+@functools.cache
+def _catalog() -> dict[str, Any]:
+    return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
 def explanations() -> dict[str, Explanation]:
-    """All of them by name, in the order of the page."""
-    rows = [row for _, _, rows in SECTIONS for row in rows]
-    return {name: Explanation(name, *said) for names, *said in rows for name in names.split()}
+    """Explanations of all metrics by name, in the order of the page."""
+    rows = [Explanation(**row) for section in _catalog()["section"] for row in section["metric"]]
+    return {name: row for row in rows for name in row.names}
 
 
 def explain(name: str) -> Explanation | None:
-    """The explanation of a metric as it stands in metrics.jsonl or timings.jsonl.
+    """The explanation of a metric of metrics.jsonl or timings.jsonl.
 
     Args:
       name: with or without the prefix of an evaluation.
 
     Returns:
-      Its explanation; of an evaluation's metric that of its own name, or else that of the same metric in training.
-      None: not ours, as what a reward function logs.
+      The explanation of this name; for an evaluation's metric without one, that of the same metric in training; None
+      for unknown metrics, as those that a reward function logs.
     """
     match = EVAL.fullmatch(name)
-    if (found := _known(name)) or match is None:
-        return found
-    # eval_NAME_metric, where a name may have any characters: the longest metric that the whole ends in.
-    whole = f"{match['set']}{match['by']}{match['name']}" if match["set"] else match["name"]
-    starts = [i for i in range(len(whole)) if i == 0 or whole[i - 1] in "_/"]
-    for rest in (
-        *(whole[i:] for i in starts if "/" in whole[i:]),
-        f"eval/{match['name']}",
-        *(whole[i:] for i in starts),
-    ):
-        if found := _known(rest):
-            return found
-    return None
+    if (explanation := _exact(name)) or match is None:
+        return explanation
+    # eval_NAME_metric, where NAME may contain any characters: try the longest suffix that is a metric first.
+    unprefixed = f"{match['set']}{match['by']}{match['name']}" if match["set"] else match["name"]
+    suffixes = [unprefixed[i:] for i in range(len(unprefixed)) if i == 0 or unprefixed[i - 1] in "_/"]
+    candidates = (*(suffix for suffix in suffixes if "/" in suffix), f"eval/{match['name']}", *suffixes)
+    return next((explanation for suffix in candidates if (explanation := _exact(suffix))), None)
 
 
-def _known(name: str) -> Explanation | None:
-    """The explanation of just this name."""
+def _exact(name: str) -> Explanation | None:
+    """The explanation of this name, without evaluation prefixes."""
     known = explanations()
     patterns = (pattern for pattern in known if "*" in pattern and fnmatch.fnmatchcase(name, pattern))
     return known.get(name) or known.get(next(patterns, ""))
 
 
 def page() -> str:
-    """docs/metrics.md."""
-    lines = [INTRODUCTION]
-    for title, words, rows in SECTIONS:
-        lines += [f"## {title}", "", *([words, ""] if words else [])]
+    """The text of docs/metrics.md."""
+    lines = [_catalog()["introduction"]]
+    for section in _catalog()["section"]:
+        lines += [f"## {section['title']}", "", *([section["text"], ""] if "text" in section else [])]
         lines += ["| metric | what it is | healthy | what to do |", "|---|---|---|---|"]
-        for names, *said in rows:
-            shown = ", ".join(f"`{name}`" for name in names.split())
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (shown, *said)) + " |")
+        for row in (Explanation(**metric) for metric in section["metric"]):
+            names = ", ".join(f"`{name}`" for name in row.names)
+            cells = (names, row.meaning, row.healthy, row.action)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""What is said of numbers from the same prompts: means, differences, win rates, with how sure one can be of them.
+"""Means, paired differences and win rates over prompts, with standard errors and confidence intervals.
 
-Intervals of `bootstrap` are percentiles over resampled prompts (Efron 1979): what belongs to a prompt stays together.
+Intervals of `bootstrap` are percentiles over resampled prompts (Efron 1979); all values of a prompt stay together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mean_and_standard_error(x: Sequence[float]) -> tuple[float, float]:
       x: [N] numbers.
 
     Returns:
-      (mean, standard error); the error of a single number is NaN, and so is the mean of none.
+      (mean, standard error); the error of a single number is NaN, as is the mean of none.
     """
     x = np.asarray(x, np.float64)
     if x.size == 0:
@@ -42,7 +42,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
       (mean difference, standard error)
 
     Raises:
-      ValueError: other lengths.
+      ValueError: the lengths differ.
     """
     a, b = _paired(a, b)
     return mean_and_standard_error(a - b)
@@ -51,18 +51,18 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
 def win_rate(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
     """How often `a` beats `b` on the same prompt, ties counting half, with a 95 % interval.
 
-    The interval is Wilson's score interval, with each tie as half a win. It stays inside [0, 1] and is sound at few
-    rows; ties only make the true interval narrower, so it errs on the wide side.
+    The interval is Wilson's score interval, with each tie as half a win. It stays inside [0, 1] and is valid for few
+    rows; ties make the true interval narrower, so it is conservative.
     source: Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
 
     Args:
-      a, b: [N] numbers, N >= 1; row i of both answers prompt i; more is better.
+      a, b: [N] numbers, N >= 1; row i of both answers prompt i; higher is better.
 
     Returns:
       (rate, lower end, upper end), each in [0, 1].
 
     Raises:
-      ValueError: other lengths, or no rows.
+      ValueError: the lengths differ, or there are no rows.
     """
     a, b = _paired(a, b)
     if a.size == 0:
@@ -82,18 +82,18 @@ def wilson(preference: Sequence[float]) -> tuple[float, float, float]:
 def _paired(a, b) -> tuple[np.ndarray, np.ndarray]:
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"paired numbers must be two vectors of one length, not {a.shape} and {b.shape}")
+        raise ValueError(f"paired numbers must be two vectors of equal length, not {a.shape} and {b.shape}")
     return a, b
 
 
 def unigram_entropy(token_lists: Iterable[Sequence[int]]) -> float:
-    """Entropy of the distribution of single tokens: the loss of a model that knows their frequencies and no context.
+    """Entropy of the unigram distribution: the loss of a model that knows token frequencies but no context.
 
     Args:
       token_lists: sequences of token ids, of any lengths.
 
     Returns:
-      Nats a token; 0 for no tokens.
+      Nats per token; 0 without tokens.
     """
     counts = Counter()
     for tokens in token_lists:
@@ -106,10 +106,10 @@ def unigram_entropy(token_lists: Iterable[Sequence[int]]) -> float:
 
 
 def preferences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
-    """1 where `a` is better, 0 where `b` is, 0.5 for a tie, NaN where either has no number.
+    """1 where `a` is better, 0 where `b` is, 0.5 for a tie, NaN where either is NaN.
 
     Args:
-      a, b: [N] numbers; row i of both answers prompt i; more is better.
+      a, b: [N] numbers; row i of both answers prompt i; higher is better.
 
     Returns:
       [N] float64.
@@ -126,29 +126,29 @@ def bootstrap(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> tuple[float, float]:
-    """A percentile bootstrap interval over rows that are drawn anew, with replacement, all columns together.
+    """A percentile bootstrap interval; rows are resampled with replacement, all columns together.
 
     Args:
-      columns: vectors [N], row i of each belonging to prompt i.
+      columns: vectors [N]; row i of each belongs to prompt i.
       statistic: of arrays [..., N], along the last axis -> [...].
-      resamples: how often.
-      seed: of the draws: the same interval for the same numbers.
-      confidence: share of the resampled statistics inside.
+      resamples: number of resamples.
+      seed: of the resampling.
+      confidence: level of the interval.
 
     Returns:
       (lower end, upper end); NaN for fewer than 2 rows.
     """
-    from scipy import stats  # most of a second to import, and training needs none of it
+    from scipy import stats  # most of a second to import, and training does not need it
 
     columns = tuple(np.asarray(column, np.float64) for column in columns)
     rows = columns[0].size
     if rows < 2:
         return math.nan, math.nan
-    found = stats.bootstrap(
+    result = stats.bootstrap(
         columns,
-        lambda *drawn, axis: statistic(*drawn),
+        lambda *sample, axis: statistic(*sample),
         n_resamples=resamples,
-        batch=max(1, 2**21 // rows),  # numbers in memory at a time, a column
+        batch=max(1, 2**21 // rows),  # bounds the numbers in memory per column
         vectorized=True,
         paired=True,
         axis=-1,
@@ -156,7 +156,7 @@ def bootstrap(
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def mean_interval(x: Sequence[float], **options: Any) -> tuple[float, float]:
@@ -167,11 +167,11 @@ def mean_interval(x: Sequence[float], **options: Any) -> tuple[float, float]:
 # --- length-controlled win rates
 
 LENGTH_PENALTY = 0.1
-"""Of the squared length coefficient: a normal prior of variance 10. It only matters where lengths tell wins apart."""
+"""Of the squared length coefficient: a normal prior of variance 10. It matters only if lengths separate wins."""
 
 
 def length_term(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
-    """tanh((a - b) / std(a - b)) for lengths [N], as AlpacaEval 2; zeros where all differences are the same."""
+    """tanh((a - b) / std(a - b)) for lengths [N], as in AlpacaEval 2; zeros if all differences are equal."""
     a, b = _paired(a, b)
     spread = np.std(a - b)
     return np.tanh((a - b) / spread) if spread > 0 else np.zeros_like(a)
@@ -180,8 +180,8 @@ def length_term(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
 def fit_length(preference: np.ndarray, term: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logistic regression of preferences on a constant and the length term, by Newton's method.
 
-    Maximises sum_i [p_i log s(c + w t_i) + (1 - p_i) log s(-c - w t_i)] - LENGTH_PENALTY w^2 / 2, s the sigmoid. Where
-    every p is 1 (or 0) the constant has no maximum: it is inf (or -inf), and w is 0.
+    Maximises sum_i [p_i log s(c + w t_i) + (1 - p_i) log s(-c - w t_i)] - LENGTH_PENALTY w^2 / 2, s the sigmoid. If all
+    p are 1 (or 0) there is no finite maximum: c is inf (or -inf) and w is 0.
 
     Args:
       preference: [..., N] in [0, 1], ties 0.5.
@@ -192,8 +192,8 @@ def fit_length(preference: np.ndarray, term: np.ndarray) -> tuple[np.ndarray, np
     """
     preference, term = np.broadcast_arrays(np.asarray(preference, np.float64), np.asarray(term, np.float64))
     mean = np.mean(preference, axis=-1)
-    some = (mean > 0) & (mean < 1)
-    constant = special.logit(np.where(some, mean, 0.5))
+    has_maximum = (mean > 0) & (mean < 1)
+    constant = special.logit(np.where(has_maximum, mean, 0.5))
     weight = np.zeros_like(constant)
     for _ in range(100):
         p = special.expit(constant[..., None] + weight[..., None] * term)
@@ -204,21 +204,21 @@ def fit_length(preference: np.ndarray, term: np.ndarray) -> tuple[np.ndarray, np
         determinant = cc * ww - cw**2
         step_c, step_w = (ww * slope_c - cw * slope_w) / determinant, (cc * slope_w - cw * slope_c) / determinant
         size = np.maximum(np.hypot(step_c, step_w), 1e-300)
-        short = np.minimum(1.0, 2.0 / size) * some  # far from the maximum a whole step may overshoot
-        constant, weight = constant + short * step_c, weight + short * step_w
-        if np.max(short * size, initial=0.0) < 1e-10:
+        scale = np.minimum(1.0, 2.0 / size) * has_maximum  # far from the maximum a full step may overshoot
+        constant, weight = constant + scale * step_c, weight + scale * step_w
+        if np.max(scale * size, initial=0.0) < 1e-10:
             break
-    return np.where(some, constant, np.where(mean > 0.5, np.inf, -np.inf)), np.where(some, weight, 0.0)
+    return np.where(has_maximum, constant, np.where(mean > 0.5, np.inf, -np.inf)), np.where(has_maximum, weight, 0.0)
 
 
 def length_controlled_win_rate(
     preference: Sequence[float], lengths: Sequence[float], against: Sequence[float], **options: Any
 ) -> dict[str, float]:
-    """What the win rate would be if both answers to each prompt were of one length.
+    """The win rate if both answers to each prompt had the same length.
 
     `fit_length` with its length term set to 0: s(c). It is AlpacaEval 2's regression without the term for a prompt's
-    difficulty, which one pair of policies cannot tell (Dubois et al. 2024, Length-Controlled AlpacaEval, section 3).
-    The length term is scaled once, by all rows; each resample of the interval is fitted again.
+    difficulty, which cannot be identified from one pair of policies (Dubois et al. 2024, Length-Controlled AlpacaEval,
+    section 3). The length term is scaled once, over all rows; the fit is repeated for each resample of the interval.
 
     Args:
       preference: [N] in [0, 1]: 1 where the policy wins, 0.5 for a tie.

@@ -18,7 +18,7 @@ from rlhf_jax.models.families import gpt_neox
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import product
 from rlhf_jax.models.tensor_table import ParamRule
-from rlhf_jax.parallel.sharding import Layout, constrain, rules_of, shardings
+from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
 from rlhf_jax.types import Array, Params
 
 HEADS = ("causal", "scalar")
@@ -229,7 +229,7 @@ class Model:
             rules = [
                 (path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self.family.param_rules
             ]
-            specs = shardings(params, rules_of(rules, self.layout.folded), self.layout.mesh)
+            specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
             params = jax.lax.with_sharding_constraint(params, specs)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
@@ -266,7 +266,7 @@ class Model:
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
         """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
-        return rules_of(self.family.param_rules, self.layout is not None and self.layout.folded)
+        return partition_rules(self.family.param_rules, self.layout is not None and self.layout.folded)
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:

@@ -1,4 +1,4 @@
-"""One program, run once per process: how processes start, what they agree on, and how they end together."""
+"""Several processes of one run: how they start, exchange host values and errors, and end together."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ from jax.experimental import multihost_utils
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import liveness
 
-PATIENCE = 300.0  # seconds that a start waits for all processes
-# The backstop where `peers` sees nothing: a frozen machine. jax's own are 100 and 300 seconds. Its wait at the start,
-# which ends in an abort, is longer than ours.
-LIMITS = {"heartbeat_timeout_seconds": 50, "shutdown_timeout_seconds": 60, "initialization_timeout": int(PATIENCE) + 60}
-VERDICT = 5.0  # seconds from a broken collective to the broken connection that explains it
+START_TIMEOUT = 300.0  # seconds that a start waits for all processes
+# For failures that `liveness` does not see, such as a frozen machine; jax's defaults are 100 and 300 seconds. jax's
+# timeout at the start, which aborts the process, must be longer than ours.
+TIMEOUTS = {
+    "heartbeat_timeout_seconds": 50,
+    "shutdown_timeout_seconds": 60,
+    "initialization_timeout": int(START_TIMEOUT) + 60,
+}
+DETECTION_DELAY = 5.0  # seconds that a broken connection may be detected later than the collective that it breaks
 OPTIONS = ("distributed", "num_processes", "process_id")
-"""Names of the options that only say how processes find each other."""
+"""Options about how processes find each other, which do not affect results."""
 
-_watch: liveness.Watch | None = None
+_monitor: liveness.PeerMonitor | None = None
 
 
 class JoinError(UserError):
-    """The others were not found, which may go better the next time: a JobSet starts its pods again after code 1."""
+    """The other processes did not join. Exit code 1, after which a JobSet restarts its pods."""
 
     status = 1
 
 
 def cluster() -> str | None:
-    """The cluster that started this process beside others, as its environment shows: a name, or None for one process.
+    """The cluster that started this process as one of several, from its environment; None for a single process.
 
-    In jax's order, so that it is the one that jax takes. SLURM counts inside `srun` only: the shell of an sbatch script
-    is one process however many tasks it has.
+    Checked in jax's order, so that jax configures the same one. SLURM counts inside `srun` only: the shell of an sbatch
+    script is one process, whatever its number of tasks.
     """
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env:
@@ -50,11 +54,11 @@ def cluster() -> str | None:
         return "SLURM"
     if int(env.get("PMI_SIZE", 1)) > 1:
         return "MPI"
-    # `import jax` has set this where it found TPU chips on the PCI bus and a libtpu to drive them. Device files would
-    # not do: they differ between TPUs, and /dev/vfio is no TPU's own.
+    # `import jax` sets this if it finds TPU chips on the PCI bus and a libtpu. Device files are no sign: they differ
+    # between TPUs, and /dev/vfio exists without one.
     if env.get("TPU_ML_PLATFORM") == "JAX" and "tpu" in (env.get("JAX_PLATFORMS") or "tpu"):
         hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES"))
-        if hosts is not None:  # GKE; elsewhere the metadata server knows them
+        if hosts is not None:  # GKE; elsewhere they come from the metadata server
             return "TPU" if "," in hosts or int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 else None
         if "TPU_SKIP_MDS_QUERY" not in env:
             return "TPU"
@@ -64,24 +68,24 @@ def cluster() -> str | None:
 
 
 def initialize(mode: str = "auto", num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the other processes of the run and watches them. Call once, before anything asks for devices.
+    """Joins the other processes of the run and monitors them. Call once, before JAX initializes its devices.
 
     Args:
-      mode: 'auto' joins what `cluster` finds, which jax then configures by itself; 'off' never joins; 'HOST:PORT' is
-        the address of process 0.
-      num_processes, process_id: with HOST:PORT, how many processes there are and which this one is, from 0; None:
+      mode: 'auto' joins the cluster that `cluster` detects, which jax then configures; 'off' never joins; 'HOST:PORT'
+        is the address of process 0.
+      num_processes, process_id: with HOST:PORT, the number of processes and the index of this one, from 0; None:
         JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment.
 
     Raises:
-      UserError: another mode, a number that is missing, out of range or given without HOST:PORT, or an MPI that does
-        not say where process 0 is.
-      JoinError: the others were not found.
+      UserError: another mode; a number that is missing, out of range or set without HOST:PORT; or an MPI that does not
+        provide the address of process 0.
+      JoinError: the others did not join.
     """
     by_hand = mode not in ("auto", "off")
     for option, value in (("num_processes", num_processes), ("process_id", process_id)):
         if value is not None and not by_hand:
-            raise UserError(f"--{option} {value} goes with --distributed HOST:PORT, but --distributed is {mode}")
-    # jax would take SIGTERM for itself and only remember it: nobody asks, and the process would go on.
+            raise UserError(f"--{option} {value} needs --distributed HOST:PORT, but --distributed is {mode}")
+    # jax's service would take over SIGTERM and only record it, and the process would keep running.
     jax.config.update("jax_enable_preemption_service", False)
     if by_hand or (mode == "auto" and cluster() is not None):
         _order_collectives()
@@ -90,15 +94,15 @@ def initialize(mode: str = "auto", num_processes: int | None = None, process_id:
     elif mode == "auto" and not jax.distributed.is_initialized():
         _join_cluster(cluster())
     if jax.distributed.is_initialized() and jax.process_count() > 1:
-        _start_watch()
+        _start_monitor()
 
 
 def _order_collectives() -> None:
-    """CPU processes: every collective in one order on all of them, or their data would meet that of others.
+    """On CPUs, makes all processes run collectives in the same order, since otherwise their data gets mixed up.
 
-    Of a sum over several arrays at once XLA sends the parts in no order (a crash where sizes differ, wrong numbers
-    where they do not): it is not to make such sums. And a process with one device runs programs side by side that do
-    not depend on each other.
+    XLA sends the parts of an all-reduce over several arrays in any order (a crash where sizes differ, wrong numbers
+    where they are equal), so the pass that combines all-reduces is disabled. A process with one device would also run
+    independent programs concurrently, so asynchronous dispatch is disabled.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     option = "--xla_disable_hlo_passes="
@@ -111,40 +115,40 @@ def _order_collectives() -> None:
 BY_HAND = "--distributed HOST:PORT --num_processes N --process_id I, with the address of process 0"
 
 
-def _join_cluster(found: str | None) -> None:
-    """jax's start-up as that cluster says; nothing with None."""
-    if found is None:
+def _join_cluster(name: str | None) -> None:
+    """jax's start-up as that cluster configures it; nothing with None."""
+    if name is None:
         return
-    if found == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+    if name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise UserError("an indexed Kubernetes job needs `pip install jax[k8s]`, or --distributed HOST:PORT or off")
-    # Open MPI 4 alone says it. jax might take the tasks of SLURM that newer ones start for the processes of the run.
-    if found == "MPI" or (found == "OpenMPI" and "OMPI_MCA_orte_hnp_uri" not in os.environ):
-        numbers = "PMI" if found == "MPI" else "OMPI_COMM_WORLD"
+    # Only Open MPI 4 provides it. jax might take SLURM tasks that newer ones start for the processes of the run.
+    if name == "MPI" or (name == "OpenMPI" and "OMPI_MCA_orte_hnp_uri" not in os.environ):
+        numbers = "PMI" if name == "MPI" else "OMPI_COMM_WORLD"
         raise UserError(
-            f"this mpirun does not say where process 0 is, as Open MPI 4 does. Give {BY_HAND}; N is ${numbers}_SIZE "
-            f"and I ${numbers}_RANK (docs/scaling.md has the command). Or --distributed off: one process by itself"
+            f"this mpirun does not provide the address of process 0, as Open MPI 4 does. Use {BY_HAND}; N is "
+            f"${numbers}_SIZE and I is ${numbers}_RANK (docs/scaling.md has the command). Or use --distributed off for "
+            "a single process"
         )
     try:
-        with _patience(f"those that {found} started"):
-            jax.distributed.initialize(**LIMITS)
-    except Exception as error:  # jax's, of the metadata server, of Kubernetes: whatever the cluster's part may raise
+        with _start_timeout(f"those that {name} started"):
+            jax.distributed.initialize(**TIMEOUTS)
+    except Exception as error:  # jax, the metadata server and Kubernetes raise errors of their own
         raise JoinError(
-            f"{found} started this process as one of several, but it could not join the others ({_brief(error)}). "
-            f"Start all of them, or give {BY_HAND}, or --distributed off: one process by itself"
+            f"{name} started this process as one of several, but it could not join the others ({_brief(error)}). "
+            f"Start all of them, or use {BY_HAND}, or --distributed off for a single process"
         ) from error
 
 
 @contextlib.contextmanager
-def _patience(who: str) -> Iterator[None]:
-    """Ends this process with a line that says so where the others have not come in time: what jax does then is an abort
-    from within C++."""
+def _start_timeout(who: str) -> Iterator[None]:
+    """Ends this process with an error message if the others do not join in time; jax would abort it from C++."""
 
     def give_up() -> None:
-        waited = f"not all processes came within {PATIENCE:g} s: {who}"
-        print(f"error: {waited}. Nothing was begun; start all of them again", file=sys.stderr, flush=True)
+        waited = f"not all processes joined within {START_TIMEOUT:g} s: {who}"
+        print(f"error: {waited}. Nothing was started; start all of them again", file=sys.stderr, flush=True)
         os._exit(JoinError.status)
 
-    timer = threading.Timer(PATIENCE, give_up)
+    timer = threading.Timer(START_TIMEOUT, give_up)
     timer.daemon = True
     timer.start()
     try:
@@ -161,11 +165,11 @@ def _join(address: str, num_processes: int | None, process_id: int | None) -> No
     """jax's start-up with process 0 at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(f"--distributed {address}: give auto, off, or the HOST:PORT of process 0")
-    given = {"num_processes": num_processes, "process_id": process_id}
+        raise UserError(f"--distributed {address}: use auto, off, or the HOST:PORT of process 0")
+    options = {"num_processes": num_processes, "process_id": process_id}
     texts = {
         name: os.environ.get(f"JAX_{name.upper()}", "") if value is None else str(value)
-        for name, value in given.items()
+        for name, value in options.items()
     }
     if not all(text.isdigit() for text in texts.values()):
         raise UserError(
@@ -180,11 +184,11 @@ def _join(address: str, num_processes: int | None, process_id: int | None) -> No
     if jax.distributed.is_initialized():
         return
     try:
-        # Just that: otherwise jax would also ask SLURM or Open MPI, and take one device a process.
-        asked = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
-        with _patience(f"the {count} of --distributed {address}, of which this is number {index}"):
-            jax.distributed.initialize(address, **asked, **LIMITS)
-    except RuntimeError as error:  # jaxlib's own kind is one
+        # Without detection, which would also query SLURM or Open MPI and use one device per process.
+        arguments = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
+        with _start_timeout(f"{count} with --distributed {address}; this is number {index}"):
+            jax.distributed.initialize(address, **arguments, **TIMEOUTS)
+    except RuntimeError as error:  # jaxlib's error is a subclass
         raise JoinError(
             f"process {index} of {count} could not join --distributed {address} "
             f"({_brief(error)}). Start all {count} processes, number 0 on {host}"
@@ -192,36 +196,36 @@ def _join(address: str, num_processes: int | None, process_id: int | None) -> No
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """Whether this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when every process has come here: what one of them has written is there for all.
+    """A barrier: returns when every process has called it, so that files that one has written exist for all.
 
     Args:
-      what: the same on all of them; names the place when one does not come.
+      what: the same on all processes; names the barrier in jax's error.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
-# --- what processes tell each other
+# --- exchange of host values
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """What each process gives, in the order of processes. Every one must call it; with one it costs nothing.
+    """The values of all processes, in order. Every process must call it; a single one pays nothing.
 
     Args:
-      value: what JSON holds, numpy numbers, NaN and the infinities too.
+      value: of JSON types, numpy numbers, NaN and the infinities.
 
     Returns:
-      A value each process; for one process the very object.
+      A list with a value per process; with one process, the same object.
     """
     if jax.process_count() == 1:
         return [value]
     data = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)).encode()
-    # Shapes are equal on all processes, and few, since each is a program: what does not fit goes again in a larger one.
+    # The shape must be equal on all processes and each one is a program: what does not fit is sent again, larger.
     size = 4096
     while True:
         row = np.zeros(size, np.uint8)
@@ -235,33 +239,33 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def agree(value: Any = None, error: UserError | None = None, kind: type[UserError] = UserError) -> list[Any]:
-    """`gather_objects`, or on every process the same error where some process has one.
+    """As `gather_objects`, but raises the same error on every process if any of them has one.
 
     Args:
       value: see `gather_objects`.
-      error: what went wrong on this process; it does not raise it, so that the others do not wait for it for good.
-      kind: of the error that all raise; for one process it is its own.
+      error: of this process, passed here instead of raised, so that the others do not wait for this process forever.
+      kind: class of the error that all raise; a single process raises `error` itself.
 
     Raises:
-      UserError: the first process' error, which it names.
+      UserError: the first error, with its process.
     """
     if jax.process_count() == 1:
         if error is not None:
             raise error
         return [value]
-    found = gather_objects([value, None if error is None else [platform.node(), str(error)]])
-    for index, (_, problem) in enumerate(found):
+    gathered = gather_objects([value, None if error is None else [platform.node(), str(error)]])
+    for index, (_, problem) in enumerate(gathered):
         if problem is not None:
             host, text = problem
-            raise kind(f"process {index} of {len(found)} ({host}): {text}") from error
-    return [value for value, _ in found]
+            raise kind(f"process {index} of {len(gathered)} ({host}): {text}") from error
+    return [value for value, _ in gathered]
 
 
 def from_first(action: Callable[[], Any]) -> Any:
-    """What `action` returns on the first process, on all of them; it is called there alone.
+    """Calls `action` on process 0 only and returns its result on all processes.
 
     Raises:
-      UserError: the one that it raised there, on all of them.
+      UserError: on all processes, if `action` raised one.
     """
     if jax.process_count() == 1:
         return action()
@@ -280,53 +284,53 @@ def from_first(action: Callable[[], Any]) -> Any:
 # --- ending together
 
 
-def _start_watch() -> None:
-    global _watch
-    if _watch is None:
-        _watch = liveness.start(jax.process_index(), jax.process_count(), from_first)
+def _start_monitor() -> None:
+    global _monitor
+    if _monitor is None:
+        _monitor = liveness.start(jax.process_index(), jax.process_count(), from_first)
         atexit.register(_at_exit)
 
 
-def lost() -> bool:
-    """Whether another process is gone, which has been said by then: what is raised here is only the consequence.
+def peer_died() -> bool:
+    """Whether a peer died; already reported, so an error raised here is only the consequence.
 
-    Waits a moment, since a broken collective may be seen before the broken connection.
+    Waits a moment, since a broken collective may be noticed before the broken connection.
     """
-    return _watch is not None and _watch.lost(timeout=VERDICT)
+    return _monitor is not None and _monitor.peer_died(timeout=DETECTION_DELAY)
 
 
-def leave(error: BaseException) -> None:
-    """Tells the other processes that this one ends with an error, before it cleans up, which may wait for them.
+def announce_error(error: BaseException) -> None:
+    """Informs the other processes that this one ends with an error, before it cleans up, which may wait for them.
 
-    Not where another process is gone, of which the error is only the consequence.
+    Does nothing if the error is only the consequence of a peer that died.
     """
-    of_its_own = isinstance(error, UserError) or not isinstance(error, Exception)
-    if _watch is not None and (of_its_own or not lost()):
-        _watch.leave(explained(error))
+    is_original = isinstance(error, UserError) or not isinstance(error, Exception)
+    if _monitor is not None and (is_original or not peer_died()):
+        _monitor.leave(error_text(error))
 
 
-def explained(error: BaseException) -> str:
-    """An error as others are told of it."""
+def error_text(error: BaseException) -> str:
+    """The text of an error for the other processes."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def close(reason: str | None = None) -> None:
-    """Says goodbye to the other processes; nothing with one process.
+    """Ends the exchange with the other processes; nothing with one process.
 
     Args:
-      reason: why this process ends early; None: its work is done, and it waits until that of all is.
+      reason: why this process ends early; None: its work is done, and it waits for all to finish.
     """
-    global _watch
-    if _watch is None:
+    global _monitor
+    if _monitor is None:
         return
-    watch, _watch = _watch, None
-    watch.close(reason)
+    monitor, _monitor = _monitor, None
+    monitor.close(reason)
     if reason is None:
         jax.distributed.shutdown()
 
 
 def _at_exit() -> None:
-    """A program that does not close: its end is the goodbye, an exception that nobody caught is the reason."""
+    """For programs that do not call `close`; an uncaught exception is the reason."""
     raised = getattr(sys, "last_value", None)
-    if _watch is not None:
-        _watch.close(None if raised is None else explained(raised))
+    if _monitor is not None:
+        _monitor.close(None if raised is None else error_text(raised))

@@ -1,8 +1,8 @@
-"""One mesh for every model, and where each array lies on it.
+"""One mesh for all models, and the sharding of each array on it.
 
-The axes are `data` (rows), `fsdp` (rows, and a share of params and optimizer state) and `tensor` (heads and hidden
-units). A laptop runs on a 1 x 1 x 1 mesh: sharding is never a second code path. Steps compiled by `jax.jit` take the
-placement of their arguments; no mesh is ever set globally.
+The axes are `data` (rows), `fsdp` (rows, and a shard of params and optimizer state) and `tensor` (heads and hidden
+units). A laptop uses a 1 x 1 x 1 mesh, so that sharding is not a second code path. Steps compiled by `jax.jit` follow
+the sharding of their arguments; no mesh is set globally.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     """The mesh of a run, data x fsdp x tensor.
 
     Args:
-      data, fsdp, tensor: devices on each axis; one of them may be -1: all the devices that the others leave.
-      devices: devices to use; default: all of every process.
+      data, fsdp, tensor: devices on each axis; one may be -1 for all remaining devices.
+      devices: default: all devices of all processes.
 
     Returns:
       A Mesh with axes `data`, `fsdp`, `tensor`, all of type Auto.
@@ -58,21 +58,21 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     try:
         return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
     except NotImplementedError:
-        # The links of a TPU slice form a torus, and an axis, as 64 of 4x4x8, may be part of one of its sides.
+        # A TPU slice is a torus, and a mesh axis (64 of 4x4x8) may need a part of one of its physical axes.
         split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(split, AXES, axis_types=auto)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the axes of a model's arrays are called, and the mesh axes that split them. Hashable: static under jit.
+    """Maps names of a model's logical axes to mesh axes. Hashable: static under jit.
 
-    The names: `rows` of a batch; `data`, the rows where `fsdp` splits something else; `draws`, the rows where nothing
-    else is split; `fsdp` and `tensor`, the two ways that a matrix is split; `vocabulary`, split both ways.
+    Logical axes: `rows` of a batch; `data`, rows where `fsdp` shards another axis; `draws`, rows where no other axis is
+    sharded; `fsdp` and `tensor`, the two axes of a matrix; `vocabulary`, sharded over both.
 
     Attributes:
-      mesh: the run's.
-      folded: the model's heads do not divide by `tensor`. Its devices share params as those on `fsdp` do, and rows too.
+      mesh: of the run.
+      folded: whether the model's heads do not divide by `tensor`; that axis then shards params and rows like `fsdp`.
     """
 
     mesh: Mesh
@@ -80,7 +80,7 @@ class Layout:
 
 
 def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
-    """The mesh axes behind a name; None: of no split."""
+    """The mesh axes of a logical axis; none for None."""
     if folded:
         named = {"rows": AXES, "fsdp": ("fsdp", "tensor"), "tensor": ()}
     else:
@@ -88,22 +88,23 @@ def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
     return {None: (), "data": ("data",), "draws": AXES, "vocabulary": ("fsdp", "tensor"), **named}[name]
 
 
-def rules_of(names: Sequence[tuple[str, tuple[str | None, ...]]], folded: bool = False) -> Rules:
-    """A family's rules, (pattern, names of axes), as (pattern, PartitionSpec)."""
+def partition_rules(names: Sequence[tuple[str, tuple[str | None, ...]]], folded: bool = False) -> Rules:
+    """Rules of a family, (pattern, logical axes), as (pattern, PartitionSpec)."""
 
     def spec(axes: Sequence[tuple[str, ...]]) -> P:
-        return P(*(None if not found else found[0] if len(found) == 1 else found for found in axes))
+        return P(*(None if not names else names[0] if len(names) == 1 else names for names in axes))
 
     return tuple((pattern, spec([_mesh_axes(name, folded) for name in row])) for pattern, row in names)
 
 
 def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
-    """Asks the compiler, inside jit, to lay an array as its axes' names say.
+    """A sharding constraint, inside jit, from the logical axes of an array.
 
     Args:
-      layout: None, or one of a single device: nothing is asked.
+      layout: None, or of a single device: no constraint.
       x: an array.
-      names: of its first axes, as in `Layout`; the others are whole. Rows that do not divide are left to the compiler.
+      names: of its first axes, as in `Layout`; the others are not sharded. An axis whose size does not divide is left
+        to the compiler.
 
     Returns:
       The array.
@@ -119,24 +120,24 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
 
 
 def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> Any:
-    """A PartitionSpec for each leaf of `tree`, by the first rule whose pattern is found in the leaf's path.
+    """A PartitionSpec for each leaf of `tree`, from the first rule whose pattern matches the leaf's path.
 
-    A path is the leaf's keys joined by '/'. A pattern is searched in it, and `^` stands for the start of any of its
-    parts, so that rules written for a model also fit where it is one entry of a TrainState or of an optimizer's state
-    ('0/mu/policy/backbone/...'). Leaves of a single element (counters, scales) are replicated and need no rule.
+    A path is the leaf's keys joined by '/'. The pattern is searched in it, and `^` matches at the start of any of its
+    parts, so that rules of a model also apply inside a TrainState or an optimizer state ('0/mu/policy/backbone/...').
+    Leaves of a single element (counters, scales) are replicated and need no rule.
 
     Args:
       tree: pytree of arrays or ShapeDtypeStructs.
       rules: (regular expression, PartitionSpec) pairs.
-      mesh: the mesh whose axes the specs name.
-      strict: False replicates a leaf whose number of axes is not the rule's, as factored optimizers keep beside params.
+      mesh: with the axes that the specs name.
+      strict: False replicates a leaf with fewer axes than its rule, as in the state of factored optimizers.
 
     Returns:
       A pytree of the same structure with a PartitionSpec per leaf.
 
     Raises:
-      UserError: a leaf that no rule matches, a mesh axis that is used twice or does not exist, a size that does not
-        divide. Names the leaf and the numbers.
+      UserError: no rule matches a leaf, a mesh axis is used twice or does not exist, or a size does not divide. Names
+        the leaf and the numbers.
     """
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
 
@@ -159,7 +160,7 @@ def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> 
 
 
 def _check_spec(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
-    """Raises a UserError unless an array of this shape can lie on the mesh by this spec."""
+    """Raises a UserError unless an array of this shape can be sharded by this spec."""
     if len(spec) > len(shape):
         raise UserError(f"{name} {shape} has {len(shape)} axes, but its sharding rule {spec} names {len(spec)}")
     used: set[str] = set()
@@ -182,7 +183,7 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
 
 
 def shardings(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> Any:
-    """`param_specs` as NamedShardings: where each leaf of params or optimizer state lies.
+    """`param_specs` as NamedShardings, for params or optimizer state.
 
     Args and errors as `param_specs`; returns a pytree of the same structure with a NamedSharding per leaf.
     """
@@ -191,17 +192,17 @@ def shardings(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> An
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Leading dimension (rows) over `data` and `fsdp`."""
+    """The sharding of a batch: its leading dimension (rows) over `data` and `fsdp`."""
     return NamedSharding(mesh, ROWS)
 
 
 def row_shards(mesh: Mesh) -> int:
-    """The number that every count of rows must divide by: devices on `data` times devices on `fsdp`."""
+    """The number of shards of rows, by which every batch must divide: devices on `data` times devices on `fsdp`."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -209,17 +210,17 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return relaid(x, sharding)
+        return reshard(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def place(tree: Any, where: Any) -> Any:
-    """Puts arrays on the mesh. The result may be donated while `tree` lives on, even where it lay there already.
+    """Puts arrays on the mesh. Never aliases `tree`, so the result may be donated while `tree` stays in use.
 
     Args:
-      tree: pytree of numpy or jax arrays; with several processes, each gives the same whole arrays and keeps its part.
-        Do not write into a numpy array afterwards: the device may read it later, or for good on a CPU.
+      tree: pytree of numpy or jax arrays; with several processes, each passes the same whole arrays and keeps its part.
+        Do not write into a numpy array afterwards: the device may read it later, and a CPU may keep using it.
       where: a pytree of NamedShardings of the same structure, or one for all leaves.
 
     Returns:
@@ -231,17 +232,17 @@ def place(tree: Any, where: Any) -> Any:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Puts a batch on the mesh: rows over `data` and `fsdp`, scalars replicated.
+    """Puts a batch on the mesh: rows sharded over `data` and `fsdp`, scalars replicated.
 
     Args:
-      batch: pytree of arrays [B, ...] or []; with several processes, each gives the whole batch.
-      mesh: the run's mesh.
+      batch: pytree of arrays [B, ...] or []; with several processes, each passes the whole batch.
+      mesh: of the run.
 
     Returns:
       The batch as jax.Arrays.
 
     Raises:
-      UserError: B does not divide by the devices that rows are spread over.
+      UserError: B does not divide by the number of row shards.
     """
     parts = row_shards(mesh)
 
@@ -261,11 +262,11 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def to_host_memory(params: Any, option: str) -> Any:
-    """Params in their devices' pinned host memory, sharded as they were; `resident` brings them back.
+    """Moves params to the pinned host memory of their devices, with the same sharding; `resident` copies them back.
 
     Args:
       params: pytree of jax.Arrays, or of ShapeDtypeStructs with shardings.
-      option: what asked for it, for the error.
+      option: of the user, for the error.
 
     Raises:
       UserError: the devices have no such memory.
@@ -275,9 +276,8 @@ def to_host_memory(params: Any, option: str) -> Any:
         device = next(iter(x.sharding.device_set))
         kinds = {memory.kind for memory in device.addressable_memories()}
         if PINNED not in kinds:
-            raise UserError(
-                f"--{option}: {device.device_kind} has no {PINNED} memory ({', '.join(sorted(kinds))}); leave it away"
-            )
+            kinds = ", ".join(sorted(kinds))
+            raise UserError(f"--{option}: {device.device_kind} has no {PINNED} memory ({kinds}); remove the option")
         return _to_memory(x, PINNED)
 
     return jax.tree.map(move, params)
@@ -291,23 +291,23 @@ def _to_memory(x: Any, kind: str) -> Any:
 
 
 def resident(params: Any) -> Any:
-    """Params on their devices: those of `to_host_memory` as copies, which go when they are no longer used."""
+    """Params in device memory: those of `to_host_memory` as copies, which are freed after use."""
 
-    def back(x):
+    def to_device(x):
         return _to_memory(x, "device") if x.sharding.memory_kind == PINNED else x
 
-    return jax.tree.map(back, params)
+    return jax.tree.map(to_device, params)
 
 
 def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
-    """Asks the compiler, inside jit, to spread an axis of rows over `data` and `fsdp`.
+    """A sharding constraint, inside jit, of an axis of rows over `data` and `fsdp`.
 
-    After a gather it would otherwise lay all rows on every device, and each would do the work of all.
+    Without it the compiler may replicate all rows after a gather, so that every device does the work of all.
 
     Args:
-      batch: pytree of arrays, or of None; those whose rows do not divide over the devices stay as they are.
-      mesh: None: no mesh, nothing is asked.
-      axis: which axis counts rows.
+      batch: pytree of arrays or None; arrays whose rows do not divide get no constraint.
+      mesh: None: no constraint.
+      axis: of the rows.
 
     Returns:
       The batch.
@@ -323,25 +323,25 @@ def spread_rows(batch: Any, mesh: Mesh | None, axis: int = 0) -> Any:
     return jax.tree.map(spread, batch)
 
 
-def relaid(tree: Any, where: NamedSharding) -> Any:
-    """Arrays of several processes laid out anew. Every one must call it, in the same order.
+def reshard(tree: Any, where: NamedSharding) -> Any:
+    """Changes the sharding of arrays across processes. Every process must call it, in the same order.
 
     Args:
       tree: pytree of jax.Arrays.
       where: of all leaves.
 
     Returns:
-      The same pytree, in buffers of its own where the layout changes.
+      The same pytree, in new buffers where the sharding changes.
     """
-    return jax.jit(_same, out_shardings=where)(tree)
+    return jax.jit(_identity, out_shardings=where)(tree)
 
 
-def _same(x: Any) -> Any:
-    return x  # not a lambda, which would be another program each time
+def _identity(x: Any) -> Any:
+    return x  # a function, since each lambda would be another program
 
 
 def fetch(tree: Any) -> Any:
-    """Whole arrays on the host, as numpy. With several processes every one must call it, in the same order.
+    """Whole arrays on the host, as numpy. With several processes, every one must call it, in the same order.
 
     Args:
       tree: pytree of jax.Arrays, sharded or not.
@@ -352,7 +352,7 @@ def fetch(tree: Any) -> Any:
 
     def whole(x):
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-            return relaid(x, replicated(x.sharding.mesh))
+            return reshard(x, replicated(x.sharding.mesh))
         return x
 
     return jax.device_get(jax.tree.map(whole, tree))

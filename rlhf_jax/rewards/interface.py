@@ -1,7 +1,6 @@
-"""Scores of a rollout: by reward models and JAX functions on the device, by Python functions and servers on the host.
+"""Reward functions: import by name, names and marks, and validation of the numbers they return.
 
-Here: reward functions as such, found by name, named and marked, and what counts as a reward. functions.py calls Python
-functions, remote.py a server.
+python_functions.py calls Python functions, server.py a server; scorer.py combines all rewards of a run.
 """
 
 from __future__ import annotations
@@ -32,41 +31,41 @@ RewardFunction = Callable[..., Any]
 
 FORMS = "Give 'module:function', 'file.py:function' or 'package.module.function'"
 KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What every function is offered, a column of the same name notwithstanding."""
+"""Keywords that every function may take; a data column of the same name is not passed."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class RewardFailure(UserError):
-    """A reward function or server gave no usable reward for a row. Names it, the row, and what came instead."""
+    """A reward function or server returned no usable reward for a row. Names it, the row, and what it returned."""
 
 
 # --- names and marks
 
 
-def unwrapped(function: Any) -> Any:
-    """What a functools.partial wraps; anything else as it is."""
+def unwrap_partial(function: Any) -> Any:
+    """The function inside a functools.partial; anything else unchanged."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def function_name(function: RewardFunction) -> str:
-    """The name that messages and metrics use: __name__, of a partial that of what it wraps; an object's `name` if that
-    is text, else its class's."""
-    function = unwrapped(function)
+    """The name for messages and metrics: __name__ (of a partial, that of its function), an object's `name` if that is a
+    string, else the name of its class."""
+    function = unwrap_partial(function)
     name = getattr(function, "__name__", None) or getattr(function, "name", None)
     return name if isinstance(name, str) and name else type(function).__name__
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
-    """A name for the metrics of each function, see `function_name`; equal ones are numbered."""
-    return numbered(map(function_name, functions))
+    """A unique name for the metrics of each function; see `function_name`."""
+    return number_duplicates(map(function_name, functions))
 
 
-def numbered(given: Iterable[str]) -> tuple[str, ...]:
-    """The same names, equal ones as name, name_2, name_3."""
+def number_duplicates(bases: Iterable[str]) -> tuple[str, ...]:
+    """The same names, with duplicates as name, name_2, name_3."""
     names: list[str] = []
-    for base in given:
+    for base in bases:
         name = base
         number = 1
         while name in names:
@@ -77,11 +76,11 @@ def numbered(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def jax_reward(function: Callable) -> Callable:
-    """Marks a pure JAX function: it is compiled into the scoring of a rollout, and no row leaves the device.
+    """Marks a pure JAX function: it is compiled into the scoring of a rollout, so that no row leaves the device.
 
     Args:
       function: (tokens [B, T] int32, the response; lengths [B] int32, 0..T, the stop token included) -> [B], or [B, T]
-        for a reward a token.
+        for token-level rewards.
 
     Returns:
       The function.
@@ -94,43 +93,43 @@ def jax_reward(function: Callable) -> Callable:
 
 
 def is_jax_reward(function: Any) -> bool:
-    """Whether `jax_reward` marked the function, or what its partial wraps."""
-    return getattr(function, "_is_jax_reward", False) or getattr(unwrapped(function), "_is_jax_reward", False)
+    """Whether `jax_reward` marked the function, or the function inside a partial."""
+    return getattr(function, "_is_jax_reward", False) or getattr(unwrap_partial(function), "_is_jax_reward", False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Keywords that a function takes (None: any), and those that it must get."""
+    """Keywords that a function accepts (None: any) and those that it requires."""
 
-    takes: frozenset[str] | None
-    needs: frozenset[str]
+    accepts: frozenset[str] | None
+    required: frozenset[str]
 
     @classmethod
     def of(cls, function: Any, name: str) -> Signature:
-        """UserError where keywords cannot reach the function."""
+        """Raises a UserError for a function that cannot be called with keywords."""
         advice = "Wrap it: def reward(prompts, completions, **columns): ..."
         if inspect.isclass(function):
-            raise UserError(f"reward function {name} is a class: give an instance, {name}()")
+            raise UserError(f"reward function {name} is a class: pass an instance, {name}()")
         if not callable(function):
-            raise UserError(f"reward function {name} of type {type(function).__name__} cannot be called")
+            raise UserError(f"reward function {name} of type {type(function).__name__} is not callable")
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
-            raise UserError(f"reward function {name}: Python cannot tell what arguments it takes. {advice}") from None
+            raise UserError(f"reward function {name}: its signature cannot be read. {advice}") from None
         if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
             raise UserError(
-                f"reward function {name} takes {', '.join(positional)} by position only, but rewards are called with "
-                f"keywords. {advice}"
+                f"reward function {name} takes {', '.join(positional)} by position only, but reward functions are "
+                f"called with keywords. {advice}"
             )
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        needs = frozenset(p.name for p in named if p.default is p.empty)
-        return cls(None if takes_any else frozenset(p.name for p in named), needs)
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        required = frozenset(p.name for p in named if p.default is p.empty)
+        return cls(None if accepts_any else frozenset(p.name for p in named), required)
 
 
 def is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine: `async def`, an object whose __call__ is, a partial of either."""
-    function = unwrapped(function)
+    """Whether a call returns a coroutine: `async def`, an object with an async __call__, a partial of either."""
+    function = unwrap_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -138,62 +137,63 @@ def is_async(function: Any) -> bool:
 
 
 def resolve(spec: str) -> Callable:
-    """The function that `spec` names: 'module:function', 'file.py:function' or TRL's 'package.module.function'.
+    """Imports the function that `spec` names: 'module:function', 'file.py:function' or 'package.module.function'.
 
-    Modules are looked for in the working folder too, last. A file's imports are looked for in its own folder too; two
+    The working folder is searched for modules after everything else, and a file's own folder for its imports. Two
     functions of one file share one module. A class is instantiated without arguments.
 
     Raises:
-      UserError: no such module, file or name (with the nearest), an exception on the way (with its line), no function.
+      UserError: no such module, file or name (suggests the nearest), an exception during import (with its line), or not
+        a function.
     """
     place, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not place or not name or spec.endswith(".py"):
-        raise UserError(f"reward function {spec!r} names no function in a module. {FORMS}")
-    found = _load_file(spec, place) if place.endswith(".py") else _load_module(spec, place)
+        raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}")
+    target = _load_file(spec, place) if place.endswith(".py") else _load_module(spec, place)
     for part in name.split("."):
-        if not hasattr(found, part):
-            own = getattr(found, "__dict__", {})
-            known = [key for key, value in own.items() if callable(value) and not key.startswith("_")]
-            has = _nearest(part, known) or (f" It has {', '.join(known[:8])}." if known else "")
+        if not hasattr(target, part):
+            attributes = getattr(target, "__dict__", {})
+            known = [key for key, value in attributes.items() if callable(value) and not key.startswith("_")]
+            has = _suggest(part, known) or (f" It has {', '.join(known[:8])}." if known else "")
             raise UserError(f"reward function {spec!r}: {place} has no {part!r}.{has}")
-        found = getattr(found, part)
-    if inspect.isclass(found):
-        found = _attempt(spec, f"{name}() failed", found)
-    if not callable(found):
-        raise UserError(f"reward function {spec!r}: {name} is of type {type(found).__name__} and cannot be called")
-    return found
+        target = getattr(target, part)
+    if inspect.isclass(target):
+        target = _run_user_code(spec, f"{name}() failed", target)
+    if not callable(target):
+        raise UserError(f"reward function {spec!r}: {name} is of type {type(target).__name__} and is not callable")
+    return target
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
-def _attempt(spec: str, what: str, action: Callable[[], Any]) -> Any:
+def _run_user_code(spec: str, what: str, action: Callable[[], Any]) -> Any:
     try:
         return action()
     except SyntaxError as error:
         raise UserError(f"reward function {spec!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"reward function {spec!r}: {what}: {explained(error)}") from error
+        raise UserError(f"reward function {spec!r}: {what}: {describe_error(error)}") from error
 
 
 def _load_module(spec: str, name: str) -> Any:
-    _look_in(os.getcwd())
-    importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
+    _append_to_path(os.getcwd())
+    importlib.invalidate_caches()  # the file may be newer than Python's listing of the folder
     try:
         missing = name not in sys.modules and importlib.util.find_spec(name) is None
-    except ModuleNotFoundError as error:  # of the module or a parent; of another one it is the parent's code that fails
+    except ModuleNotFoundError as error:  # any other name: the parent's own import fails
         missing = error.name is None or f"{name}.".startswith(f"{error.name}.")
     except (ImportError, ValueError):
         missing = True
-    except Exception:  # the parent's code fails, and will below
+    except Exception:  # the parent's code fails; importing it below reports that
         missing = False
     if not missing:
-        return _attempt(spec, f"importing {name} failed", lambda: importlib.import_module(name))
+        return _run_user_code(spec, f"importing {name} failed", lambda: importlib.import_module(name))
     parent, _, last = name.rpartition(".")
     paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
-    near = _nearest(last, (found.name for found in pkgutil.iter_modules(paths)))
+    near = _suggest(last, (module.name for module in pkgutil.iter_modules(paths)))
     if os.path.isfile(f"{name}.py"):
         near = f" Did you mean {name}.py:{spec[len(name) + 1 :]}?"
     raise UserError(f"reward function {spec!r}: there is no module {name!r}.{near} {FORMS}")
@@ -202,18 +202,18 @@ def _load_module(spec: str, name: str) -> Any:
 def _load_file(spec: str, place: str) -> Any:
     path = pathlib.Path(place).expanduser().resolve()
     if not path.is_file():
-        near = _nearest(path.name, (other.name for other in path.parent.glob("*.py")))
+        near = _suggest(path.name, (file.name for file in path.parent.glob("*.py")))
         raise UserError(f"reward function {spec!r}: there is no file {path}.{near}")
     name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     version = path.stat().st_mtime_ns, path.stat().st_size
     if getattr(sys.modules.get(name), "__version_of_file__", None) == version:
         return sys.modules[name]
-    _look_in(str(path.parent))
+    _append_to_path(str(path.parent))
     module_spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
-        _attempt(spec, f"importing {path} failed", lambda: module_spec.loader.exec_module(module))
+        _run_user_code(spec, f"importing {path} failed", lambda: module_spec.loader.exec_module(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -221,8 +221,8 @@ def _load_file(spec: str, place: str) -> Any:
     return module
 
 
-def _look_in(folder: str) -> None:
-    # For good, as a function may import when it is called; last, so that nothing installed is hidden.
+def _append_to_path(folder: str) -> None:
+    # Permanently, since a function may import when it is called; at the end, so that it shadows nothing installed.
     if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
         sys.path.append(folder)
 
@@ -230,8 +230,8 @@ def _look_in(folder: str) -> None:
 # --- for messages
 
 
-def explained(error: BaseException) -> str:
-    """'TypeError: what it says (file.py, line 3)': the innermost line that is neither ours nor installed."""
+def describe_error(error: BaseException) -> str:
+    """'TypeError: message (file.py, line 3)', with the innermost line of the user's code."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     installed = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")] + ["<frozen"]
@@ -242,34 +242,34 @@ def explained(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
-def shown(value: Any, limit: int = 200) -> str:
-    """A value for a message, its middle left out beyond `limit` characters."""
+def quoted(value: Any, limit: int = 200) -> str:
+    """A value for a message, quoted if a string, its middle cut beyond `limit` characters."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > limit:
         text = f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
     return repr(text) if isinstance(value, str) else text
 
 
-def show_row(row: int, prompts: Sequence, completions: Sequence) -> str:
-    """A row for a message: its prompt shortened to about 200 characters, its completion to 2,000."""
-    return f"Row {row}: prompt {shown(prompts[row])}, completion {shown(completions[row], 2000)}"
+def describe_row(row: int, prompts: Sequence, completions: Sequence) -> str:
+    """A row for a message: its prompt cut to about 200 characters, its completion to 2,000."""
+    return f"Row {row}: prompt {quoted(prompts[row])}, completion {quoted(completions[row], 2000)}"
 
 
 # --- rewards
 
 
 def as_number(value: Any) -> float:
-    """A finite float32 as a float, of a number, a bool or an array without dimensions; None is NaN: 'not applicable'.
+    """A number, a bool or a 0-d array as a float that float32 can hold; None ('not applicable') as NaN.
 
     Raises:
-      ValueError: text, NaN, infinity, more than float32 holds, a complex or other object.
+      ValueError: a string, NaN, infinity, a number beyond float32, a complex or another object.
     """
     if value is None:
         return math.nan
     if getattr(value, "shape", None) == ():  # a numpy, JAX or torch scalar
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"{shown(value)} is not a number")
+        raise ValueError(f"{quoted(value)} is not a number")
     try:
         value = float(value)
     except OverflowError:
@@ -280,7 +280,7 @@ def as_number(value: Any) -> float:
 
 
 def completion_ids(response: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
-    """The tokens of each response, its stop token included, its fill left out.
+    """The tokens of each response, with its stop token and without padding.
 
     Args:
       response: [B, T] int.
@@ -294,50 +294,52 @@ def completion_ids(response: np.ndarray, lengths: np.ndarray) -> list[list[int]]
 
 @dataclasses.dataclass
 class TrainerState:
-    """Where the run is, by the names of transformers' TrainerState: for rewards that change as training goes on."""
+    """Progress of the run, by the names of transformers' TrainerState: for rewards that change during training."""
 
     global_step: int = 0
     """Updates done."""
     max_steps: int = 0
     """Updates in all."""
     epoch: float = 0.0
-    """Passes over the prompts so far."""
+    """Epochs over the prompts so far."""
     num_train_epochs: float = 0.0
     episode: int = 0
-    """Responses learned from."""
+    """Episodes trained on."""
     is_eval: bool = False
-    """The rows are those of an evaluation or of a table of samples, not of training."""
+    """The rows are of an evaluation or of a table of samples, not of training."""
     num_input_tokens_seen: int = 0
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
 
 @dataclasses.dataclass
-class Called:
-    """What F functions said of B rows."""
+class FunctionResults:
+    """Results of F functions on B rows."""
 
     rewards: np.ndarray
-    """[B, F] float32, NaN where a function said None or failed."""
+    """[B, F] float32, NaN where a function returned None or failed."""
     failed: np.ndarray
     """[B] bool: rows that a failing function could not score (failure='drop')."""
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """How long each function took, by its name."""
+    """Duration of each function, by its name."""
     extra: dict[str, list] = dataclasses.field(default_factory=dict)
-    """Columns given to log_extra, B values each; where two functions give one, the later function's."""
+    """Columns passed to log_extra, B values each; of two with one name, the later function's."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Mean of the values given to log_metric, by name."""
+    """Mean of the values passed to log_metric, by name."""
     problems: list[str] = dataclasses.field(default_factory=list)
     """A message for each function that failed (failure='drop')."""
 
 
-def warn_unscored(called: Called, prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequence]) -> str:
-    """A message when every function said None of some rows, '' otherwise: the count, and the first one whole."""
-    rows = np.flatnonzero(np.isnan(called.rewards).all(axis=1) & ~called.failed)
-    if not len(rows) or not called.rewards.shape[1]:
+def unscored_warning(
+    results: FunctionResults, prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequence]
+) -> str:
+    """A warning if every function returned None for some rows, with their count and the first one; '' otherwise."""
+    rows = np.flatnonzero(np.isnan(results.rewards).all(axis=1) & ~results.failed)
+    if not len(rows) or not results.rewards.shape[1]:
         return ""
     first = int(rows[0])
-    values = "".join(f", {name} {shown(column[first])}" for name, column in columns.items())
+    values = "".join(f", {name} {quoted(column[first])}" for name, column in columns.items())
     return (
-        f"every reward function returned None for {len(rows)} of {len(called.failed)} rows, which teach nothing. "
-        f"{show_row(first, prompts, completions)}{values}"
+        f"every reward function returned None for {len(rows)} of {len(results.failed)} rows, which are not trained on. "
+        f"{describe_row(first, prompts, completions)}{values}"
     )

@@ -1,8 +1,8 @@
-"""Python reward functions on the host, called as TRL's RLOOTrainer calls them, and never trusted.
+"""Python reward functions on the host, called as TRL's RLOOTrainer calls them; results are validated, time is bounded.
 
-A function takes keywords: prompts, completions, completion_ids, every other column of the data set (each a list with an
-entry a row), trainer_state, log_extra and log_metric; without **kwargs only those that it names. It returns one finite
-number a row, or None where it does not apply. `async def` functions run together on an event loop.
+A function gets keywords: prompts, completions, completion_ids, every other column of the data set (each a list with one
+entry a row), trainer_state, log_extra and log_metric; without **kwargs, only those that it names. It returns one finite
+number a row, or None where it does not apply. `async def` functions run concurrently on an event loop.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards.interface import (  # noqa: F401 - names and marks of functions are offered here too
+from rlhf_jax.rewards.interface import (  # noqa: F401 - re-exported
     KEYWORDS,
-    Called,
+    FunctionResults,
     RewardFailure,
     RewardFunction,
     Signature,
     TrainerState,
     as_number,
-    explained,
+    describe_error,
+    describe_row,
     function_name,
     is_async,
     is_jax_reward,
     jax_reward,
+    quoted,
     resolve,
-    show_row,
-    shown,
     unique_names,
-    unwrapped,
-    warn_unscored,
+    unscored_warning,
+    unwrap_partial,
 )
 
-_GRACE = 1.0  # seconds that a cancelled coroutine has to clean up
+_GRACE = 1.0  # seconds for a cancelled coroutine to clean up
 
 
 # --- one function in one call
 
 
 class _Hang(Exception):
-    """No answer in time."""
+    """The function did not return in time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Outcome:
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """One function's work in one call. One that hangs keeps its _Run: what it still logs reaches nobody."""
+    """One function in one call. A function that hangs keeps its _Run, so what it logs later is ignored."""
 
     name: str
     function: RewardFunction
@@ -78,33 +78,33 @@ class _Run:
 
     @property
     def too_late(self) -> str:
-        return f"gave no answer within {self.timeout:g} s"
+        return f"did not return within {self.timeout:g} s"
 
     @property
     def failed(self) -> bool:
-        """It ended, with an exception."""
+        """Whether it ended with an exception."""
         return self.outcome is not None and self.outcome.error is not None
 
     def log_extra(self, column: str, values: Sequence) -> None:
         """Adds a column to the table of completions: B values."""
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != self.rows:
-            got = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
+            got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
             raise RewardFailure(f"reward function {self.name}: log_extra({column!r}) got {got} for {self.rows} rows")
         self.extra[str(column)] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Logs a finite number; the values given for a name are averaged."""
+        """Logs a finite number; the values of one name are averaged."""
         with contextlib.suppress(ValueError):
             if not math.isnan(number := as_number(value)):
                 self.metrics.append((str(name), number))
                 return
         raise RewardFailure(
-            f"reward function {self.name}: log_metric({name!r}) got {shown(value)}; it takes a finite number"
+            f"reward function {self.name}: log_metric({name!r}) got {quoted(value)}; it must be a finite number"
         )
 
     def in_thread(self) -> None:
-        """Runs a plain function; whatever it raises is kept."""
+        """Runs a plain function and stores its result or exception."""
         start = time.perf_counter()
         result = error = None
         try:
@@ -118,17 +118,17 @@ class _Run:
         self.ended.set()
 
     async def on_loop(self) -> None:
-        """Runs an async function within its time; whatever it raises is kept."""
+        """Runs an async function within its timeout and stores its result or exception."""
         start = time.perf_counter()
-        given_up = False
+        abandoned = False
 
         async def call() -> None:
             result = error = None
             try:
                 result = await self.function(**self.keywords)
-            except BaseException as raised:  # KeyboardInterrupt too: it would end the loop
+            except BaseException as raised:  # also KeyboardInterrupt, which would end the loop
                 error = raised
-            if not given_up:
+            if not abandoned:
                 self.outcome = _Outcome(result, error, time.perf_counter() - start)
 
         task = asyncio.ensure_future(call())
@@ -137,25 +137,25 @@ class _Run:
             if not ended:
                 self.outcome = _Outcome(None, _Hang(self.too_late), time.perf_counter() - start)
         finally:
-            given_up = True
+            abandoned = True
             task.cancel()
             await asyncio.wait({task}, timeout=_GRACE)
 
-    def judge(self, prompts: Sequence, completions: Sequence) -> tuple[np.ndarray, np.ndarray, str]:
-        """(rewards [B] float32, failed [B] bool, what went wrong or '')."""
+    def validate(self, prompts: Sequence, completions: Sequence) -> tuple[np.ndarray, np.ndarray, str]:
+        """(rewards [B] float32, failed [B] bool, the problem or '')."""
         rewards, failed = np.full(self.rows, np.nan, np.float32), np.ones(self.rows, bool)
         error, who = self.outcome.error, f"reward function {self.name}"
         if isinstance(error, RewardFailure):
             return rewards, failed, str(error)
         if isinstance(error, _Hang):
-            return rewards, failed, f"{who} {error}. {show_row(0, prompts, completions)}"
+            return rewards, failed, f"{who} {error}. {describe_row(0, prompts, completions)}"
         if error is not None:
-            return rewards, failed, f"{who} raised {explained(error)}"
-        wanted = "Return one finite number a row, or None where it does not apply"
+            return rewards, failed, f"{who} raised {describe_error(error)}"
+        expected = "Return one finite number a row, or None where it does not apply"
         try:
             entries = _entries(self.outcome.result, self.rows)
-        except Exception as wrong:  # the array type of some other library says no in its own way
-            return rewards, failed, f"{who} returned {wrong} for {self.rows} rows. {wanted}"
+        except Exception as error:  # array types of other libraries raise errors of their own
+            return rewards, failed, f"{who} returned {error} for {self.rows} rows. {expected}"
         failed[:] = False
         for row, entry in enumerate(entries):
             try:
@@ -166,19 +166,23 @@ class _Run:
             return rewards, failed, ""
         first, count = int(np.argmax(failed)), int(failed.sum())
         more = f" (and {count - 1} more bad values)" if count > 1 else ""
-        problem = f"{who} returned {shown(entries[first])} for row {first}{more}. {wanted}"
-        return rewards, failed, f"{problem}. {show_row(first, prompts, completions)}"
+        problem = f"{who} returned {quoted(entries[first])} for row {first}{more}. {expected}"
+        return rewards, failed, f"{problem}. {describe_row(first, prompts, completions)}"
 
 
 def _entries(result: Any, rows: int) -> list:
-    """One entry a row; ValueError says what came instead."""
+    """One entry a row.
+
+    Raises:
+      ValueError: describes what was returned instead.
+    """
     if hasattr(result, "__array__"):
         array = np.asarray(result)
         if array.ndim != 1:
             raise ValueError(f"an array of shape {list(array.shape)}")
         result = list(array)
     if not isinstance(result, Sequence) or isinstance(result, str | bytes | bytearray):
-        raise ValueError("None" if result is None else f"{shown(result)} of type {type(result).__name__}")
+        raise ValueError("None" if result is None else f"{quoted(result)} of type {type(result).__name__}")
     if len(result) != rows:
         raise ValueError(f"{len(result)} rewards")
     return list(result)
@@ -187,13 +191,13 @@ def _entries(result: Any, rows: int) -> list:
 # --- threads
 
 
-def _slice_of(deadline: float) -> float:
-    """Seconds of one wait of several."""
+def _next_wait(deadline: float) -> float:
+    """Seconds until `deadline`, at most 0.2: a Ctrl-C that comes just before a wait is seen only after it."""
     return min(max(deadline - time.monotonic(), 0.0), 0.2)
 
 
 class _Worker:
-    """A daemon thread that runs one job after another, and is left to itself when a job hangs."""
+    """A daemon thread that runs one job after another; it is abandoned when a job hangs."""
 
     def __init__(self):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -205,7 +209,7 @@ class _Worker:
             job()
 
     def close(self) -> None:
-        """Ends the thread after the job in hand."""
+        """Ends the thread after its current job."""
         self._jobs.put(None)
 
 
@@ -217,27 +221,31 @@ class _Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="async reward functions").start()
 
     def start(self, runs: Sequence[_Run], fail_fast: bool) -> tuple[concurrent.futures.Future, threading.Event]:
-        """Starts all; the future is done when all are, or with `fail_fast` one failed; the event when none is left."""
-        left = threading.Event()
+        """Starts all runs.
 
-        async def together() -> None:
+        Returns:
+          (future, done when all runs are, or with `fail_fast` when one failed; event, set when none is running)
+        """
+        ended = threading.Event()
+
+        async def run_all() -> None:
             tasks = {asyncio.ensure_future(run.on_loop()): run for run in runs}
             try:
                 pending = set(tasks)
                 while pending:
-                    ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                    if fail_fast and any(tasks[task].failed for task in ended):
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    if fail_fast and any(tasks[task].failed for task in done):
                         return
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks, timeout=2 * _GRACE)
-                left.set()
+                ended.set()
 
-        return asyncio.run_coroutine_threadsafe(together(), self._loop), left
+        return asyncio.run_coroutine_threadsafe(run_all(), self._loop), ended
 
     def close(self) -> None:
-        """Cancels what runs and ends the thread, when it comes to it."""
+        """Cancels all tasks and ends the thread."""
 
         def end() -> None:
             for task in asyncio.all_tasks(self._loop):
@@ -251,17 +259,17 @@ class _Loop:
 
 
 class HostRewards:
-    """Calls reward functions, checks what they return, bounds their time.
+    """Calls reward functions, validates their results and bounds their time.
 
-    Plain functions run one after another in a worker thread, async ones (also objects with an async __call__)
-    meanwhile and together on an event loop in another. Both threads stay the same from call to call.
+    Plain functions run one after another in a worker thread; async ones (also objects with an async __call__) run at
+    the same time, concurrently on an event loop in another thread. Both threads are kept from call to call.
 
     Args:
-      functions: F callables. One that bounds itself says so in an attribute `own_timeout`, in seconds.
-      failure: what a failing function does. 'raise': ends all with a RewardFailure. 'drop': its bad rows are left out;
-        all rows, when it raises, hangs or returns another number of rewards.
-      timeout: most seconds of one function in one call.
-      names: of the functions, where others are numbered with them; default: `unique_names`.
+      functions: F callables. An attribute `own_timeout`, in seconds, replaces `timeout` for that function.
+      failure: 'raise': a failing function raises a RewardFailure. 'drop': its bad rows are dropped, or all rows if it
+        raises, hangs or returns a wrong number of rewards.
+      timeout: seconds of one function in one call.
+      names: of the functions; default: `unique_names`.
 
     Raises:
       UserError: a function cannot be called with keywords.
@@ -284,13 +292,13 @@ class HostRewards:
         self._loop: _Loop | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """UserError when a function must get a keyword that is no column."""
+        """Raises a UserError if a function requires a keyword that is not a column."""
         offered = {*KEYWORDS, *columns}
         for name, signature in zip(self.names, self._signatures):
-            for missing in sorted(signature.needs - offered):
+            for missing in sorted(signature.required - offered):
                 near = difflib.get_close_matches(missing, sorted(offered), n=1)
                 has = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(offered))}"
-                raise UserError(f"reward function {name} asks for {missing!r}, which is no column of the data. {has}")
+                raise UserError(f"reward function {name} requires {missing!r}, which is not a data column. {has}")
 
     def call(
         self,
@@ -299,70 +307,72 @@ class HostRewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence],
         trainer_state: TrainerState,
-    ) -> Called:
+    ) -> FunctionResults:
         """Rewards of B rows.
 
         Args:
           prompts, completions: B texts, or lists of messages.
           completion_ids: B lists of token ids.
           columns: the data set's other columns, B values each.
-          trainer_state: passed on.
+          trainer_state: passed to the functions.
 
         Raises:
           RewardFailure: a function failed (failure='raise').
           UserError: see `check_columns`.
         """
         self.check_columns(columns)
-        called = Called(np.full((len(prompts), len(self.names)), np.nan, np.float32), np.zeros(len(prompts), bool))
+        results = FunctionResults(
+            np.full((len(prompts), len(self.names)), np.nan, np.float32), np.zeros(len(prompts), bool)
+        )
         if not len(prompts) or not self.names:
-            return called
+            return results
         offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         runs = [self._run(i, offered, trainer_state) for i in range(len(self.names))]
-        together = [run for run in runs if is_async(run.function)]
-        future = left = None
+        concurrent_runs = [run for run in runs if is_async(run.function)]
+        future = ended = None
 
         def take(run: _Run) -> None:
             if isinstance(run.outcome.error, KeyboardInterrupt):
                 raise run.outcome.error
-            rewards, failed, problem = run.judge(prompts, completions)
+            rewards, failed, problem = run.validate(prompts, completions)
             if problem and self._failure == "raise":
                 raise RewardFailure(problem) from run.outcome.error
-            called.rewards[:, runs.index(run)] = rewards
-            called.failed |= failed
-            called.problems += [problem] if problem else []
+            results.rewards[:, runs.index(run)] = rewards
+            results.failed |= failed
+            results.problems += [problem] if problem else []
 
         try:
-            if together:
+            if concurrent_runs:
                 self._loop = self._loop or _Loop()
-                deadline = time.monotonic() + max(run.timeout for run in together) + 4 * _GRACE
-                future, left = self._loop.start(together, fail_fast=self._failure == "raise")
+                deadline = time.monotonic() + max(run.timeout for run in concurrent_runs) + 4 * _GRACE
+                future, ended = self._loop.start(concurrent_runs, fail_fast=self._failure == "raise")
             for run in runs:
-                if run not in together:
+                if run not in concurrent_runs:
                     self._in_thread(run)
                     take(run)
-            if together:
-                self._await(future, together, deadline)
-                for run in together:
-                    if run.outcome is not None:  # None: cancelled, because of another one that is about to raise
+            if concurrent_runs:
+                self._await(future, concurrent_runs, deadline)
+                for run in concurrent_runs:
+                    if run.outcome is not None:  # None: cancelled since another one failed
                         take(run)
         except BaseException:
             if future is not None and self._loop is not None:
                 future.cancel()
-                left.wait(2 * _GRACE)
+                ended.wait(2 * _GRACE)
             raise
-        self._merge(called, runs)
-        return called
+        self._merge(results, runs)
+        return results
 
     def _run(self, index: int, offered: Mapping[str, Any], trainer_state: TrainerState) -> _Run:
         name, function = self.names[index], self.functions[index]
-        timeout = float(getattr(unwrapped(function), "own_timeout", self._timeout))
+        timeout = float(getattr(unwrap_partial(function), "own_timeout", self._timeout))
         run = _Run(name, function, timeout, len(offered["prompts"]))
-        # Lists of its own, so that a function that changes them spoils nobody's.
+        # Copies, so that a function that changes its lists does not affect the others.
         run.keywords = {key: list(values) for key, values in offered.items() if key not in KEYWORDS[2:]}
         run.keywords["completion_ids"] = [list(ids) for ids in offered["completion_ids"]]
         run.keywords |= {"trainer_state": trainer_state, "log_extra": run.log_extra, "log_metric": run.log_metric}
-        if (takes := self._signatures[index].takes) is not None:
-            run.keywords = {key: value for key, value in run.keywords.items() if key in takes}
+        if (accepts := self._signatures[index].accepts) is not None:
+            run.keywords = {key: value for key, value in run.keywords.items() if key in accepts}
         return run
 
     def _in_thread(self, run: _Run) -> None:
@@ -370,8 +380,7 @@ class HostRewards:
         self._worker.put(run.in_thread)
         try:
             deadline = time.monotonic() + run.timeout
-            # In slices: a Ctrl-C that comes just before a wait is seen only after it.
-            while not run.ended.wait(_slice_of(deadline)) and time.monotonic() < deadline:
+            while not run.ended.wait(_next_wait(deadline)) and time.monotonic() < deadline:
                 pass
         finally:  # also when Ctrl-C ends the wait
             if not run.ended.is_set():
@@ -382,7 +391,7 @@ class HostRewards:
 
     def _await(self, future: concurrent.futures.Future, runs: Sequence[_Run], deadline: float) -> None:
         try:
-            while not concurrent.futures.wait([future], _slice_of(deadline)).done and time.monotonic() < deadline:
+            while not concurrent.futures.wait([future], _next_wait(deadline)).done and time.monotonic() < deadline:
                 pass
             future.result(0)
         except TimeoutError:
@@ -391,20 +400,20 @@ class HostRewards:
             late = [run for run in runs if run.outcome is None]
             names = ", ".join(run.name for run in late)
             for run in late:
-                why = f"{run.too_late}, nor let go of the event loop (unfinished: {names}; one of them blocks it)"
+                why = f"{run.too_late} and the event loop is blocked (unfinished: {names}; one of them blocks it)"
                 run.outcome = _Outcome(None, _Hang(why), run.timeout)
 
-    def _merge(self, called: Called, runs: Sequence[_Run]) -> None:
+    def _merge(self, results: FunctionResults, runs: Sequence[_Run]) -> None:
         values = collections.defaultdict(list)
         for run in runs:
-            called.seconds[run.name] = run.outcome.seconds
-            called.extra.update(run.extra)
+            results.seconds[run.name] = run.outcome.seconds
+            results.extra.update(run.extra)
             for name, value in run.metrics:
                 values[name].append(value)
-        called.metrics.update({name: sum(given) / len(given) for name, given in values.items()})
+        results.metrics.update({name: sum(logged) / len(logged) for name, logged in values.items()})
 
     def close(self) -> None:
-        """Ends the threads; those of functions that hang end with the process. A later call starts new ones."""
+        """Ends the threads; those of hanging functions end with the process. A later call starts new ones."""
         for thread in (self._worker, self._loop):
             if thread is not None:
                 thread.close()

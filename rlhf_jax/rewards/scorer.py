@@ -29,7 +29,7 @@ from rlhf_jax.utils.text import printable
 
 @dataclasses.dataclass
 class RewardModel:
-    """A reward model of a run; `tokenizer` is its own where it reads text, None where it reads the sampled ids."""
+    """A reward model of a run; `tokenizer` is set if it reads text, None if it reads the sampled ids."""
 
     name: str
     path: str
@@ -41,26 +41,26 @@ class RewardModel:
 
 @dataclasses.dataclass
 class Scored:
-    """What the rewards made of a rollout of B rows."""
+    """Scores of a rollout of B rows."""
 
     scores: Array
-    """[B] float32, the weighted sum; dense rewards are not in it."""
+    """[B] float32, the weighted sum without token-level rewards."""
     scorable: Array
-    """[B] bool: some reward was applicable, and none failed."""
+    """[B] bool: at least one reward applies and none failed."""
     token_rewards: Array | None
-    """[B, T] float32, weighted dense rewards."""
-    each: Array
-    """[B, F] float32, unweighted, NaN where not applicable; dense ones summed over the response."""
+    """[B, T] float32, weighted token-level rewards."""
+    each_reward: Array
+    """[B, F] float32, each reward unweighted, NaN where not applicable; token-level ones summed over the response."""
     metrics: dict[str, Any]
     seconds: dict[str, float]
     extra: dict[str, list[Any]]
-    """Columns that functions gave to log_extra."""
-    nothing: bool
-    """No row of the batch has a score."""
+    """Columns that functions passed to log_extra."""
+    none_scorable: bool
+    """Whether no row of the batch has a score."""
 
     @property
-    def whole(self) -> Array:
-        """[B] scores with dense rewards summed into them."""
+    def total_scores(self) -> Array:
+        """[B] scores plus the sum of token-level rewards."""
         return self.scores if self.token_rewards is None else self.scores + self.token_rewards.sum(axis=1)
 
 
@@ -68,37 +68,37 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     """The reward models of a config, without their weights.
 
     Raises:
-      UserError: one cannot be read, has too few rows for the policy's ids, or lacks a tokenizer that it needs.
+      UserError: one cannot be read, has too few embedding rows for the policy's ids, or lacks the tokenizer it needs.
     """
     if config.reward_model_path is None:
         return []
-    places = [(config.reward_model_path, config.reward_model_revision)]
-    places += [(path, "main") for path in config.more_reward_models]
+    sources = [(config.reward_model_path, config.reward_model_revision)]
+    sources += [(path, "main") for path in config.more_reward_models]
     # The last part of each path, as TRL names them.
-    names = interface.numbered(path.rstrip("/").split("/")[-1] for path, _ in places)
-    found = []
-    for (path, revision), name in zip(places, names):
+    names = interface.number_duplicates(path.rstrip("/").split("/")[-1] for path, _ in sources)
+    reward_models = []
+    for (path, revision), name in zip(sources, names):
         model = hf.load_model(path, revision=revision)
         if config.reward_input == "ids":
             data.check_same_tokenizer(tokenizer, path, revision)
             as_ids = True
         else:
-            agree = config.reward_input == "auto" and not conversational
-            as_ids = agree and data.same_tokenizer(tokenizer, path, revision)
+            may_read_ids = config.reward_input == "auto" and not conversational
+            as_ids = may_read_ids and data.same_tokenizer(tokenizer, path, revision)
         rows = model.config.vocab_size
         if as_ids and rows <= max(tokenizer.pad_id, tokenizer.eos_id):
             raise UserError(
                 f"reward model {path} has {rows} embedding rows, but the policy's tokenizer uses id "
-                f"{max(tokenizer.pad_id, tokenizer.eos_id)}: they were not made for one tokenizer"
+                f"{max(tokenizer.pad_id, tokenizer.eos_id)}: the two were not trained with one tokenizer"
             )
         own = None if as_ids else data.load_tokenizer(path, revision, vocab_size=rows)
-        found.append(RewardModel(name, path, revision, model, own))
-    return found
+        reward_models.append(RewardModel(name, path, revision, model, own))
+    return reward_models
 
 
-def _weighted_mean(given: list[tuple[float, int]]) -> float:
-    """The mean of (value, weight) without the values that are NaN, unless all are."""
-    numbers = [pair for pair in given if not np.isnan(pair[0])] or given
+def _weighted_mean(pairs: list[tuple[float, int]]) -> float:
+    """The mean of (value, weight) pairs, ignoring NaN values unless all are."""
+    numbers = [pair for pair in pairs if not np.isnan(pair[0])] or pairs
     return sum(value * weight for value, weight in numbers) / sum(weight for _, weight in numbers)
 
 
@@ -107,15 +107,15 @@ class Scorer:
 
     Attributes:
       names: of the rewards, for metrics and tables.
-      models: the reward models; their params are loaded by `load_weights`.
+      models: the reward models; `set_params` sets their params.
     """
 
     def __init__(self, config, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh):
-        """Raises UserError for no reward at all, or for weights of another number."""
+        """Raises a UserError if there is no reward, or the number of weights differs from that of rewards."""
         self.config, self.tokenizer, self.models, self._mesh = config, tokenizer, models, mesh
-        given = [*(on_host.resolve(spec) for spec in config.reward_funcs), *functions]
+        functions = [*(on_host.resolve(spec) for spec in config.reward_funcs), *functions]
         if config.reward_server is not None:
-            given.append(
+            functions.append(
                 RemoteReward(
                     config.reward_server,
                     timeout=config.reward_server_timeout,
@@ -126,19 +126,19 @@ class Scorer:
                     token_env=config.reward_server_token_env,
                 )
             )
-        if not given and not models:
+        if not functions and not models:
             raise UserError(
-                "no reward: set --reward_model_path, --reward_funcs or --reward_server, or give reward_funcs to "
+                "no reward: set --reward_model_path, --reward_funcs or --reward_server, or pass reward_funcs to "
                 "rlhf_jax.run"
             )
-        function_names = on_host.unique_names(given)
+        function_names = on_host.unique_names(functions)
         self._ensemble = len(models) > 1 and config.reward_ensemble != "sum"
         model_names = [f"ensemble_{config.reward_ensemble}"] if self._ensemble else [m.name for m in models]
         self.names = (*model_names, *function_names)
-        self._jax = [on_host.is_jax_reward(f) for f in given]
-        self._device_functions = [f for f, on_device in zip(given, self._jax) if on_device]
+        self._jax = [on_host.is_jax_reward(f) for f in functions]
+        self._device_functions = [f for f, on_device in zip(functions, self._jax) if on_device]
         self._device_names = [n for n, on_device in zip(function_names, self._jax) if on_device]
-        host = [f for f, on_device in zip(given, self._jax) if not on_device]
+        host = [f for f, on_device in zip(functions, self._jax) if not on_device]
         self._host = None
         if host:
             names = [n for n, on_device in zip(function_names, self._jax) if not on_device]
@@ -148,7 +148,7 @@ class Scorer:
         if weights is not None and len(weights) != len(self.names):
             raise UserError(
                 f"reward_weights has {len(weights)} numbers, but there are {len(self.names)} rewards: "
-                f"{', '.join(self.names)}. Give one number for each, in this order"
+                f"{', '.join(self.names)}. Set one weight for each, in this order"
             )
         self._weights = tuple(weights or (1.0,) * len(self.names))
         self._on_device = jax.jit(self._pure_device, static_argnums=2)
@@ -157,52 +157,51 @@ class Scorer:
 
     @property
     def needs_text(self) -> bool:
-        """Whether responses have to come to the host."""
+        """Whether responses must be decoded on the host."""
         return self._host is not None or any(model.tokenizer is not None for model in self.models)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """UserError when a function must get a keyword that is no column of the data."""
+        """Raises a UserError if a function requires a keyword that is not a data column."""
         if self._host is not None:
             self._host.check_columns(columns)
 
-    def load_weights(self, weights: Any, as_frozen: Callable | None = None, first_whole: bool = False) -> None:
-        """Loads every reward model's params onto the mesh, by a stage's `Weights`: float32, or as its `as_frozen`
-        makes them, but for the first with `first_whole`."""
-        for number, reader in enumerate(self.models):
-            how = None if as_frozen is None or (first_whole and number == 0) else as_frozen(reader.model)
-            reader.params = weights.load(reader.model, reader.path, "scalar", reader.revision, how)
+    def set_params(self, params: Sequence[Params]) -> None:
+        """Takes the params of the reward models, in order, on the mesh."""
+        for reader, own in zip(self.models, params, strict=True):
+            reader.params = own
 
     # --- programs
 
     def _pure_device(self, params: list[Params], rollout: Rollout, group: int):
-        """[B, M] scores of the models that read ids; the JAX functions' [B] or [B, T], in order."""
+        """Scores [B] of each model that reads ids, rewards [B] or [B, T] of each JAX function, and whether they are
+        finite, [B] of each."""
         c = self.config
         readers = [m.model for m in self.models if m.tokenizer is None]
 
         def some(groups):
             part = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), groups)
             scores = [
-                reward_model.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group=group)
+                reward_model.score_rollout(model, p, part, dtype=jnp.dtype(c.dtype), group_size=group)
                 for model, p in zip(readers, params)
             ]
             return [x.reshape(-1, group) for x in scores]
 
         groups = jax.tree.map(lambda x: x.reshape((-1, group) + x.shape[1:]), rollout)
-        at_once = microbatch.groups_at_once(c.rollout_batch_size, group, groups.lengths.shape[0])
+        at_once = microbatch.groups_per_chunk(c.rollout_batch_size, group, groups.lengths.shape[0])
         scores = [x.reshape(-1) for x in map_in_chunks(some, groups, at_once)] if readers else []
         b, t = rollout.response.shape
         dense = []
         for function in self._device_functions:
-            found = jnp.asarray(function(rollout.response, jnp.maximum(rollout.lengths, 0)))
-            if found.shape not in ((b,), (b, t)):
+            rewards = jnp.asarray(function(rollout.response, jnp.maximum(rollout.lengths, 0)))
+            if rewards.shape not in ((b,), (b, t)):
                 raise UserError(
-                    f"reward function {on_host.function_name(function)} returned shape {found.shape} for {b} responses "
-                    f"of {t} columns; return [{b}] or [{b}, {t}]"
+                    f"reward function {on_host.function_name(function)} returned shape {rewards.shape} for {b} "
+                    f"responses of {t} columns; return [{b}] or [{b}, {t}]"
                 )
-            dense.append(found.astype(jnp.float32))
-        inside = adv.response_mask(rollout.lengths, t)
+            dense.append(rewards.astype(jnp.float32))
+        response_mask = adv.response_mask(rollout.lengths, t)
         finite = [jnp.isfinite(x) for x in scores]
-        finite += [jnp.isfinite(x) if x.ndim == 1 else jnp.all(jnp.isfinite(x) | ~inside, axis=1) for x in dense]
+        finite += [jnp.isfinite(x) if x.ndim == 1 else jnp.all(jnp.isfinite(x) | ~response_mask, axis=1) for x in dense]
         return scores, dense, finite
 
     def _pure_texts(self, index: int, params: Params, tokens: Array, lengths: Array) -> Array:
@@ -214,7 +213,7 @@ class Scorer:
         )
 
     def _pure_combine(self, columns: list[Array], failed: Array, broken: Array, lengths: Array):
-        """Scores, scorable rows, dense rewards, the rewards one by one, and their means and deviations."""
+        """Scores, scorable rows, token-level rewards, each reward by itself, and their means and deviations."""
         c = self.config
         t = max((x.shape[1] for x in columns if x.ndim == 2), default=0)
         if self._ensemble:
@@ -225,30 +224,30 @@ class Scorer:
                 spread = c.reward_ensemble_std_coef if c.reward_ensemble == "mean_minus_std" else 0.0
                 together = jnp.mean(members, axis=0) - spread * jnp.std(members, axis=0)
             columns = [together, *columns[len(self.models) :]]
-        inside = adv.response_mask(lengths, t)
-        dense = [(w, jnp.where(inside, x, 0.0)) for w, x in zip(self._weights, columns) if x.ndim == 2]
-        each = [x if x.ndim == 1 else jnp.sum(jnp.where(inside, x, 0.0), axis=1) for x in columns]
+        response_mask = adv.response_mask(lengths, t)
+        dense = [(w, jnp.where(response_mask, x, 0.0)) for w, x in zip(self._weights, columns) if x.ndim == 2]
+        each = [x if x.ndim == 1 else jnp.sum(jnp.where(response_mask, x, 0.0), axis=1) for x in columns]
         each = jnp.stack(each, axis=1)
         scalar_weights = jnp.array([w if x.ndim == 1 else 0.0 for w, x in zip(self._weights, columns)])
         scores, scorable = adv.combine_rewards(each, scalar_weights)
-        # For the guard of the update to see: NaN alone would say that the reward does not apply.
+        # `nonfinite` must see these rows: in `each`, NaN means that a reward does not apply.
         scores = jnp.where(broken, jnp.nan, scores)
         scorable = (scorable | broken) & ~failed & (lengths >= 0)
         token_rewards = sum(w * x for w, x in dense) if dense else None
-        there = ~jnp.isnan(each) & (lengths >= 0)[:, None]
+        applies = ~jnp.isnan(each) & (lengths >= 0)[:, None]
         metrics = {}
         for i, name in enumerate(self.names):
-            clean = jnp.where(there[:, i], each[:, i], 0.0)
-            any_there = jnp.any(there[:, i])
-            metrics[f"rewards/{name}/mean"] = jnp.where(any_there, adv.masked_mean(clean, there[:, i]), jnp.nan)
-            deviation = jnp.sqrt(adv.masked_var(clean, there[:, i]))
-            metrics[f"rewards/{name}/std"] = jnp.where(any_there, deviation, jnp.nan)
+            values = jnp.where(applies[:, i], each[:, i], 0.0)
+            any_applies = jnp.any(applies[:, i])
+            metrics[f"rewards/{name}/mean"] = jnp.where(any_applies, adv.masked_mean(values, applies[:, i]), jnp.nan)
+            deviation = jnp.sqrt(adv.masked_var(values, applies[:, i]))
+            metrics[f"rewards/{name}/std"] = jnp.where(any_applies, deviation, jnp.nan)
         if self.config.reward_failure == "drop":
             metrics["rewards/dropped"] = jnp.sum(failed & (lengths >= 0)).astype(jnp.float32)
         return scores, scorable, token_rewards, each, metrics
 
     def programs(self, build: Callable, rollout: Rollout, group: int) -> None:
-        """Hands the program of the reward models that read ids to `build`; see `PolicyStage.programs`."""
+        """Hands the program of the reward models that read ids to `build`; see `RolloutStage.trace_programs`."""
         held = [m.params for m in self.models if m.tokenizer is None]
         if held:
             build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
@@ -256,32 +255,32 @@ class Scorer:
     # --- scoring
 
     def score(self, rollout: Rollout, source, rows: np.ndarray, group: int, state: Any, limit: int | None = None):
-        """Scores a rollout; waits for nothing but what host functions need.
+        """Scores a rollout; waits only for what host functions need.
 
         Args:
           rollout: B rows on the device, groups adjacent; rows of length -1 are absent.
-          source: the PromptData that the prompts came from.
-          rows: [B] rows of it.
+          source: the PromptData of the prompts.
+          rows: [B] row numbers in it.
           group: adjacent rows that share a prompt.
-          state: a TrainerState for functions that want one.
-          limit: only the first so many rows are real; the others fill the batch up. None: all.
+          state: a TrainerState, for functions that take one.
+          limit: number of real rows; the rest pad the batch. None: all.
 
         Returns:
           Scored.
 
         Raises:
-          RewardFailure: a reward is wrong and reward_failure is 'raise', on whichever process. A reward of the device
-            that is not finite is none in training: it becomes a score of NaN, which `guard` tells.
+          RewardFailure: a reward failed on any process and reward_failure is 'raise'. In training, a non-finite reward
+            of the device does not raise: it becomes a score of NaN, which the update reports (see `nonfinite`).
         """
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
-        here, owners = local_rows.here(self._mesh, b), local_rows.owners(self._mesh, b)
+        held, owners = local_rows.held_rows(self._mesh, b), local_rows.owners(self._mesh, b)
         owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
-        wanted = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
-        host, finite = local_rows.fetch((wanted, finite), self._mesh)
+        to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
+        host, finite = local_rows.fetch((to_fetch, finite), self._mesh)
         names = [m.name for m in readers] + self._device_names
         if names:
             seconds["device"] = time.perf_counter() - began
@@ -294,37 +293,44 @@ class Scorer:
         for i, model in enumerate(self.models):
             if model.tokenizer is not None:
                 began = time.perf_counter()
-                placed = self._tokens(model, source, rows[here], texts, ended, b)
+                placed = self._tokens(model, source, rows[held], texts, ended, b)
                 by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
                 names.append(model.name)
                 finite.append(np.isfinite(local_rows.fetch(by_model[model.name], self._mesh)))
                 seconds[model.name] = time.perf_counter() - began
-        said = error = None
+        results = error = None
         try:
-            said = self._own(names, finite, source, rows, here, owned[jax.process_index()], texts, ids, state)
-        except UserError as wrong:
-            error = wrong
-        failed, broken, host_columns, metrics, extra = self._together(
-            multihost.agree(said, error, on_host.RewardFailure), owned, b, limit, seconds
+            own = owned[jax.process_index()]
+            results = self._score_owned(names, finite, source, rows, held, own, texts, ids, state)
+        except UserError as raised:
+            error = raised
+        failed, broken, host_columns, metrics, extra = self._merge(
+            multihost.agree(results, error, on_host.RewardFailure), owned, b, limit, seconds
         )
         columns = [by_model[m.name] for m in self.models]
         placed = sharding.shard_batch((failed, host_columns, broken), self._mesh)
-        of_host, of_device = 0, iter(dense)
+        host_index, device_columns = 0, iter(dense)
         for on_device in self._jax:
             if on_device:
-                columns.append(next(of_device))
+                columns.append(next(device_columns))
             else:
-                columns.append(placed[1][:, of_host])
-                of_host += 1
-        scores, scorable, token_rewards, each, found = self._combine(columns, placed[0], placed[2], rollout.lengths)
-        nothing = bool(failed[:limit].all())
-        if not nothing and len(columns) == of_host:
-            nothing = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
-        return Scored(scores, scorable, token_rewards, each, {**found, **metrics}, seconds, extra, nothing)
+                columns.append(placed[1][:, host_index])
+                host_index += 1
+        combined = self._combine(columns, placed[0], placed[2], rollout.lengths)
+        scores, scorable, token_rewards, each, reward_metrics = combined
+        none_scorable = bool(failed[:limit].all())
+        if not none_scorable and len(columns) == host_index:
+            none_scorable = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
+        metrics = {**reward_metrics, **metrics}
+        return Scored(scores, scorable, token_rewards, each, metrics, seconds, extra, none_scorable)
 
     def _tokens(self, model: RewardModel, source, rows, texts, ended, count: int) -> tuple[Array, Array]:
-        """What a model that reads text reads of `count` rows, on the mesh; this process has some of them."""
-        longest = model.model.config.max_position_embeddings
+        """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh.
+
+        Args:
+          rows, texts, ended: of the rows that this process holds.
+        """
+        context = model.model.config.max_position_embeddings
         tokens = lengths = error = None
         try:
             tokens, lengths = reward_tokens(
@@ -334,86 +340,91 @@ class Scorer:
                 ended,
                 text_eos=self.config.reward_text_eos,
                 chat_template_kwargs=self.config.chat_template_kwargs,
-                max_length=longest,
-                buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < longest) + (longest,),
+                max_length=context,
+                buckets=tuple(64 * 2**i for i in range(16) if 64 * 2**i < context) + (context,),
             )
-        except UserError as wrong:
-            error = wrong
+        except UserError as raised:
+            error = raised
         width = max(multihost.agree(None if error else tokens.shape[1], error))
         tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=model.tokenizer.pad_id)
         return local_rows.place((tokens, lengths), self._mesh, count)
 
-    def _own(self, names, finite, source, rows, here, owned, texts, ids, state) -> dict[str, Any]:
-        """What this process has to say of the rows that it answers for, as JSON holds it."""
-        own = np.searchsorted(here, owned)  # where they are among the rows that it holds
+    def _score_owned(self, names, finite, source, rows, held, owned, texts, ids, state) -> dict[str, Any]:
+        """Results of this process for the rows that it owns, of values that JSON has."""
+        own = np.searchsorted(held, owned)  # their positions among the rows that it holds
         rows, texts = rows[owned], None if texts is None else [texts[i] for i in own]
-        failed, broken, told = np.zeros(len(owned), bool), np.zeros(len(owned), bool), []
-        guarded = self.config.reward_failure == "raise" and not state.is_eval
-        for name, fine in zip(names, finite):
-            if guarded:  # the update tells, and on_nonfinite says what becomes of it
-                broken |= ~fine[own]
+        failed, broken, messages = np.zeros(len(owned), bool), np.zeros(len(owned), bool), []
+        update_reports = self.config.reward_failure == "raise" and not state.is_eval  # then on_nonfinite decides
+        for name, is_finite in zip(names, finite):
+            if update_reports:
+                broken |= ~is_finite[own]
                 continue
-            told += self._check(name, fine[own], source, rows, texts, owned)
-            failed |= ~fine[own]
-        said = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
+            messages += self._check_finite(name, is_finite[own], source, rows, texts, owned)
+            failed |= ~is_finite[own]
+        results = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
         if self._host is not None:
             called = self._host.call(
                 source.texts(rows), source.as_completions(texts), [ids[i] for i in own], source.columns(rows), state
             )
             failed |= called.failed
-            said = {name: getattr(called, name) for name in said}
-            told += [f"{problem}; its rows are left out" for problem in called.problems]
+            results = {name: getattr(called, name) for name in results}
+            messages += [f"{problem}; its rows are dropped" for problem in called.problems]
             if not self.models and not self._device_functions:
-                told += filter(None, [on_host.warn_unscored(called, source.texts(rows), texts, source.columns(rows))])
-        return {**said, "failed": failed, "broken": broken, "told": told}
+                messages += filter(
+                    None, [on_host.unscored_warning(called, source.texts(rows), texts, source.columns(rows))]
+                )
+        return {**results, "failed": failed, "broken": broken, "messages": messages}
 
-    def _together(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):
-        """What all processes said of a batch: (failed [B], broken [B], host rewards [B, F] or None, metrics, columns).
+    def _merge(self, parts: list[dict[str, Any]], owned: list[np.ndarray], count: int, limit: int, seconds: dict):
+        """Merges the processes' results: (failed [B], broken [B], host rewards [B, F] or None, metrics, columns).
 
-        Warnings come from the first process; the slowest process' seconds are added to `seconds`.
+        The first process prints the warnings; the seconds of the slowest process are added to `seconds`.
         """
         failed, broken, rewards, extra = np.zeros(count, bool), np.zeros(count, bool), None, {}
         if self._host is not None:
             rewards = np.full((count, len(self._host.names)), np.nan, np.float32)
         values: dict[str, list[tuple[float, int]]] = {}
-        for index, (said, rows) in enumerate(zip(parts, owned)):
-            failed[rows], broken[rows] = said["failed"], said["broken"]
+        for index, (part, rows) in enumerate(zip(parts, owned)):
+            failed[rows], broken[rows] = part["failed"], part["broken"]
             if rewards is not None:
-                rewards[rows] = np.asarray(said["rewards"], np.float32).reshape(len(rows), len(self._host.names))
-            for name, column in said["extra"].items():
+                rewards[rows] = np.asarray(part["rewards"], np.float32).reshape(len(rows), len(self._host.names))
+            for name, column in part["extra"].items():
                 whole = extra.setdefault(name, [None] * limit)
                 for row, value in zip(rows, column):
                     whole[row] = value
-            for name, value in said["metrics"].items():
+            for name, value in part["metrics"].items():
                 if len(rows) or len(parts) == 1:
                     values.setdefault(name, []).append((value, len(rows)))
-            for name, value in said["seconds"].items():
+            for name, value in part["seconds"].items():
                 seconds[name] = max(value, seconds.get(name, 0.0))
             if multihost.is_main():
-                for line in said["told"]:
+                for line in part["messages"]:
                     who = f"process {index}: " if len(parts) > 1 else ""
                     warnings.warn(printable(f"{who}{line}"), stacklevel=3)
-        # A mean over a process' rows becomes the mean over all.
-        metrics = {name: given[0][0] if len(given) == 1 else _weighted_mean(given) for name, given in values.items()}
+        # Means over the rows of each process become means over all rows.
+        metrics = {name: pairs[0][0] if len(pairs) == 1 else _weighted_mean(pairs) for name, pairs in values.items()}
         return failed, broken, rewards, metrics, extra
 
-    def _check(self, name: str, fine: np.ndarray, source, rows, texts, numbers) -> list[str]:
-        """A reward on the device that is not finite, where rows are dropped or in an evaluation: a warning, or an error
-        with the row."""
-        if fine.all():
+    def _check_finite(self, name: str, is_finite: np.ndarray, source, rows, texts, numbers) -> list[str]:
+        """A warning if a reward of the device is not finite.
+
+        Raises:
+          RewardFailure: instead, with reward_failure 'raise' and on_nonfinite 'stop'; names the first row.
+        """
+        if is_finite.all():
             return []
-        row = int(np.flatnonzero(~fine)[0])
-        shown = source.shown(rows[row : row + 1])[0]
+        row = int(np.flatnonzero(~is_finite)[0])
+        prompt = source.display_texts(rows[row : row + 1])[0]
         answer = f" -> {texts[row]!r}" if texts is not None else ""
         message = (
-            f"reward {name} gave a score that is not a finite number for {int((~fine).sum())} of {len(fine)} "
-            f"responses, first for row {numbers[row]}: {shown[-200:]!r}{answer}"
+            f"reward {name} is not a finite number for {int((~is_finite).sum())} of {len(is_finite)} responses, first "
+            f"for row {numbers[row]}: {prompt[-200:]!r}{answer}"
         )
         if self.config.reward_failure == "raise" and self.config.on_nonfinite == "stop":
             raise on_host.RewardFailure(message)
-        return [message + "; left out"]
+        return [message + "; dropped"]
 
     def close(self) -> None:
-        """Ends the threads of the host functions."""
+        """Ends the threads of host functions."""
         if self._host is not None:
             self._host.close()

@@ -1,4 +1,4 @@
-"""Callbacks: objects that see a run's metrics and may stop it, save it or have it evaluated."""
+"""Callbacks: objects that get a run's metrics and can request a stop, a checkpoint or an evaluation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclasses.dataclass
 class Control:
-    """What a callback may ask for; the loop clears a wish when it has fulfilled it.
+    """Requests of a callback; the loop clears each when it is done.
 
     Attributes:
-      stop: end after this update, with checkpoint and exports.
+      stop: end after this update, with a checkpoint and exports.
       save: write a checkpoint after this update.
       evaluate: evaluate after this update.
     """
@@ -23,22 +23,22 @@ class Control:
 
 
 class Callback:
-    """Override what you need. Metrics are host floats; they arrive one update late, so that logging never blocks."""
+    """Override what you need. Metrics are host floats and arrive one update late, so that logging never blocks."""
 
     def on_train_begin(self, stage: Any, control: Control) -> None:
-        """Models are loaded, nothing has been learned."""
+        """Called when models are loaded, before the first update."""
 
     def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
-        """Metrics of update `step` (1-based) are there."""
+        """Called with the metrics of update `step` (1-based)."""
 
     def on_evaluate(self, step: int, metrics: dict[str, float], control: Control) -> None:
-        """The evaluation after update `step` is there."""
+        """Called with the metrics of the evaluation after update `step`."""
 
     def on_completions(self, step: int, rows: Sequence[dict[str, Any]], what: str) -> None:
-        """A table of completions after update `step`: dicts of the same keys; `what` is 'samples' or 'training'."""
+        """Called with completions after update `step`: dicts of the same keys; `what` is 'samples' or 'training'."""
 
     def on_train_end(self, stage: Any, paths: dict[str, str]) -> None:
-        """The run is over; `paths` says where its models lie."""
+        """Called at the end of the run; `paths` are those of its models."""
 
     def close(self) -> None:
-        """The stage is left, after `on_train_end` or because of an error or a stop: let go of what is open."""
+        """Called last, after `on_train_end`, an error or a stop: release resources."""

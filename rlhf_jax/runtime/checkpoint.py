@@ -1,4 +1,4 @@
-"""Checkpoints of the TrainState. The only room that knows orbax."""
+"""Checkpoints of the TrainState; the only module that uses orbax."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.checksums import checksums
 
-# What orbax and tensorstore raise for files that are missing or broken.
-_DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError)
-_SLACK = 1 << 20  # bytes beside the arrays: names, shapes, indices
-MOST_SECONDS = 1200
-"""After which a save that does not end is given up."""
-DAMAGED = ".damaged"
-"""What the name of a checkpoint that cannot be used ends with."""
+# Errors of orbax and tensorstore for missing or broken files.
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, AttributeError)
+_METADATA_BYTES = 1 << 20  # upper bound beside the arrays: names, shapes, indices
+SAVE_TIMEOUT = 1200
+"""Seconds after which a save is abandoned."""
+DAMAGED_SUFFIX = ".damaged"
+"""Ends the folder name of a checkpoint that cannot be used."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is there, but is not what was saved."""
+    """A checkpoint exists, but it is not what was saved."""
 
 
 def _names(tree: Any) -> list[str]:
@@ -44,16 +44,16 @@ def _tensors(tree: Any) -> dict[str, list]:
     return {name: [list(np.shape(x)), str(x.dtype)] for name, x in zip(_names(tree), jax.tree.leaves(tree))}
 
 
-def _check_tensors(saved: dict[str, list], wanted: dict[str, list], where: str) -> None:
-    """Raises a UserError that names the first few tensors in which a checkpoint is not what the run needs."""
+def _check_tensors(saved: dict[str, list], expected: dict[str, list], where: str) -> None:
+    """Raises a UserError that names the first few tensors in which a checkpoint differs from the run's state."""
     problems = []
-    for name in dict.fromkeys([*wanted, *saved]):
+    for name in dict.fromkeys([*expected, *saved]):
         if name not in saved:
             problems.append(f"{name} is missing in the checkpoint")
-        elif name not in wanted:
+        elif name not in expected:
             problems.append(f"{name} is in the checkpoint, but not in this run")
-        elif saved[name] != wanted[name]:
-            (old_shape, old_dtype), (shape, dtype) = saved[name], wanted[name]
+        elif saved[name] != expected[name]:
+            (old_shape, old_dtype), (shape, dtype) = saved[name], expected[name]
             problems.append(f"{name} is {old_dtype}{old_shape} in the checkpoint, but {dtype}{shape} in this run")
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -61,26 +61,26 @@ def _check_tensors(saved: dict[str, list], wanted: dict[str, list], where: str) 
 
 
 class Keep:
-    """Which checkpoints stay: the newest few and the best one. orbax asks once a new one is there, then deletes."""
+    """orbax's preservation policy: keeps the newest few checkpoints and the best one."""
 
     def __init__(self, newest: int | None, greater: bool):
         self.newest, self.greater = newest, greater
         self.scores: dict[int, float] = {}
 
     def best(self, steps: Sequence[int]) -> int | None:
-        """The step with the best score, the first of equals; None where none has one."""
+        """The step with the best score, the first of equals; None if none has a score."""
         sign = 1 if self.greater else -1
         scored = [step for step in sorted(steps) if np.isfinite(self.scores.get(step, np.nan))]
         return max(scored, key=lambda step: (sign * self.scores[step], -step), default=None)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """orbax's question: one answer a checkpoint, in order of steps."""
+        """Called by orbax after a save; whether to keep each checkpoint, in order of steps."""
         del context
-        stays = self.preserved([checkpoint.step for checkpoint in checkpoints])
-        return [checkpoint.step in stays for checkpoint in checkpoints]
+        kept = self.preserved([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in kept for checkpoint in checkpoints]
 
     def preserved(self, steps: Sequence[int]) -> set[int]:
-        """Those that stay, of steps in order."""
+        """The steps to keep, from all steps in order."""
         newest = steps if self.newest is None else steps[-self.newest :]
         return {*newest, *([] if self.best(steps) is None else [self.best(steps)])}
 
@@ -88,10 +88,10 @@ class Keep:
 class Checkpoints:
     """The checkpoints of a run, FOLDER/STEP/.
 
-    A step's folder appears whole or not at all: it is written under another name and renamed when complete, and only
-    then do older ones go. Saving goes on in the background after the arrays have been copied, so the state may be
-    donated at once. A disk that is full or gone costs a checkpoint and a warning, not the run. With several processes
-    every one of them makes the same calls.
+    A step's folder appears whole or not at all: it is written under another name and renamed when complete, and older
+    ones are deleted only then. Saving continues in the background after the arrays have been copied, so the state may
+    be donated at once. A full or missing disk costs a checkpoint and a warning, not the run. With several processes,
+    all of them must make the same calls.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Checkpoints:
         """Opens a folder for saving and restoring, and removes what an interrupted save left in it.
 
         Args:
-          folder: made when missing; a local path.
-          keep: the newest so many are kept, beside the one with the best score; None: all.
-          greater_is_better: which score is the best.
-          warn: is called with what went wrong without ending the run; default: a line on standard error.
+          folder: a local path, created if missing.
+          keep: number of newest checkpoints to keep, beside the one with the best score; None: all.
+          greater_is_better: whether the best score is the greatest.
+          warn: called with warnings; default: prints to standard error.
 
         Raises:
           UserError: keep is below 1.
@@ -116,7 +116,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise UserError(f"--save_total_limit {keep}: keep at least 1 checkpoint, or None for all")
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        threading.excepthook = _quiet
+        threading.excepthook = _ignore_orbax_threads
         self.folder = os.path.abspath(folder)
         self._warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
         self._keep = Keep(keep, greater_is_better)
@@ -124,16 +124,16 @@ class Checkpoints:
         self._manager = self._open()
         for step in self.steps():
             self._keep.scores[step] = self._score(step)
-        self._tidy()
+        self._delete_excess()
 
-    def _tidy(self) -> None:
-        """Removes what is over the limit: a kill may have come before that, or in the middle of it."""
-        stays = self._keep.preserved(self.steps())
-        gone = [step for step in self.steps() if step not in stays]
-        if not gone:
+    def _delete_excess(self) -> None:
+        """Deletes checkpoints over the limit: a kill may have come before orbax did, or in between."""
+        kept = self._keep.preserved(self.steps())
+        excess = [step for step in self.steps() if step not in kept]
+        if not excess:
             return
         if multihost.is_main():
-            for step in gone:
+            for step in excess:
                 shutil.rmtree(os.path.join(self.folder, str(step)), ignore_errors=True)
         multihost.wait_for_all("old checkpoints")
         self._manager.reload()
@@ -144,15 +144,15 @@ class Checkpoints:
             create=True,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(timeout_secs=MOST_SECONDS),
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
         )
         return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
 
-    # --- out
+    # --- saving
 
     def room(self, state: Any) -> tuple[int, int | None]:
-        """(bytes that a checkpoint of `state` takes at most, bytes free where it would lie; None where unknown)."""
-        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) + _SLACK
+        """(upper bound of the bytes of a checkpoint of `state`, free bytes on its disk or None if unknown)."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) + _METADATA_BYTES
         try:
             usage = shutil.disk_usage(self.folder)
         except OSError:
@@ -160,23 +160,23 @@ class Checkpoints:
         return needed, usage.free if usage.total else None
 
     def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, score: float | None = None) -> bool:
-        """Saves the state after `step` updates; older checkpoints over the limit are removed once it is there.
+        """Saves the state after `step` updates; older checkpoints over the limit are deleted afterwards.
 
         Args:
           step: updates done.
           state: pytree of jax.Arrays (no typed PRNG keys).
-          extra: what is no array, of values that JSON has.
-          score: by which the best checkpoint is known; None: this one is not it.
+          extra: values that are not arrays, of JSON types.
+          score: of this checkpoint, for `best`; None: it has none.
 
         Returns:
-          False when that step is there already, or cannot be written, which has been said then; True otherwise.
+          False if the step exists already, or cannot be written (after a warning); True otherwise.
         """
-        self._settle()
+        self._finish_save()
         if step in self.steps():
             return False
-        problem = multihost.from_first(lambda: self._hindrance(state))
+        problem = multihost.from_first(lambda: self._write_problem(state))
         if problem is not None:
-            self._failed(step, problem)
+            self._warn_failed(step, problem)
             return False
         notes = {"tensors": _tensors(state), "extra": extra or {}, "score": score}
         notes["sums"] = np.asarray(checksums(state)).tolist()
@@ -192,14 +192,14 @@ class Checkpoints:
         except Exception as raised:
             error = raised
         if any(multihost.gather_objects(error is not None)):
-            self._failed(step, _reason(error))
+            self._warn_failed(step, _reason(error))
             self._reopen()
             return False
         self._saving = step
         return True
 
-    def _hindrance(self, state: Any) -> str | None:
-        """Why nothing can be written here, found out with a file of a few bytes; None: it can."""
+    def _write_problem(self, state: Any) -> str | None:
+        """Why no checkpoint can be written here, tried with a file of a few bytes; None if it can."""
         probe = os.path.join(self.folder, ".writable")
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -212,11 +212,11 @@ class Checkpoints:
             return _reason(error)
         needed, free = self.room(state)
         if free is not None and free < needed:
-            return f"it takes up to {_size(needed)}, and {_size(free)} are free"
+            return f"it needs up to {_size(needed)}, but only {_size(free)} are free"
         return None
 
-    def _settle(self) -> None:
-        """Waits for the save in progress; where it failed on any process, says so and cleans up."""
+    def _finish_save(self) -> None:
+        """Waits for the save in progress; warns and cleans up if it failed on any process."""
         if self._saving is None:
             return
         step, self._saving = self._saving, None
@@ -228,16 +228,16 @@ class Checkpoints:
         if not any(multihost.gather_objects(error is not None)):
             return
         if os.path.isdir(os.path.join(self.folder, str(step))):
-            self._warn(f"checkpoint {step} is saved, but an older one could not be removed: {_reason(error)}")
+            self._warn(f"checkpoint {step} is saved, but an older one could not be deleted: {_reason(error)}")
         else:
-            self._failed(step, _reason(error))
+            self._warn_failed(step, _reason(error))
         self._reopen()
 
-    def _failed(self, step: int, reason: str) -> None:
+    def _warn_failed(self, step: int, reason: str) -> None:
         newest = max((other for other in self._on_disk() if other != step), default=None)
-        left = "there is none yet" if newest is None else f"the newest is that of update {newest}"
+        newest = "no checkpoint yet" if newest is None else f"the newest checkpoint is of update {newest}"
         where = os.path.join(self.folder, str(step))
-        self._warn(f"checkpoint {where} could not be written: {reason}. The run goes on; {left}")
+        self._warn(f"checkpoint {where} could not be written: {reason}. The run continues; {newest}")
 
     def _on_disk(self) -> list[int]:
         with contextlib.suppress(OSError):
@@ -245,15 +245,15 @@ class Checkpoints:
         return []
 
     def _reopen(self) -> None:
-        """A manager that knows what is there: after an error orbax's own list is not to be relied on."""
+        """Replaces the manager: after an error, orbax's list of checkpoints is unreliable."""
         with contextlib.suppress(Exception):
             self._manager.close()
         try:
             self._manager = self._open()
-        except OSError as error:  # the folder is gone or may not be written to
-            self._warn(f"checkpoints cannot be kept in {self.folder} at present: {_reason(error)}")
+        except OSError as error:  # the folder is missing or not writable
+            self._warn(f"checkpoints cannot be kept in {self.folder} now: {_reason(error)}")
 
-    # --- in
+    # --- restoring
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -264,11 +264,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def best(self) -> int | None:
-        """The step with the best score among those that are there, or None."""
+        """The existing step with the best score, or None."""
         return self._keep.best(self.steps())
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint, bit for bit, onto the devices that `like` names, whatever mesh it was saved from.
+        """Reads a checkpoint, bit for bit, onto the devices of `like`, whatever mesh it was saved from.
 
         Args:
           step: one of `steps()`.
@@ -278,12 +278,12 @@ class Checkpoints:
           (state, extra)
 
         Raises:
-          UserError: no such step; or a tensor that is missing, extra, or of another shape or dtype, by name.
-          Damaged: it cannot be read, or an array is not the one that was saved.
+          UserError: no such step; or a tensor is missing, unexpected, or of another shape or dtype; names it.
+          Damaged: it cannot be read, or an array differs from the saved one.
         """
         where = os.path.join(self.folder, str(step))
         if step not in self.steps():
-            raise UserError(f"no checkpoint {where}; there are {self.steps() or 'none'}")
+            raise UserError(f"no checkpoint {where}; existing steps: {self.steps() or 'none'}")
         notes = self._notes(step)
         _check_tensors(notes["tensors"], _tensors(like), where)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -292,28 +292,28 @@ class Checkpoints:
         try:
             state = self._manager.restore(step, args=items)["state"]
         except jax.errors.JaxRuntimeError:
-            raise  # the device's, not the disk's
-        except Exception as raised:  # tensorstore's and orbax's errors share no class
+            raise  # of the device, not of the disk
+        except Exception as raised:  # errors of tensorstore and orbax have no common class
             error = raised
         if any(multihost.gather_objects(error is not None)):
             raise self._damaged(step, error or OSError("on another process")) from error
         sums = np.asarray(checksums(state)).tolist()
-        for name, saved, found in zip(_names(like), notes["sums"], sums, strict=True):
-            if saved != found:
-                raise self._damaged(step, ValueError(f"{name} is not what was saved: its checksum is another"))
+        for name, saved, restored in zip(_names(like), notes["sums"], sums, strict=True):
+            if saved != restored:
+                raise self._damaged(step, ValueError(f"{name} is not what was saved: its checksum differs"))
         return state, notes["extra"]
 
     def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
-        """The newest checkpoint that is whole; damaged ones are named, and moved out of the way.
+        """Restores the newest checkpoint that is intact; damaged ones are reported and renamed.
 
         Args:
           like: as `restore`.
 
         Returns:
-          (state, extra, step), or None where there is no checkpoint.
+          (state, extra, step), or None if there is no checkpoint.
 
         Raises:
-          UserError: as `restore`; or all checkpoints are damaged: a run is never begun anew without a word.
+          UserError: as `restore`; or all checkpoints are damaged, since a run must not silently start over.
         """
         damaged = []
         while (step := self.latest()) is not None:
@@ -325,17 +325,15 @@ class Checkpoints:
                 if older is None:
                     break
                 self._set_aside(step)
-                self._warn(f"{error}. It is {step}{DAMAGED} now; going on from update {older}")
+                self._warn(f"{error}. It was renamed to {step}{DAMAGED_SUFFIX}; resuming from update {older}")
         if damaged:
-            raise UserError(
-                f"{damaged[-1]}. No other checkpoint is left to go on from. Remove {self.folder} to start anew"
-            )
+            raise UserError(f"{damaged[-1]}. No other checkpoint is left. Remove {self.folder} to start over")
         return None
 
     def _set_aside(self, step: int) -> None:
-        """Renames a damaged checkpoint, so that its update can be saved again and what is there can be looked at."""
+        """Renames a damaged checkpoint, so that its step can be saved again and its files can be inspected."""
         if multihost.is_main():
-            aside = os.path.join(self.folder, f"{step}{DAMAGED}")
+            aside = os.path.join(self.folder, f"{step}{DAMAGED_SUFFIX}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(os.path.join(self.folder, str(step)), aside)
         multihost.wait_for_all("damaged checkpoint")
@@ -343,14 +341,18 @@ class Checkpoints:
         self._manager.reload()
 
     def _notes(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays; Damaged where it is not what was written."""
+        """The data saved beside the arrays.
+
+        Raises:
+          Damaged: it is not what was saved.
+        """
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
-            text = found["notes"]
-            if zlib.crc32(text.encode()) != found["crc"]:
-                raise ValueError("its notes are not what was saved: their checksum is another")
+            content = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+            text = content["notes"]
+            if zlib.crc32(text.encode()) != content["crc"]:
+                raise ValueError("its notes are not what was saved: their checksum differs")
             return json.loads(text)
-        except _DAMAGE as error:
+        except _READ_ERRORS as error:
             raise self._damaged(step, error) from error
 
     def _score(self, step: int) -> float:
@@ -366,11 +368,11 @@ class Checkpoints:
     # --- the end
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk, or it has been said that it is not."""
-        self._settle()
+        """Returns when the last save is on disk or has failed with a warning."""
+        self._finish_save()
 
     def close(self) -> None:
-        """Waits, and lets go of the folder."""
+        """Waits for the last save and closes orbax's manager."""
         self.wait()
         self._manager.close()
 
@@ -382,7 +384,7 @@ class Checkpoints:
 
 
 def _reason(error: Exception | None) -> str:
-    """The first line of an error, shortened; tensorstore's says why at its end."""
+    """The first line of an error, its middle cut: tensorstore gives the cause at the end."""
     if error is None:
         return "it failed on another process"
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -394,10 +396,10 @@ def _size(count: int) -> str:
     return f"{count / 2**unit:.1f} {'GiB' if unit == 30 else 'MiB'}"
 
 
-def _quiet(args: Any) -> None:
-    """orbax's threads hand their errors on to who waits for them; Python would print their stack traces as well."""
+def _ignore_orbax_threads(args: Any) -> None:
+    """A thread excepthook without orbax's threads, whose errors are raised in the thread that waits for the save."""
     if not type(args.thread).__module__.startswith("orbax."):
-        _hook(args)
+        _default_hook(args)
 
 
-_hook = threading.excepthook
+_default_hook = threading.excepthook

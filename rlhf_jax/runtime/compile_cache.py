@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the second start of a run compiles nothing; and the seconds that it costs."""
+"""The persistent compilation cache, so that a second start of a run compiles nothing; and the time of compilation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import platform
 import filelock
 import jax
 
-LARGEST = 4 * 2**30  # bytes; the programs that were not used for longest go first
-WORTH_KEEPING = 0.3  # seconds of compilation
+MAX_SIZE = 4 * 2**30  # bytes; the least recently used programs are evicted
+MIN_COMPILE_SECONDS = 0.3  # of a program that is cached
 
 
 def folder() -> pathlib.Path:
-    """~/.cache/rlhf_jax/compiled (or in XDG_CACHE_HOME), one folder each jaxlib and processor.
+    """~/.cache/rlhf_jax/compiled (or in XDG_CACHE_HOME), one folder for each jaxlib and processor.
 
-    A program for the CPU holds instructions of the CPU that it was compiled on: a home directory that machines share
-    must not give it to another.
+    A program for the CPU holds instructions of the CPU it was compiled on, and machines may share a home directory.
     """
     try:
         processor = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -33,64 +32,61 @@ def folder() -> pathlib.Path:
     return pathlib.Path(base, "rlhf_jax", "compiled", f"{importlib.metadata.version('jaxlib')}-{mark}")
 
 
-class Clock:
-    """Seconds that JAX spends on making programs, as it reports them: tracing, lowering, XLA or reading from disk."""
+class CompileTimer:
+    """Seconds that JAX reports for lowering, XLA, and reading programs from disk."""
 
-    # Tracing is reported for inner functions as well and would count twice: lowering and XLA are nearly all of it.
+    # Without tracing, which is reported for inner functions too and would count twice; it is a small part.
     EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
 
     def __init__(self):
         self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _hear(self, event: str, seconds: float, **_: object) -> None:
+    def _record(self, event: str, seconds: float, **_: object) -> None:
         if event.rsplit("/", 1)[-1] in self.EVENTS:
             self.seconds += seconds
 
     def since_last(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def close(self) -> None:
         """Stops listening."""
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+        jax.monitoring.unregister_event_duration_listener(self._record)
 
 
-def switch_on() -> str | None:
-    """Keeps compiled programs in `folder`, unless JAX was told another place, or none (JAX_ENABLE_COMPILATION_CACHE=0).
+def enable() -> str | None:
+    """Caches compiled programs in `folder`, unless JAX has a cache directory already or JAX_ENABLE_COMPILATION_CACHE=0.
 
     Returns:
-      The folder, or None where it is JAX's own or cannot be written.
+      The folder, or None where it is not used or not writable.
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return None
-    place = folder()
+    path = folder()
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    if not os.access(place, os.W_OK):
+    if not os.access(path, os.W_OK):
         return None
-    remove_torn(place)
-    jax.config.update("jax_compilation_cache_dir", str(place))
-    jax.config.update("jax_compilation_cache_max_size", LARGEST)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
-    return str(place)
+    remove_incomplete(path)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_compilation_cache_max_size", MAX_SIZE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+    return str(path)
 
 
-def remove_torn(place: pathlib.Path) -> None:
-    """Removes the programs that a killed process wrote in part: their time of use, which comes last, is missing.
+def remove_incomplete(cache: pathlib.Path) -> None:
+    """Removes programs that a killed process wrote in part: their access-time file, which JAX writes last, is missing.
 
-    JAX would neither read nor replace such a program, and keep no other one while it looks for that time.
-
-    Args:
-      place: the cache's folder.
+    JAX neither reads nor replaces such a program, and it fails to evict others while that file is missing.
     """
     try:
-        with filelock.FileLock(place / ".lockfile", timeout=10):  # JAX's own: nobody is writing now
-            for path in place.glob("*-cache"):
+        with filelock.FileLock(cache / ".lockfile", timeout=10):  # JAX's own lock: no process writes now
+            for path in cache.glob("*-cache"):
                 if not path.with_name(path.name.removesuffix("-cache") + "-atime").exists():
                     path.unlink()
     except (OSError, filelock.Timeout):
-        pass  # a later start does it
+        pass  # the next start tries again

@@ -24,7 +24,7 @@ def unique_prompts(rows: Sequence[Row]) -> list[Row]:
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: numbers to 2 decimals, anything else as text, which `printable` makes safe."""
+    """A value for a table: floats with 2 decimals, anything else as `printable` text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return printable(str(value))
     return str(value) if isinstance(value, int) else f"{value:.2f}"
@@ -37,36 +37,36 @@ def show(rows: Sequence[Row], title: str, limit: int | None = None, stream: Text
       rows: dicts of the same keys; texts of any length wrap.
       title: above the table.
       limit: rows to print; None: all.
-      stream: where to; default: standard output.
+      stream: default: standard output.
     """
     if not rows:
         return
-    shown = rows if limit is None else rows[:limit]
+    printed = rows if limit is None else rows[:limit]
     table = Table(title=Text(printable(title)), show_lines=True, title_justify="left")
     for name in rows[0]:
-        of_numbers = all(isinstance(row.get(name), (int, float)) for row in shown)
+        is_numeric = all(isinstance(row.get(name), (int, float)) for row in printed)
         table.add_column(
-            Text(printable(name)), justify="right" if of_numbers else "left", overflow="fold", no_wrap=of_numbers
+            Text(printable(name)), justify="right" if is_numeric else "left", overflow="fold", no_wrap=is_numeric
         )
-    for row in shown:
-        # Text, not markup: a completion may hold [brackets].
+    for row in printed:
+        # Text, since a completion may contain rich's markup in [brackets].
         table.add_row(*(Text(cell(row.get(name, ""))) for name in rows[0]))
-    if len(shown) < len(rows):
-        table.caption = f"{len(shown)} of {len(rows)} rows"
+    if len(printed) < len(rows):
+        table.caption = f"{len(printed)} of {len(rows)} rows"
     Console(file=stream, soft_wrap=False).print(table)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, line ends, bars and HTML escaped; '' for no rows."""
+    """The rows as a Markdown table, with line ends, bars and HTML escaped; '' for no rows."""
     if not rows:
         return ""
 
-    def safe(value: Any) -> str:
-        # A completion's <tags> are what the model wrote: a browser would swallow them.
+    def escape(value: Any) -> str:
+        # A browser would hide the <tags> of a completion.
         text = html.escape(cell(value), quote=False)
         return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
     names = list(rows[0])
-    lines = ["| " + " | ".join(map(safe, names)) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(safe(row.get(name, "")) for name in names) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(escape, names)) + " |", "|" + " --- |" * len(names)]
+    lines += ["| " + " | ".join(escape(row.get(name, "")) for name in names) + " |" for row in rows]
     return "\n".join(lines)

@@ -1,15 +1,15 @@
-"""--deterministic: programs that give the same bits every time, on GPUs too."""
+"""--deterministic: programs that give the same bits on every run, on GPUs too."""
 
 from __future__ import annotations
 
 import os
 
-# Kernels whose order of adding is not fixed are replaced or refused; none is chosen by how fast it just was.
+# No kernels with an unspecified order of addition, and no choice of kernels by their measured speed.
 FLAGS = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
 
 
-def switch_on() -> None:
-    """Sets XLA's flags; call it before anything asks for devices. Flags of the user's own stay."""
-    given = os.environ.get("XLA_FLAGS", "").split()
-    names = {flag.split("=")[0] for flag in given}
-    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in FLAGS if flag.split("=")[0] not in names)])
+def enable() -> None:
+    """Sets XLA's flags, except those that the user has set. Call it before JAX initializes its devices."""
+    user_flags = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.split("=")[0] for flag in user_flags}
+    os.environ["XLA_FLAGS"] = " ".join([*user_flags, *(flag for flag in FLAGS if flag.split("=")[0] not in names)])

@@ -1,86 +1,66 @@
-"""One run a folder: who is in it holds a lock that the system takes away when its process ends, however it ends."""
+"""One run per folder: a run holds a lock that the operating system releases when its process ends, however it ends."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
+import pathlib
 import platform
 import time
 
-from rlhf_jax.errors import UserError
+import filelock
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs in a folder are not noticed
-    fcntl = None
+from rlhf_jax.errors import UserError
 
 NAME = ".lock"
 
 
 class Lock:
-    """The lock of a folder, FOLDER/.lock, with a line that says who has it."""
+    """The lock of a folder, FOLDER/.lock; the file names its holder."""
 
     def __init__(self, folder: str):
-        """`folder`: of a run; it exists by the time of `take`."""
-        self.path = os.path.join(folder, NAME)
-        self._file: int | None = None
+        """`folder`: of a run; it must exist when `take` is called."""
+        self._folder, self._path = folder, pathlib.Path(folder, NAME)
+        # No soft lock where a file system has no locks: it would outlive a killed run.
+        self._lock = filelock.FileLock(self._path, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Takes the lock; one that a dead process left is free.
+        """Takes the lock.
 
         Raises:
-          UserError: another run is in the folder; it names the host, the process and since when.
+          UserError: another run is in the folder; names its host, process and start.
         """
-        if fcntl is None:
-            return
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _lock(file):
-            os.close(file)
-            raise self._taken()
-        who = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(file, 0)
-        os.pwrite(file, (json.dumps(who) + "\n").encode(), 0)
-        self._file = file
+        self._acquire()
+        holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._path.write_text(json.dumps(holder) + "\n", encoding="utf-8")
 
     def check(self) -> None:
-        """Raises as `take` where another run is in the folder now; takes nothing and makes nothing."""
-        try:
-            file = os.open(self.path, os.O_RDWR)
-        except OSError:  # there is none, or `take` will say that it cannot be written
-            return
-        if fcntl is None:
-            os.close(file)
-            return
-        try:
-            if not _lock(file):
-                raise self._taken()
-        finally:
-            os.close(file)
+        """Raises as `take` where another run is in the folder; neither keeps the lock nor creates its file."""
+        if self._path.exists():
+            self._acquire()
+            self._lock.release()
 
     def release(self) -> None:
-        """Gives the lock back; nothing where it is not held."""
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.close(self._file)
-            self._file = None
+        """Releases the lock, if held."""
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):  # the folder may be gone
+                self._path.write_text("", encoding="utf-8")
+            self._lock.release()
 
-    def _taken(self) -> UserError:
+    def _acquire(self) -> None:
         try:
-            with open(self.path, encoding="utf-8") as file:
-                who = json.load(file)
-            holder = f"process {who['pid']} on {who['host']}, since {who['since']}"
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise UserError(
+                f"--run_dir {self._folder} is in use by {self._holder()}: choose another folder, or end that run first"
+            ) from None
+        except (OSError, NotImplementedError):
+            pass  # a file system without locks, as some network ones: a second run is not noticed there
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(self._path.read_text(encoding="utf-8"))
+            return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         except (OSError, ValueError, KeyError, TypeError):
-            holder = "another process"
-        return UserError(
-            f"--run_dir {os.path.dirname(self.path)} is in use by {holder}: give another folder, or end that run first"
-        )
-
-
-def _lock(file: int) -> bool:
-    """Whether an open file could be locked; also where the file system has no locks, as some network ones."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
+            return "another process"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,183 +19,180 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime import compile_cache, completion_tables, out_of_memory
-from rlhf_jax.runtime.callbacks import Control
-from rlhf_jax.runtime.monitor import NonFinite
-from rlhf_jax.runtime.stopping import CONTINUES, Asked, Stopped, Stops, no_tick
+from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.monitor import Monitor, NonFinite
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick, no_tick
+from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import printable
 
 
 class Loop:
-    """Updates, evaluations, samples and checkpoints of a stage, in this order, to the last update or until stopped."""
+    """Updates, evaluations, samples and checkpoints of a stage, in this order, to the last update or until stopped.
+
+    `train.train_stage` calls its parts in order.
+
+    Attributes:
+      state: the TrainState; updates overwrite it.
+      step: updates done.
+      activity: what is done between updates; '' while an update runs.
+    """
 
     def __init__(
-        self, stage, start: int, control: Control, run_folder, checkpoints, logger, callbacks, stops: Stops, watch
+        self,
+        stage,
+        *,
+        state,
+        start: int,
+        run_folder,
+        checkpoints,
+        logger,
+        callbacks: Sequence[Callback],
+        control: Control,
+        stops: Stops,
+        monitor: Monitor,
     ):
-        self.stage, self.config, self.start, self.step = stage, stage.config, start, start
+        self.stage, self.config, self.start, self.step, self.state = stage, stage.config, start, start, state
         self.control, self.folder, self.checkpoints, self.logger = control, run_folder, checkpoints, logger
-        self.callbacks, self.stops, self.watch = callbacks, stops, watch
+        self.callbacks, self.stops, self.monitor = callbacks, stops, monitor
         self.patience = Patience(stage, self.config, run_folder)
-        self.saved, self.saved_at = start, time.monotonic()
-        self.saving = 0.0  # seconds, not in the metrics yet
-        self.began = time.perf_counter()
-        self.todo: list[str] | None = None  # what the present update still wants
-        self.eval_updates, self.save_updates = (
+        self.tick: Tick = stops.tick
+        self.activity = ""
+        self._saved, self._saved_at = start, time.monotonic()
+        self._save_seconds = 0.0  # since the last update's metrics
+        self._began = time.perf_counter()
+        self._update_began = self._began
+        self._compile_clock = compile_cache.CompileTimer()
+        self._todo: list[str] | None = None  # what is still due after the present update
+        self._eval_updates, self._save_updates = (
             batch_sizes.updates_between(steps, stage.total_steps)
             for steps in (self.config.eval_steps, self.config.save_steps)
         )
-        self.looking = False
-        self.aside = ""  # what is done between updates, but evaluations
-        stage.tick = stops.tick
 
     @property
     def doing(self) -> str:
-        """What is being done at this moment."""
-        return "evaluation" if self.looking else self.aside or self.stage.phase
+        """What is done at this moment."""
+        return self.activity or self.stage.phase
 
-    def train(self, state, due: dict[str, Any]) -> tuple[Any, int]:
-        """From update start + 1 to the last: (final state, updates done). Metrics are read one update late.
-
-        Args:
-          state: after update `start`; the loop owns it.
-          due: what update `start` still wants, when the run was stopped right after it; else empty.
-        """
-        self.state, stage, total = state, self.stage, self.stage.total_steps
-        compiling = compile_cache.Clock()
-        if self.step < total:
-            say(f"{stage.name}: compiling; the first update takes longer than all others")
-        self.stops.loop(True)
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Within it a stop request saves and raises Stopped, and an error saves what was done before it."""
+        self.stops.set_in_loop(True)
         try:
-            with out_of_memory.explained(self.config, lambda: "evaluation" if self.looking else stage.phase):
+            with out_of_memory.translate_errors(self.config, lambda: self.doing):
                 try:
-                    if due:
-                        for name, text in due["texts"].items():  # TensorBoard drops all of that step
-                            self.logger.text(self.step, name, text)
-                        self.logger.log(self.step, metrics_logger.with_floats(due["metrics"]), due["timings"])
-                        if self.finish(due["what"]):
-                            return self.state, self.step
-                    elif self.config.eval_on_start and self.step == 0:
-                        self.evaluate()
-                    while self.step < total and not self.watch.over(self.step):
-                        self.update(compiling)
-                        if self.finish(self.wanted()):
-                            break
-                except Asked:
+                    yield
+                except StopRequested:
                     self.stop()
         except UserError as error:
             self.rescue(error)
             raise
         finally:
-            compiling.close()
-        return self.state, self.step
+            self._compile_clock.close()
 
-    def rescue(self, error: UserError) -> None:
-        """Saves what was done before an error, where the state is that of an update.
+    def updates_remain(self) -> bool:
+        """Whether there is another update."""
+        return self.step < self.stage.total_steps and not self.monitor.over(self.step)
 
-        A reward failed, before anything was learned from it: what the run has done so far is whole. Of several
-        processes all are here then, as when something was not finite; with another error this one may be alone, and a
-        save waits for all.
-        """
-        if isinstance(error, NonFinite):
-            # The updates from that one on have changed nothing; with some of its steps taken the state is of no update.
-            self.state = self.watch.resumed(self.state)
-            self.step = error.update - 1 if error.whole else self.saved
-        lost = isinstance(error, out_of_memory.OutOfMemory) and self.stage.phase == "update" and not self.looking
-        together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
-        if self.step > self.saved and together and not lost:
-            self.save(None if isinstance(error, NonFinite) else self.still_due())
-            then = f"which is saved; {CONTINUES}"
-            say(f"{self.stage.name}: stopped by an error after update {self.step}, {then}")
-
-    def update(self, compiling) -> None:
-        """One update, its metrics handed to the logger."""
-        stage, started = self.stage, time.perf_counter()
+    def begin_update(self) -> None:
+        """Stops here if the run was asked to and the update would not fit before its limit."""
+        self._update_began = time.perf_counter()
         self.stops.tick(whole=True)
-        self.state, found, seconds = stage.train_step(self.state, self.step)
+
+    def end_update(self, state, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
+        """Takes the state after an update and hands its metrics to the logger, which reads them one update late."""
+        self.state = state
         self.step += 1
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
-        timings["time/compile"] = compiling.since_last()
-        timings["time/save"], self.saving = self.saving, 0.0
-        timings["step_time"] = time.perf_counter() - started
+        timings["time/compile"] = self._compile_clock.since_last()
+        timings["time/save"], self._save_seconds = self._save_seconds, 0.0
+        timings["step_time"] = time.perf_counter() - self._update_began
         if self.step == self.start + 1:
-            took = f"{timings['step_time']:.1f} s, {timings['time/compile']:.1f} s of them compiling"
-            say(f"{stage.name}: the first update took {took}")
+            compiling = f"{timings['time/compile']:.1f} s of it compiling"
+            log(f"{self.stage.name}: the first update took {timings['step_time']:.1f} s, {compiling}")
         else:
-            self.stops.took(update=timings["step_time"])
+            self.stops.record_seconds(update=timings["step_time"])
         # TRL's eps: episodes a second since the run (here: this process) began, everything included.
-        done = (self.step - self.start) * self.config.batch_size
-        timings["eps"] = done / (time.perf_counter() - self.began)
-        self.logger.log(self.step, found, timings)
-        self.show(stage.training_completions(), "training")
+        episodes = (self.step - self.start) * self.config.batch_size
+        timings["eps"] = episodes / (time.perf_counter() - self._began)
+        self.logger.log(self.step, metrics, timings)
+        self.show(self.stage.training_completions(), "training")
         if self.callbacks:
-            share_wishes(self.control)
+            share_requests(self.control)
 
-    def wanted(self) -> list[str]:
-        """What is due after the present update, in order."""
+    def restore_pending(self, pending: dict[str, Any]) -> bool:
+        """Does what was still due after the checkpoint's update when the run was stopped; whether the run is over."""
+        for name, text in pending["texts"].items():  # TensorBoard drops everything of that step
+            self.logger.text(self.step, name, text)
+        self.logger.log(self.step, with_floats(pending["metrics"]), pending["timings"])
+        return self.run_due(pending["what"])
+
+    def due(self) -> list[str]:
+        """What is due after the present update, in order: 'evaluate', 'samples', 'last'."""
         config, step, total = self.config, self.step, self.stage.total_steps
-        over = self.watch.over(step)
+        over = self.monitor.over(step)
         if over:
-            say(f"{self.stage.name}: stopping; an alarm of early_stop was raised")
+            log(f"{self.stage.name}: stopping; an alarm of early_stop was raised")
         last = step == total or self.control.stop or over
-        what = ["evaluate"] if last or self.control.evaluate or every(self.eval_updates, step) else []
-        what += ["samples"] if sample_now(config, step, total, last) else []
-        return what + (["last"] if last else [])
+        due = ["evaluate"] if last or self.control.evaluate or every(self._eval_updates, step) else []
+        due += ["samples"] if samples_due(config, step, total, last) else []
+        return due + (["last"] if last else [])
 
-    def finish(self, what: list[str]) -> bool:
-        """Does what is due after an update, and saves when that is; whether the run is over."""
-        self.todo = what = list(what)
-        last = "last" in what
-        if "evaluate" in what:
-            self.stage.tick()
+    def run_due(self, due: list[str]) -> bool:
+        """Evaluates and samples as due after an update, and saves when that is; whether the run is over."""
+        self._todo = todo = list(due)
+        last = "last" in todo
+        if "evaluate" in todo:
+            self.tick()
             self.control.evaluate = False
-            values = self.evaluate()
-            what.remove("evaluate")
-            if self.patience.exhausted(values) and not last:
+            metrics = self.evaluate()
+            todo.remove("evaluate")
+            if self.patience.exhausted(metrics) and not last:
                 limit, name = self.patience.limit, self.patience.name
-                say(f"{self.stage.name}: stopping; {limit} evaluations without a better {name}")
+                log(f"{self.stage.name}: stopping; {limit} evaluations without a better {name}")
                 self.control.stop = last = True
-                what[:] = [item for item in self.wanted() if item != "evaluate"]
-        if "samples" in what:
-            self.aside = "samples"
-            self.show(self.stage.samples(self.state), "samples")
-            what.remove("samples")
+                todo[:] = [item for item in self.due() if item != "evaluate"]
+        if "samples" in todo:
+            self.activity = "samples"
+            self.show(self.stage.samples(self.state, self.tick), "samples")
+            todo.remove("samples")
         if last or self.save_due():
-            self.control.save, self.aside = False, "save"
+            self.control.save, self.activity = False, "save"
             self.save(ended=last and self.step < self.stage.total_steps)
-        self.aside = ""
-        self.todo = None
+        self.activity = ""
+        self._todo = None
         return last
 
     def save_due(self) -> bool:
-        """Whether a checkpoint is due now: by count, by the first process' clock, or because a callback wants it."""
-        if self.control.save or every(self.save_updates, self.step):
+        """Whether a checkpoint is due: by count, by the first process' clock, or because a callback asked for it."""
+        if self.control.save or every(self._save_updates, self.step):
             return True
         minutes = self.config.save_minutes
         if minutes is None:
             return False
-        return multihost.from_first(lambda: time.monotonic() - self.saved_at >= 60 * minutes)
+        return multihost.from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the evaluation, logged."""
-        self.looking = True
-        values = self.stage.evaluate(self.state)
-        self.looking = False
+        self.activity = "evaluation"
+        metrics = self.stage.evaluate(self.state, self.tick)
+        self.activity = ""
         self.folder.write_calibration(self.step, self.stage.calibration())
-        self.logger.log(self.step, values)
+        self.logger.log(self.step, metrics)
         for callback in self.callbacks:
-            callback.on_evaluate(self.step, values, self.control)
+            callback.on_evaluate(self.step, metrics, self.control)
         if self.callbacks:
-            share_wishes(self.control)
-        return values
+            share_requests(self.control)
+        return metrics
 
-    def show(self, found: tuple[list[dict[str, Any]], list[dict[str, Any]]], what: str) -> None:
-        """A table of completions: all rows in the run's folder and to callbacks, the first in the terminal and in
+    def show(self, completions: tuple[list[dict[str, Any]], list[dict[str, Any]]], what: str) -> None:
+        """A table of completions: all rows into the run's folder and to callbacks, the first into the terminal and
         TensorBoard."""
-        rows, tokens = found
+        rows, tokens = completions
         if not rows:
             return
         if self.config.log_unique_prompts:
             first = {id(row) for row in completion_tables.unique_prompts(rows)}
-            tokens = [of_tokens for row, of_tokens in zip(rows, tokens) if id(row) in first]
+            tokens = [token_row for row, token_row in zip(rows, tokens) if id(row) in first]
             rows = [row for row in rows if id(row) in first]
         self.folder.write_completions(self.step, rows, what, tokens)
         for callback in self.callbacks:
@@ -203,58 +202,75 @@ class Loop:
             completion_tables.show(rows, f"{self.stage.name}: {what} after update {self.step}", limit)
             self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows[:limit]))
 
-    def save(self, due: dict[str, Any] | None = None, ended: bool = False) -> None:
-        """A checkpoint of the present update, its metrics on disk before it.
+    def save(self, pending: dict[str, Any] | None = None, ended: bool = False) -> None:
+        """A checkpoint of the present update; its metrics are written first.
 
         Args:
-          due: what it still wants.
-          ended: the run ends here, before its last update: nothing but the exports is left to do.
+          pending: what is still due after it.
+          ended: the run ends here, before its last update: only the exports remain.
         """
         self.logger.flush()
         name, score, started = self.config.metric_for_best_model, None, time.monotonic()
         known = self.logger.last
-        if name is not None and not due:
+        if name is not None and not pending:
             score = known.get(name)
-        extra = {"total_steps": self.stage.total_steps, "due": due, "ended": ended}
+        extra = {"total_steps": self.stage.total_steps, "pending": pending, "ended": ended}
         self.checkpoints.save(self.step, self.state, extra, score)
-        self.saved, self.saved_at = self.step, time.monotonic()
-        self.saving += self.saved_at - started
-        self.stops.took(saving=self.saved_at - started)
+        self._saved, self._saved_at = self.step, time.monotonic()
+        self._save_seconds += self._saved_at - started
+        self.stops.record_seconds(saving=self._saved_at - started)
         evaluated = any(other.startswith("eval") for other in known)
-        if name is not None and name not in known and not due and (evaluated or not name.startswith("eval")):
+        if name is not None and name not in known and not pending and (evaluated or not name.startswith("eval")):
             problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "
             problem += ", ".join(sorted(known))
             if self.step < self.stage.total_steps:
                 raise UserError(problem)
             warn(problem)
 
-    def still_due(self) -> dict[str, Any] | None:
-        """What the present update still wants, with its metrics, which are then not written: for the next start.
+    def pending(self) -> dict[str, Any] | None:
+        """What is still due after the present update, with its metrics, which are written by the next start.
 
-        None where there is nothing, or what there is to say of a bad update can be said only now.
+        None where nothing is due, or where the update's metrics report nonfinite values, which must be logged now.
         """
-        if not self.todo:
+        if not self._todo:
             return None
-        found, timings = held = self.logger.take()
-        if self.watch.bad(held):
+        metrics, timings = held = self.logger.take()
+        if self.monitor.is_nonfinite(held):
             self.logger.log(self.step, *held)
             return None
         step, texts = self.logger.texts
-        due = {"what": self.todo, "metrics": json.loads(metrics_logger.json_text(found)), "timings": timings}
-        return {**due, "texts": texts if step == self.step else {}}
+        pending = {"what": self._todo, "metrics": json.loads(json_text(metrics)), "timings": timings}
+        return {**pending, "texts": texts if step == self.step else {}}
 
     def stop(self) -> None:
-        """Saves what is done and raises Stopped; what the present update still wants waits for the next start."""
-        due = self.still_due()
-        if self.todo and due is None:
-            self.stage.tick = no_tick
-            self.finish(self.todo)
-        elif due or self.step > self.saved:
-            self.save(due)
+        """Saves what is done and raises Stopped; the next start does what is still due after the present update."""
+        pending = self.pending()
+        if self._todo and pending is None:
+            self.tick = no_tick
+            self.run_due(self._todo)
+        elif pending or self.step > self._saved:
+            self.save(pending)
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
-        why = self.stops.asked()
-        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {CONTINUES}", together=True)
+        why = self.stops.reason()
+        raise Stopped(f"{self.stage.name}: stopped {why} {after}; {RESUME_HINT}", together=True)
+
+    def rescue(self, error: UserError) -> None:
+        """Saves what was done before an error, if the state is that of a finished update.
+
+        After a RewardFailure nothing was trained yet, so the state is that of the update before. All processes get
+        here then, as they do when something is not finite; after another error this one may be alone, and a save waits
+        for all.
+        """
+        if isinstance(error, NonFinite):
+            # Updates from that one on changed nothing. If some of its steps were taken, the state is of no update.
+            self.state = self.monitor.resumed(self.state)
+            self.step = error.update - 1 if error.whole else self._saved
+        lost = isinstance(error, out_of_memory.OutOfMemory) and self.doing == "update"
+        together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
+        if self.step > self._saved and together and not lost:
+            self.save(None if isinstance(error, NonFinite) else self.pending())
+            log(f"{self.stage.name}: stopped by an error after update {self.step}, which is saved; {RESUME_HINT}")
 
 
 class Patience:
@@ -262,7 +278,7 @@ class Patience:
 
     def __init__(self, stage, config, run_folder):
         self.limit = getattr(config, "early_stopping_patience", 0)
-        self.name = stage.watched
+        self.name = stage.early_stopping_metric
         self.values = multihost.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
 
     def _so_far(self, path: str) -> list[float]:
@@ -277,11 +293,11 @@ class Patience:
         return len(self.values) > self.limit and min(self.values[-self.limit :]) >= min(self.values[: -self.limit])
 
 
-def share_wishes(control: Control) -> None:
-    """What a callback asked for on one process holds on all: they stop, save and evaluate together."""
-    for wishes in multihost.gather_objects(dataclasses.asdict(control)):
-        for wish, asked in wishes.items():
-            setattr(control, wish, getattr(control, wish) or asked)
+def share_requests(control: Control) -> None:
+    """Applies a callback's request on one process to all: they stop, save and evaluate together."""
+    for requests in multihost.gather_objects(dataclasses.asdict(control)):
+        for name, requested in requests.items():
+            setattr(control, name, getattr(control, name) or requested)
 
 
 def every(n: int, step: int) -> bool:
@@ -289,7 +305,7 @@ def every(n: int, step: int) -> bool:
     return n > 0 and step % n == 0
 
 
-def sample_now(config: StageConfig, step: int, total: int, last: bool) -> bool:
+def samples_due(config: StageConfig, step: int, total: int, last: bool) -> bool:
     """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
     n = getattr(config, "num_sample_generations", 0)
     return n > 0 and (last or step % max(1, total // n) == 0)
@@ -301,7 +317,7 @@ def warn(text: str) -> None:
         print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """A line for the terminal, from the first process only."""
     if multihost.is_main():
         print(printable(line), flush=True)

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: where it comes from and how it was made."""
+"""The README.md (model card) of an exported model: its origin, options, metrics and citations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 
 from rlhf_jax.config.diff import matches
-from rlhf_jax.metrics.logger import short_number
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.utils.text import printable, without_queries
+from rlhf_jax.utils.text import printable, redact_queries, short_number
 
 _METHODS = {
     "sft": "supervised fine-tuning",
@@ -61,14 +61,14 @@ _CITATIONS = {
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a run computes."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the libraries that affect the results of a run."""
+    installed = {"python": platform.python_version()}
     for name in ("rlhf_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def model_card(
@@ -82,17 +82,17 @@ def model_card(
     recipe: str | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """A model card in Hugging Face's form: YAML for the hub, then text.
+    """A Hugging Face model card: YAML metadata for the hub, then Markdown.
 
     Args:
-      role: what the exported model is: 'policy', 'value' or 'reward_model'.
+      role: of the exported model: 'policy', 'value' or 'reward_model'.
       stage: 'sft', 'reward', 'ppo' or 'rloo'.
       config: the stage's resolved options.
       metrics: scalars, of the last update and the final evaluations.
-      base_model: what training started from, a hub name or a folder; None for random weights.
-      adapter: it is an adapter in PEFT's form.
-      recipe: what `--config` named.
-      curves: values of a metric over the run, by its name.
+      base_model: the initial model, a hub name or a folder; None for random weights.
+      adapter: whether it is a PEFT adapter.
+      recipe: the value of `--config`.
+      curves: values of metrics over the run, by name.
 
     Returns:
       The text of README.md.
@@ -101,42 +101,43 @@ def model_card(
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
     data = "the built-in synthetic task" if dataset == "synthetic" else f"`{dataset}`"
     library = "peft" if adapter else "transformers"
-    head = ["---", f"library_name: {library}", "tags:", "- rlhf_jax", f"- {stage}", *(["- lora"] if adapter else [])]
-    if _on_hub(base_model):
-        head.append(f"base_model: {base_model}")
-    if _on_hub(dataset):
-        head += ["datasets:", f"- {dataset}"]
-    # What changes nothing that was computed (folders, logging) says nothing about the model.
+    metadata = huggingface_hub.ModelCardData(
+        library_name=library,
+        tags=["rlhf_jax", stage, *(["lora"] if adapter else [])],
+        base_model=base_model if _on_hub(base_model) else None,
+        datasets=[dataset] if _on_hub(dataset) else None,
+    )
+    # Without options that do not affect the model (folders, logging).
     chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
     options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
     numbers = [f"| {k} | {short_number(v)} |" for k, v in metrics.items() if isinstance(v, (int, float))]
-    drawn = [
+    curve_rows = [
         f"| {k} | {short_number(v[0])} | {sparkline(v)} | {short_number(v[-1])} |"
         for k, v in (curves or {}).items()
         if len(v) > 1
     ]
-    cited = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
+    citations = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
-        "\n".join([*head, "---"]),
+        f"---\n{metadata.to_yaml()}\n---",
         f"# {_ROLES[role]} by {_METHODS[stage]}" + (", as an adapter" if adapter else ""),
         f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
-        "The `config.json` of the run's folder repeats it: `python -m rlhf_jax.train --config RUN/config.json`.",
+        "To repeat the run: `python -m rlhf_jax.train --config RUN/config.json`, with the `config.json` of its folder.",
         "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
-        "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *drawn])
-        if drawn
+        "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *curve_rows])
+        if curve_rows
         else "",
         "\n".join(["## Options\n", "| option | value |", "|---|---|", *options]),
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "## Citation\n\n```bibtex\n" + "\n".join(cited) + "\n```",
+        "## Citation\n\n```bibtex\n" + "\n".join(citations) + "\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line of text, from its least to its greatest value, a character for each stretch's mean; a dot
-    where nothing is finite."""
+    """A curve as one line of text between its minimum and maximum: a character per interval, for the mean of its finite
+    values, or a dot without any."""
     edges = np.linspace(0, len(values), min(len(values), _WIDTH) + 1).astype(int)
     parts = [np.asarray(values[a:b], float) for a, b in zip(edges[:-1], edges[1:])]
     means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts]
@@ -147,7 +148,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _loading(role: str, adapter: bool) -> str:
-    """How the model is loaded, in Python."""
+    """Python code that loads the model."""
     kind = "CausalLM" if role == "policy" else "SequenceClassification"
     loader, library = (f"AutoPeftModelFor{kind}", "peft") if adapter else (f"AutoModelFor{kind}", "transformers")
     more = "" if role == "policy" or not adapter else ", num_labels=1"
@@ -159,31 +160,29 @@ def _loading(role: str, adapter: bool) -> str:
 
 
 def _on_hub(name: str | None) -> bool:
-    """Whether a name can be the hub's: the hub checks those in a card's head, so paths of this machine stay out."""
+    """Whether a name may be a repository: the hub validates names in the metadata, so local paths must be left out."""
     return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def _cell(value: Any) -> str:
-    text = without_queries(str(value))
+    text = redact_queries(str(value))
     return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
 def write_model_card(folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], **more: Any) -> None:
-    """Writes README.md into the folder of an exported model, with the recipe's name as recipe.json beside it has it.
+    """Writes README.md into the folder of an exported model, with the recipe from recipe.json beside that folder.
 
     Args:
-      folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with _adapter or _base behind; its name says
-        what the model is.
-      stage, config, metrics: as `model_card`.
-      **more: base_model and curves, as there.
+      folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with the suffix _adapter or _base.
+      stage, config, metrics, **more: as `model_card`.
     """
     role = re.sub(r"_(adapter|base)$", "", os.path.basename(os.path.normpath(folder)))
     if role not in _ROLES:
-        raise ValueError(f"{folder} is none of {', '.join(_ROLES)}")
+        raise ValueError(f"{folder} must be named after one of {', '.join(_ROLES)}")
     adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
-    beside = os.path.join(os.path.dirname(os.path.normpath(folder)), "recipe.json")
-    if os.path.exists(beside):
-        with open(beside, encoding="utf-8") as file:
+    recipe = os.path.join(os.path.dirname(os.path.normpath(folder)), "recipe.json")
+    if os.path.exists(recipe):
+        with open(recipe, encoding="utf-8") as file:
             more["recipe"] = json.load(file)["config"]
     text = model_card(role, stage, config, metrics, adapter=adapter, **more)
     write_atomically(os.path.join(folder, "README.md"), text)

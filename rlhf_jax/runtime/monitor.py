@@ -1,6 +1,6 @@
-"""What the host makes of an update's metrics before they are written: bad updates are told and counted, alarms raised.
+"""Checks each update's metrics on the host before they are written: counts nonfinite updates and raises alarms.
 
-Every process sees the same metrics, so all come to the same end.
+Every process reads the same metrics, so all come to the same decision.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.algorithms import nonfinite
-from rlhf_jax.config import PolicyConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger
 from rlhf_jax.metrics.alarms import WATCHED, Alarms
@@ -44,16 +43,16 @@ class NonFinite(UserError):
         self.update, self.whole = update, whole
 
 
-class Watch:
-    """Watches a stage's run; its memory is metrics.jsonl, so that a resume forgets nothing."""
+class Monitor:
+    """Monitors a stage's run. It restores its counts from metrics.jsonl, so that a resume continues them."""
 
     def __init__(self, stage, run_folder):
-        """Args: stage; run_folder, a RunFolder that is cut to the update that the run goes on from."""
+        """Args: stage; run_folder, a RunFolder truncated to the update that the run resumes from."""
         self._stage, self._folder, self._config = stage, run_folder, stage.config
         lines = multihost.from_first(self._so_far)
         self._updates = max((line.get("nonfinite/updates", 0) for line in lines), default=0)
         self._in_a_row = next((line["nonfinite/in_a_row"] for line in reversed(lines) if _RAW[2] in line), 0)
-        self._alarms = Alarms(self._config, lines) if isinstance(self._config, PolicyConfig) else None
+        self._alarms = Alarms(self._config, lines) if hasattr(self._config, "early_stop") else None
         self._error: NonFinite | None = None
 
     def _so_far(self) -> list[dict[str, Any]]:
@@ -68,72 +67,73 @@ class Watch:
         Metrics are read one update late; so the update after the alarm is the last, also where they happen to be read
         earlier, for a checkpoint.
         """
-        asked = None if self._alarms is None else self._alarms.asked
+        asked = None if self._alarms is None else self._alarms.stop_step
         return asked is not None and asked < step
 
-    def inspect(self, step: int, found: dict[str, Any], closing: bool = False) -> tuple[dict[str, Any], list[str]]:
-        """What is written in the place of an update's metrics, and lines for the terminal.
+    def inspect(self, step: int, metrics: dict[str, Any], closing: bool = False) -> tuple[dict[str, Any], list[str]]:
+        """The metrics to write for an update, and lines for the terminal.
 
         Args:
           step: 1-based.
-          found: host numbers.
+          metrics: host numbers.
           closing: other processes may not be here; nothing is fetched then.
 
         Returns:
-          (metrics: `nonfinite/...` only where something was, and `alarm/...`; lines)
+          (metrics with `nonfinite/...` of nonfinite updates only, and `alarm/...`; lines)
         """
-        causes, applied, in_a_row = (int(found.get(name, 0)) for name in _RAW)
-        found, lines = {name: value for name, value in found.items() if name not in _RAW}, []
-        names = nonfinite.names(causes)
+        causes, applied, in_a_row = (int(metrics.get(name, 0)) for name in _RAW)
+        metrics, lines = {name: value for name, value in metrics.items() if name not in _RAW}, []
+        names = nonfinite.cause_names(causes)
         if names:
             self._updates += 1
-            found |= {f"nonfinite/{name}": 1.0 for name in names}
-            found |= {"nonfinite/updates": self._updates, "nonfinite/steps_applied": applied}
-            found |= {"nonfinite/in_a_row": in_a_row}
+            metrics |= {f"nonfinite/{name}": 1.0 for name in names}
+            metrics |= {"nonfinite/updates": self._updates, "nonfinite/steps_applied": applied}
+            metrics |= {"nonfinite/in_a_row": in_a_row}
             if not closing:
-                lines += self._tell(step, names, applied, in_a_row)
+                lines += self._report(step, names, applied, in_a_row)
         elif self._in_a_row and not in_a_row:
-            found["nonfinite/in_a_row"] = 0
+            metrics["nonfinite/in_a_row"] = 0
         self._in_a_row = in_a_row
         if self._alarms is not None:
-            raised, words = self._alarms.update(step, found)
-            found |= raised
-            lines += [f"{self._stage.name}: update {step}: {line}" for line in words]
-        return found, lines
+            raised, messages = self._alarms.update(step, metrics)
+            metrics |= raised
+            lines += [f"{self._stage.name}: update {step}: {message}" for message in messages]
+        return metrics, lines
 
-    def _tell(self, step: int, names: list[str], applied: int, in_a_row: int) -> list[str]:
-        """Writes the rows of a bad update; a line of what there is to say of it, or an error where the run ends."""
-        rows = self._stage.offenders(step)
+    def _report(self, step: int, names: list[str], applied: int, in_a_row: int) -> list[str]:
+        """Writes the rows of a nonfinite update; returns a line on it, or keeps an error where the run ends."""
+        rows = self._stage.nonfinite_rows(step)
         path = self._folder.write_nonfinite(step, rows)
-        said = f"update {step}: {_WORDS[names[0]]} is not a finite number"
+        message = f"update {step}: {_WORDS[names[0]]} is not a finite number"
         if names[1:]:
-            said += f" (nor then {', '.join(_WORDS[name] for name in names[1:])})"
+            message += f" (then neither {', '.join(_WORDS[name] for name in names[1:])})"
         first = next((row for row in rows if row.get("not_finite")), None)
         if first is not None:
-            said += f", first for row {first['row']}: {first['prompt'][-200:]!r} -> {first['response'][:200]!r}"
-        rest = f", but for {applied} optimizer steps before that, which stay" if applied else ""
-        if in_a_row < nonfinite.limit(self._config):
-            return [f"{self._stage.name}: {said}; skipped{rest} ({in_a_row} in a row). Its rows: {path}"]
-        row = f", the last of {in_a_row} in a row (max_nonfinite)" if self._config.on_nonfinite == "skip" else ""
-        skip = "" if self._config.on_nonfinite == "skip" else " go on with --on_nonfinite skip;"
+            message += f", first for row {first['row']}: {first['prompt'][-200:]!r} -> {first['response'][:200]!r}"
+        earlier = f" except {applied} optimizer steps before that, which stay" if applied else ""
+        if in_a_row < nonfinite.max_in_a_row(self._config):
+            return [f"{self._stage.name}: {message}; skipped{earlier} ({in_a_row} in a row). Its rows: {path}"]
+        skips = self._config.on_nonfinite == "skip"
+        count = f", the last of {in_a_row} in a row (max_nonfinite)" if skips else ""
+        resume = "" if skips else " resume with --on_nonfinite skip;"
         self._error = NonFinite(
-            f"{said}{row}. Nothing of this update has reached the params{rest}. Look at its rows in {path}; then{skip} "
-            "or begin anew with a lower learning_rate, max_grad_norm set, or other rewards or data",
+            f"{message}{count}. Nothing of this update reached the params{earlier}. Look at its rows in {path}; "
+            f"then{resume} or start again with a lower learning_rate, max_grad_norm set, or other rewards or data",
             step,
             whole=applied == 0,
         )
         return []
 
-    def bad(self, held: tuple[dict[str, Any], Any]) -> bool:
-        """Whether metrics that are not written yet (see `MetricLogger.take`) are of an update that is not finite."""
+    def is_nonfinite(self, held: tuple[dict[str, Any], Any]) -> bool:
+        """Whether metrics that are not written yet (see `MetricLogger.take`) are of a nonfinite update."""
         return bool(held[0].get(_RAW[0], 0))
 
-    def verdict(self) -> None:
+    def raise_error(self) -> None:
         """Raises NonFinite where the metrics that `inspect` has seen end the run."""
         if self._error is not None:
             raise self._error
 
     def resumed(self, state: TrainState) -> TrainState:
         """A state from a checkpoint or of `before`: fewer bad updates in a row than end the run."""
-        most = min(int(sharding.fetch(state.nonfinite)), nonfinite.limit(self._config) - 1)
+        most = min(int(sharding.fetch(state.nonfinite)), nonfinite.max_in_a_row(self._config) - 1)
         return state.replace(nonfinite=self._stage.weights.place(np.int32(most), state.nonfinite.sharding))

@@ -1,4 +1,4 @@
-"""Out of memory on a device: which phase, what it asked for, and which options lower it."""
+"""Out of memory on a device: names the phase, the size of the allocation, and options that need less."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 from rlhf_jax.errors import UserError
 
-# Options that lower what a phase holds, the cheapest first.
+# Options that lower the memory of a phase, the cheapest first.
 _ACTIVATIONS = ("micro_batch_size", "gradient_checkpointing", "length_buckets", "dtype")
 _WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", "load_in_8bit")
 LOWERS = {
@@ -24,19 +24,16 @@ LOWERS = {
 
 
 class OutOfMemory(UserError):
-    """A device could not hold what a phase needs."""
+    """A device has too little memory for a phase."""
 
 
 @contextlib.contextmanager
-def explained(config, phase: Callable[[], str]) -> Iterator[None]:
-    """Says of an allocation that fails within it what the user can do.
+def translate_errors(config, phase: Callable[[], str]) -> Iterator[None]:
+    """Raises OutOfMemory in place of XLA's RESOURCE_EXHAUSTED; other errors pass.
 
     Args:
       config: of the stage.
-      phase: gives what is being done, a key of `LOWERS`.
-
-    Raises:
-      OutOfMemory: in place of XLA's RESOURCE_EXHAUSTED; other errors pass.
+      phase: returns the current phase, a key of `LOWERS`.
     """
     try:
         yield
@@ -47,22 +44,22 @@ def explained(config, phase: Callable[[], str]) -> Iterator[None]:
 
 
 def message(config, phase: str, error: str) -> str:
-    """What to tell the user.
+    """The error message: what failed and which options to change.
 
     Args:
       config: of the stage.
       phase: a key of `LOWERS`.
       error: XLA's message.
     """
-    asked = re.search(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+)\s*(bytes|[KMGT]i?B)?", error)
+    request = re.search(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+)\s*(bytes|[KMGT]i?B)?", error)
     needed = ""
-    if asked and (asked[2] in (None, "bytes")):
-        needed = f" when it asked for {float(asked[1]) / 2**30:,.1f} GiB more"
-    elif asked:
-        needed = f" when it asked for {asked[1]} {asked[2]} more"
+    if request and (request[2] in (None, "bytes")):
+        needed = f" (allocating {float(request[1]) / 2**30:,.1f} GiB)"
+    elif request:
+        needed = f" (allocating {request[1]} {request[2]})"
     names = [name for name in LOWERS[phase] if hasattr(config, name) and (name != "load_in_8bit" or config.use_peft)]
     lowers = [f"{name} (now {getattr(config, name)})" for name in names]
     return (
-        f"out of memory in {phase}{needed}. What lowers it: {', '.join(lowers)}. "
-        "The same command with --dry_run says what each device holds"
+        f"out of memory in {phase}{needed}. Options that need less: {', '.join(lowers)}. "
+        "Run the command with --dry_run to see what each device holds"
     )

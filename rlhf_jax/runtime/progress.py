@@ -1,4 +1,4 @@
-"""What a person at a terminal sees beside the lines: what a run does at this moment, and at its end where all lies."""
+"""What a run prints: a line an update, a live line at the foot of a terminal, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -7,41 +7,113 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from rlhf_jax.config import Config, Pipeline, PolicyConfig, stages_of
-from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.metrics.logger import peak_memory
+from rlhf_jax.metrics.sinks import Entry
 from rlhf_jax.parallel import multihost
-from rlhf_jax.utils.text import printable
+from rlhf_jax.utils.text import duration, printable, short_number
 
-REDRAWN = 4
-"""Times a second."""
+REFRESHES_PER_SECOND = 4
 
 
-class Panel:
-    """A line at the foot of the terminal while a stage trains, below all that is printed; none where output goes to a
-    file or a pipe.
-
-    A thread draws it, from numbers that are on the host already: it never makes a device wait.
-    """
+class TerminalLines:
+    """A sink that prints every so many updates their number, the metrics that matter, seconds an update, time left."""
 
     def __init__(
-        self, stage: Any, logger: metrics_logger.MetricLogger, now: Callable[[], tuple[int, str]], console=None
+        self,
+        *,
+        stage: str = "",
+        total_steps: int = 0,
+        logging_steps: int = 1,
+        names: Sequence[str] = (),
+        stream: TextIO | None = None,
     ):
         """
         Args:
-          stage: that trains.
-          logger: of its metrics.
-          now: gives (updates done, what is being done).
-          console: rich's; None: standard output, where the first process has a terminal for it.
+          stage: what each line begins with.
+          total_steps: updates of the whole run, for the time left.
+          logging_steps: a line every so many updates; 0: none, messages only.
+          names: metrics to print, in this order; those that an update lacks are left out.
+          stream: default: standard output.
         """
-        self._stage, self._logger, self._now = stage, logger, now
-        self._doing: tuple[int, str] = (-1, "")
+        self._stage, self._total, self._every = stage, total_steps, logging_steps
+        self._names, self._stream = tuple(names), stream
+        self._last: dict[str, Any] = {}
+        self._updates = 0
+        self._paces: deque[tuple[float, int]] = deque(maxlen=20)  # (seconds, tokens of the run so far) of updates
+
+    def write(self, entry: Entry) -> None:
+        """Prints the entry's line where one is due, and its messages."""
+        step, self._last = entry.step, entry.metrics
+        if self._updates == 1:
+            self._paces.clear()  # the first update compiles: its time says nothing about the others
+        if step:
+            self._updates += 1
+            self._paces.append((entry.timings["time/step"], entry.metrics.get("num_tokens", 0)))
+        due = self._every and (step % self._every == 0 or step == self._total)
+        for line in ([self.line(step, entry.metrics)] if due else []) + list(entry.messages):
+            print(line, file=self._stream, flush=True)
+
+    def line(self, step: int, metrics: dict[str, Any]) -> str:
+        """The line of an update."""
+        count = f"{step:>{len(str(self._total))}}/{self._total}" if self._total else str(step)
+        count = f"{self._stage} {count}".strip()
+        if not step:  # an evaluation before the first update
+            return " | ".join([count, *(f"{n} {short_number(x)}" for n, x in metrics.items() if n.startswith("eval/"))])
+        seconds, _ = self.pace() or (0.0, 0.0)
+        left = [f"{duration(seconds * (self._total - step))} left"] if step < self._total else []
+        return " | ".join([count, *self._format(metrics), f"{duration(seconds)}/update", *left])
+
+    def last_metrics(self) -> list[str]:
+        """The metrics that matter of the newest entry, formatted."""
+        return self._format(self._last)
+
+    def _format(self, metrics: dict[str, Any]) -> list[str]:
+        return [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]
+
+    def pace(self) -> tuple[float, float] | None:
+        """(seconds an update, tokens a second) over the last updates; tokens are 0 where they are not counted; None
+        before the first update."""
+        paces = list(self._paces)
+        if not paces:
+            return None
+        seconds = [each for each, _ in paces]
+        tokens = max(paces[-1][1] - paces[0][1], 0)
+        return sum(seconds) / len(seconds), tokens / sum(seconds[1:]) if tokens else 0.0
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _label(name: str) -> str:
+    """'objective/kl' -> 'kl'; 'eval/loss' keeps its prefix, since 'loss' is another metric."""
+    return name if name.startswith("eval/") else name.split("/")[-1]
+
+
+class Panel:
+    """A live line at the foot of the terminal while a stage trains; none where output goes to a file or a pipe.
+
+    A thread draws it from numbers that are already on the host: it never makes a device wait.
+    """
+
+    def __init__(self, stage: Any, lines: TerminalLines, now: Callable[[], tuple[int, str]], console=None):
+        """
+        Args:
+          stage: that trains.
+          lines: gets the stage's metrics.
+          now: gives (updates done, current phase).
+          console: rich's; None: standard output, if it is a terminal and this is the main process.
+        """
+        self._stage, self._lines, self._now = stage, lines, now
+        self._phase: tuple[int, str] = (-1, "")
         self._since = time.monotonic()
         self._live = None
         if console is None:
@@ -51,7 +123,7 @@ class Panel:
         self._live = Live(
             console=console,
             get_renderable=self.line,
-            refresh_per_second=REDRAWN,
+            refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -59,7 +131,7 @@ class Panel:
     def __enter__(self) -> Panel:
         if self._live is not None:
             self._live.start()
-            self._live.console.show_cursor(True)  # a second signal ends the process without giving it back
+            self._live.console.show_cursor(True)  # a second signal ends the process with the cursor hidden
         return self
 
     def __exit__(self, *_) -> None:
@@ -67,23 +139,23 @@ class Panel:
             self._live.stop()
 
     def line(self) -> Text:
-        """The line as it is now: cut at the terminal's width, what changes most first."""
+        """The line as it is now, cut at the terminal's width, so what changes most comes first."""
         stage, now = self._stage, self._now()
-        if now != self._doing:
-            self._doing, self._since = now, time.monotonic()
-        step, doing = now
+        if now != self._phase:
+            self._phase, self._since = now, time.monotonic()
+        step, phase = now
         parts = [
             f"{stage.name} {min(step + 1, stage.total_steps)}/{stage.total_steps}",
-            f"{doing} {int(time.monotonic() - self._since)}s",
-            *self._logger.shown(self._logger.last),
+            f"{phase} {int(time.monotonic() - self._since)}s",
+            *self._lines.last_metrics(),
         ]
-        if (pace := self._logger.pace()) is not None:
+        if (pace := self._lines.pace()) is not None:
             seconds, tokens = pace
-            parts.append(f"{metrics_logger.duration(seconds * max(stage.total_steps - step, 0))} left")
+            parts.append(f"{duration(seconds * max(stage.total_steps - step, 0))} left")
             parts += [f"{tokens:,.0f} tokens/s"] if tokens else []
         size = stage.config.batch_size
         parts.append(f"{step * size:,} of {stage.total_steps * size:,} {_ROWS.get(stage.name, 'episodes')}")
-        peak = metrics_logger.peak_memory()
+        peak = peak_memory()
         peak = peak.get("memory/peak_device_mib", peak.get("memory/peak_rss_mib", 0))
         parts.append(f"{peak / 1024:.1f} GiB")
         return Text(" | ".join(map(printable, parts)), no_wrap=True, overflow="ellipsis", style="bold")
@@ -93,20 +165,20 @@ _ROWS = {"sft": "rows", "reward": "pairs"}
 
 
 def summary(config: Config, result: Any, seconds: float) -> list[str]:
-    """Lines for the end of a command: where everything lies, and what to do with it.
+    """Lines for the end of a command: where its outputs are, and what to run next.
 
     Args:
-      config: that was run.
+      config: of the run.
       result: `train.Result`.
-      seconds: that it took.
+      seconds: how long it took.
     """
     pipeline = isinstance(config, Pipeline)
     results = result.stages if pipeline else {next(iter(stages_of(config))): result}
-    lines = ["", f"done in {metrics_logger.duration(seconds)}; everything is in {result.run_dir}"]
+    lines = ["", f"done in {duration(seconds)}; everything is in {result.run_dir}"]
     rows = []
-    for name, found in results.items():
-        begin = f"{name}/" if pipeline else ""
-        rows += [(f"{begin}{part}", path) for part, path in found.paths.items()]
+    for name, stage_result in results.items():
+        prefix = f"{name}/" if pipeline else ""
+        rows += [(f"{prefix}{part}", path) for part, path in stage_result.paths.items()]
     last = list(results.values())[-1]
     rows.append(("metrics", os.path.join(last.run_dir, "metrics.jsonl")))
     if pipeline:

@@ -1,8 +1,8 @@
-"""A run's folder: what is in it, whose it is, and how far it got.
+"""A run's folder: its files, the config it belongs to, and its progress.
 
 config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  finished.json
 completions/STEP.jsonl, STEP.tokens.jsonl  calibration/STEP.jsonl  nonfinite/STEP.jsonl  .lock
-policy/  value/  ...the final models
+policy/  value/  reward_model/: the final models
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import jax
 
 from rlhf_jax.config.diff import MAY_DIFFER, differences
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics.logger import json_text, with_floats
 from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.runtime.lock import Lock
+from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import parse_json
 
 EXPORTS = ("policy", "value", "reward_model")
@@ -34,11 +34,11 @@ Rows = Sequence[dict[str, Any]]
 
 
 def write_atomically(path: str, text: str) -> None:
-    """Writes a whole file or nothing: who reads it, even after a kill, sees the old text or the new.
+    """Writes a whole file or nothing: a reader sees the old text or the new one, even after a kill.
 
     Args:
-      path: of the file; its folder exists.
-      text: all of it.
+      path: of the file; its folder must exist.
+      text: of the whole file.
     """
     temporary = f"{path}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def write_atomically(path: str, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run's folder. Made by `open`, which checks that the folder belongs to the run."""
+    """The paths of a run's folder. Create it with `open`, which checks that the folder belongs to the run."""
 
     path: str
     lock: Lock = dataclasses.field(init=False, compare=False, repr=False)
@@ -59,47 +59,47 @@ class RunFolder:
         object.__setattr__(self, "lock", Lock(self.path))
 
     def close(self) -> None:
-        """Gives the folder back: another run may enter it."""
+        """Releases the lock: another run may use the folder."""
         self.lock.release()
 
     @property
     def config(self) -> str:
-        """config.json, the resolved config."""
+        """config.json: the resolved config."""
         return os.path.join(self.path, "config.json")
 
     @property
     def metrics(self) -> str:
-        """metrics.jsonl, a JSON object an update, only what is deterministic."""
+        """metrics.jsonl: a JSON object per update, deterministic metrics only."""
         return os.path.join(self.path, "metrics.jsonl")
 
     @property
     def timings(self) -> str:
-        """timings.jsonl, clocks and memory."""
+        """timings.jsonl: clocks and memory."""
         return os.path.join(self.path, "timings.jsonl")
 
     @property
     def checkpoints(self) -> str:
-        """checkpoints/, one folder a saved step."""
+        """checkpoints/: a folder per saved step."""
         return os.path.join(self.path, "checkpoints")
 
     @property
     def completions(self) -> str:
-        """completions/, STEP.jsonl with sample completions, STEP.tokens.jsonl with their tokens."""
+        """completions/: STEP.jsonl with sample completions, STEP.tokens.jsonl with their tokens."""
         return os.path.join(self.path, "completions")
 
     @property
     def inputs(self) -> str:
-        """inputs.json, which data and starting checkpoints the run began with."""
+        """inputs.json: the data and initial checkpoints of the run."""
         return os.path.join(self.path, "inputs.json")
 
     @property
     def nonfinite(self) -> str:
-        """nonfinite/, STEP.jsonl with the rows of an update in which something was not finite."""
+        """nonfinite/: STEP.jsonl with the rows of a non-finite update."""
         return os.path.join(self.path, "nonfinite")
 
     @property
-    def mark(self) -> str:
-        """finished.json, there once the run has ended."""
+    def finished_file(self) -> str:
+        """finished.json: exists once the run has ended."""
         return os.path.join(self.path, "finished.json")
 
     @classmethod
@@ -112,109 +112,112 @@ class RunFolder:
         override: bool = False,
         inputs: dict[str, str] | None = None,
     ) -> RunFolder:
-        """Makes the folder of a new run, or enters that of the same run again, and locks it. Writes config.json.
+        """Creates the folder of a new run, or opens that of an existing run, locks it and writes config.json.
 
-        Args and errors as `check`, and a UserError where another process does not see the folder, or another run is in
-        it. Only the main process looks and writes; the others get the paths.
+        Args and errors as `check`; also a UserError if another process does not see the folder, or another run uses it.
+        Only process 0 checks and writes; the others get the paths.
 
         Args:
-          inputs: what the run is made of beside its options (see `Stage.inputs`), compared as options are.
+          inputs: data and initial checkpoints of the run (see `Stage.inputs`), compared as options are.
 
         Returns:
-          The RunFolder; `close` gives the lock back.
+          The RunFolder; `close` releases the lock.
         """
         folder = cls(os.path.abspath(os.path.expanduser(run_dir)))
-        mark = error = None
+        probe = error = None
         if is_main():
             try:
                 check(run_dir, config, resume, may_differ, override)
-                with _may_write(folder.path):
+                with _write_errors(folder.path):
                     os.makedirs(folder.path, exist_ok=True)
                     folder.lock.take()
                     folder._check_inputs(inputs or {}, override)
                     write_atomically(folder.config, json_text(config, indent=2) + "\n")
                     write_atomically(folder.inputs, json_text(inputs or {}, indent=2) + "\n")
-                    if os.path.exists(folder.mark):  # finished, and now it goes on with other options
-                        os.remove(folder.mark)
-                    mark = folder._mark_shared()
-            except UserError as wrong:
+                    if os.path.exists(folder.finished_file):  # a finished run continues with other options
+                        os.remove(folder.finished_file)
+                    probe = folder._write_probe()
+            except UserError as raised:
                 folder.lock.release()
-                error = wrong
-        mark = multihost.agree(mark, error)[0]
-        if mark is not None:
-            try:  # all have looked before the first process takes its mark away
-                multihost.agree(error=folder._unseen(mark))
+                error = raised
+        probe = multihost.agree(probe, error)[0]
+        if probe is not None:
+            try:  # process 0 removes the probe after all have looked for it
+                multihost.agree(error=folder._check_probe(probe))
             finally:
                 if is_main():
-                    os.remove(os.path.join(folder.path, mark))
+                    os.remove(os.path.join(folder.path, probe))
         return folder
 
-    def _mark_shared(self) -> str | None:
-        """A file that the other processes must see; its name. None: there are no others."""
+    def _write_probe(self) -> str | None:
+        """Writes a file that the other processes must see. Returns its name; None with a single process."""
         if jax.process_count() == 1:
             return None
         name = f".shared-{secrets.token_hex(8)}"
         write_atomically(os.path.join(self.path, name), "")
         return name
 
-    def _unseen(self, mark: str) -> UserError | None:
-        """What to say when this process does not see the first one's file."""
+    def _check_probe(self, name: str) -> UserError | None:
+        """The error if this process does not see the file of process 0."""
         for _ in range(50):
-            # A listing, since a network file system may remember for long that a name was not there.
-            if os.path.isdir(self.path) and mark in os.listdir(self.path):
+            # A listing, since a network file system may cache that a name does not exist.
+            if os.path.isdir(self.path) and name in os.listdir(self.path):
                 return None
             time.sleep(0.2)
         return UserError(
-            f"--run_dir {self.path} is not the folder that process 0 writes to: checkpoints and models must lie on a "
-            "file system that all processes share. Give a --run_dir there"
+            f"--run_dir {self.path} is not the folder that process 0 writes to: checkpoints and models need a file "
+            "system that all processes share. Choose a --run_dir there"
         )
 
     def _check_inputs(self, inputs: dict[str, str], override: bool) -> None:
-        """Refuses data and starting checkpoints that are not those that the run began with."""
+        """Raises a UserError if data or initial checkpoints differ from those of the existing run."""
         if not self.has_progress() or not os.path.exists(self.inputs):
             return
         try:
             with open(self.inputs, encoding="utf-8") as file:
                 old = dict(json.load(file))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{self.inputs} cannot be read ({error}). Remove it to go on without a check") from error
+            raise UserError(
+                f"{self.inputs} cannot be read ({error}). Remove it to resume without this check"
+            ) from error
         lines = differences(old, inputs, ())
         if lines and not override:
             raise UserError(
-                f"--run_dir {self.path} holds a run of other data or models: give another folder, or --override_resume "
-                "to go on all the same\n  " + "\n  ".join(lines)
+                f"--run_dir {self.path} contains a run with other data or models: choose another folder, or pass "
+                "--override_resume to resume anyway\n  " + "\n  ".join(lines)
             )
         for line in lines:
             print(f"warning: --override_resume: {line}", file=sys.stderr, flush=True)
 
     def has_checkpoint(self) -> bool:
-        """Whether checkpoints/ holds a saved step."""
+        """Whether checkpoints/ contains a saved step."""
         return os.path.isdir(self.checkpoints) and any(name.isdigit() for name in os.listdir(self.checkpoints))
 
     def has_progress(self) -> bool:
-        """Whether there is anything to lose: a checkpoint, or the mark of a finished run."""
-        return self.has_checkpoint() or os.path.exists(self.mark)
+        """Whether there is a checkpoint or the run is finished."""
+        return self.has_checkpoint() or os.path.exists(self.finished_file)
 
     def finished(self) -> dict[str, Any] | None:
-        """What `finish` wrote, {"step", "metrics", "paths"}, or None. A finished run is not run again.
+        """The content of finished.json, {"step", "metrics", "paths"}; None if the run is not finished.
 
         Raises:
           UserError: finished.json is damaged.
         """
-        if not os.path.exists(self.mark):
+        if not os.path.exists(self.finished_file):
             return None
         try:
-            with open(self.mark, encoding="utf-8") as file:
-                found = parse_json(file.read())
-            return {"step": found["step"], "metrics": with_floats(found["metrics"]), "paths": dict(found["paths"])}
+            with open(self.finished_file, encoding="utf-8") as file:
+                content = parse_json(file.read())
+            metrics, paths = with_floats(content["metrics"]), dict(content["paths"])
+            return {"step": content["step"], "metrics": metrics, "paths": paths}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{self.mark}, which marks a finished run, is damaged ({type(error).__name__}: {error}). Remove it: "
-                "the same command then goes on from the newest checkpoint"
+                f"{self.finished_file}, which marks a finished run, is damaged ({type(error).__name__}: {error}). "
+                "Remove it and rerun the command to resume from the newest checkpoint"
             ) from error
 
     def finish(self, step: int, metrics: dict[str, Any], paths: dict[str, str]) -> None:
-        """Marks the run as finished, once everything else is on disk.
+        """Writes finished.json; call it once everything else is on disk.
 
         Args:
           step: the last update.
@@ -223,17 +226,17 @@ class RunFolder:
         """
         if is_main():
             text = json_text({"step": step, "metrics": metrics, "paths": paths}, indent=2) + "\n"
-            write_atomically(self.mark, text)
+            write_atomically(self.finished_file, text)
 
     def cut(self, step: int, written: int | None = None) -> None:
-        """Forgets what an earlier process did after update `step`, from which the run goes on.
+        """Removes what an earlier process wrote after update `step`, from which the run resumes.
 
-        metrics.jsonl and timings.jsonl lose the later lines (and a torn last one) and keep the others byte for byte;
-        folders of STEP.jsonl lose the later files. TensorBoard hides later events by itself (see MetricLogger).
+        metrics.jsonl and timings.jsonl lose later lines (and an incomplete last one) and keep the others byte for byte;
+        folders of STEP.jsonl lose later files. TensorBoard itself hides later events (see `tensorboard.TensorBoard`).
 
         Args:
           step: the last update to keep; 0 keeps nothing.
-          written: the last whose metrics to keep, where those of `step` are still to be written.
+          written: the last update whose metrics to keep, if those of `step` are still to be written.
         """
         if not is_main():
             return
@@ -255,13 +258,13 @@ class RunFolder:
             shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
-        """Writes recipe.json, {"config": name, "options"}, where a run begins: what it is continued by is no news."""
+        """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""
         path = os.path.join(self.path, "recipe.json")
         if is_main() and not (os.path.exists(path) and self.has_progress()):
             write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
 
     def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> None:
-        """Writes completions/STEP.jsonl, one JSON object a row; nothing for no rows.
+        """Writes completions/STEP.jsonl, one JSON object per row; nothing without rows.
 
         Args:
           step: the update that the completions belong to.
@@ -270,22 +273,22 @@ class RunFolder:
           tokens: of the first rows, for completions/STEP.tokens.jsonl.
         """
         name = f"{step}" if what == "samples" else f"{what}_{step}"
-        for path, of in ((f"{name}.tokens.jsonl", tokens), (f"{name}.jsonl", rows)):
-            if of:
-                _write_rows(os.path.join(self.completions, path), of)
+        for file, content in ((f"{name}.tokens.jsonl", tokens), (f"{name}.jsonl", rows)):
+            if content:
+                _write_rows(os.path.join(self.completions, file), content)
 
     def write_calibration(self, step: int, rows: Rows) -> None:
-        """Writes calibration/STEP.jsonl, one JSON object a row; nothing for no rows."""
+        """Writes calibration/STEP.jsonl, one JSON object per row; nothing without rows."""
         if rows:
             _write_rows(os.path.join(self.path, "calibration", f"{step}.jsonl"), rows)
 
     def write_nonfinite(self, step: int, rows: Rows) -> str:
-        """Writes nonfinite/STEP.jsonl, one JSON object a row, by the first process; its path."""
+        """Writes nonfinite/STEP.jsonl on process 0, one JSON object per row. Returns its path."""
         return _write_rows(os.path.join(self.nonfinite, f"{step}.jsonl"), rows)
 
 
 def _write_rows(path: str, rows: Rows) -> str:
-    """JSON lines in a file of a folder of their own, by the first process; its path."""
+    """Writes JSON lines on process 0, creating the file's folder. Returns the path."""
     if is_main():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
@@ -293,18 +296,18 @@ def _write_rows(path: str, rows: Rows) -> str:
 
 
 @contextlib.contextmanager
-def _may_write(path: str):
-    """UserError where a folder cannot be made or written to."""
+def _write_errors(path: str):
+    """Raises a UserError for errors of creating or writing a folder."""
     try:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"--run_dir {path} cannot be written: {error}. Give another folder") from error
+        raise UserError(f"--run_dir {path} cannot be written: {error}. Choose another folder") from error
 
 
 def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
-    """Options in which a config is not that of the run that has begun in a folder, a line each; see `differences`."""
+    """Options in which a config differs from that of the run in a folder, a line each; see `differences`."""
     folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
     if not os.path.exists(folder.config) or not folder.has_progress():
         return []
@@ -318,100 +321,107 @@ def check(
     may_differ: Sequence[str] = MAY_DIFFER,
     override: bool = False,
 ) -> dict[str, Any] | None:
-    """Whether a run may use a folder; touches nothing.
+    """Checks whether a run may use a folder; writes nothing.
 
     Args:
-      run_dir: the folder, there or not.
-      config: the resolved config, of values that JSON has.
-      resume: 'auto' continues a run that is there and else begins one; 'must' refuses to begin one; 'never' refuses a
-        folder with a checkpoint or a finished run. A run that ended before its first checkpoint left nothing to
-        continue from or to lose: its folder may be used again, with any config.
+      run_dir: the folder, existing or not.
+      config: the resolved config, of JSON types.
+      resume: 'auto' resumes an existing run or else begins one; 'must' refuses to begin one; 'never' refuses a folder
+        with a checkpoint or a finished run. The folder of a run that ended before its first checkpoint may be used
+        again, with any config.
       may_differ: options that may differ from those in the folder's config.json.
-      override: others may too; a finished run then goes on.
+      override: any option may differ; a finished run then continues.
 
     Returns:
-      What `RunFolder.finish` wrote when the run there is finished, else None.
+      The content of finished.json if the run is finished, else None.
 
     Raises:
-      UserError: the folder holds something else, a run of another config (naming the options), or `resume` forbids.
+      UserError: the folder contains something else, or a run of another config (names the options), or `resume`
+        forbids it.
     """
     folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
-    _refuse_files(folder, run_dir)
+    _check_path(folder, run_dir)
     used = os.path.exists(folder.config)
     begun = used and folder.has_progress()
     if begun and resume == "never":
-        raise UserError(f"--run_dir {run_dir} holds a run already and --resume is never: give another folder")
+        raise UserError(f"--run_dir {run_dir} already contains a run, and --resume is never: choose another folder")
     if used:
         _config_of(folder, run_dir)
         folder.lock.check()
         lines = changes(run_dir, config, may_differ)
         if lines and not override:
             raise UserError(
-                f"--run_dir {run_dir} holds a run of another config: give another folder, these options as they were, "
-                "or --override_resume to go on with the new ones\n  " + "\n  ".join(lines)
+                f"--run_dir {run_dir} contains a run with another config: choose another folder, restore these "
+                "options, or pass --override_resume to resume with the new ones\n  " + "\n  ".join(lines)
             )
         if lines:
             return None
     else:
-        _refuse_strangers(folder, run_dir)
+        _check_foreign_files(folder, run_dir)
     finished = folder.finished() if used else None
     if finished is None:
-        _refuse_links(folder)
+        _check_links(folder)
     if resume == "must" and finished is None and not (used and folder.has_checkpoint()):
-        raise UserError(f"--resume is must, but --run_dir {run_dir} holds no checkpoint to continue from")
+        raise UserError(f"--resume is must, but --run_dir {run_dir} contains no checkpoint to resume from")
     return finished
 
 
-def _refuse_files(folder: RunFolder, run_dir: str) -> None:
-    """A name that no folder can have, a link to nowhere, a file in the place of the folder or of one above it."""
+def _check_path(folder: RunFolder, run_dir: str) -> None:
+    """Raises a UserError for an invalid name, a broken link, or a file in place of the folder or one of its parents."""
     if "\0" in run_dir:
-        raise UserError(f"--run_dir {run_dir} holds a NUL character. Give a folder")
+        raise UserError(f"--run_dir {run_dir} contains a NUL character. Choose another folder")
     if os.path.expanduser(run_dir).startswith("~"):
-        raise UserError(f"--run_dir {run_dir}: there is no user of that name. Write ./{run_dir} for a folder called so")
+        raise UserError(
+            f"--run_dir {run_dir}: there is no user of that name. Use ./{run_dir} for a folder of that name"
+        )
     if os.path.islink(folder.path) and not os.path.exists(folder.path):
-        raise UserError(f"--run_dir {run_dir} is a link to {os.readlink(folder.path)}, which is not there")
+        raise UserError(f"--run_dir {run_dir} is a link to {os.readlink(folder.path)}, which does not exist")
     nearest = folder.path
     while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
         nearest = os.path.dirname(nearest)
     if os.path.exists(nearest) and not os.path.isdir(nearest):
-        what = "is a file" if nearest == folder.path else f"cannot be made: {nearest} is a file"
-        raise UserError(f"--run_dir {run_dir} {what}. Give a folder")
+        what = "is a file" if nearest == folder.path else f"cannot be created: {nearest} is a file"
+        raise UserError(f"--run_dir {run_dir} {what}. Choose another folder")
 
 
-def _refuse_links(folder: RunFolder) -> None:
-    """A link in the place of a model, through which the final model would overwrite another."""
+def _check_links(folder: RunFolder) -> None:
+    """Raises a UserError for a link in place of an export, through which it would overwrite another model."""
     for name in EXPORTS:
         if os.path.islink(path := os.path.join(folder.path, name)):
             raise UserError(
-                f"{path} is a link to {os.readlink(path)}: the final model would be written over what is there. "
-                "Remove the link, or give another --run_dir"
+                f"{path} is a link to {os.readlink(path)}, which the final model would overwrite. Remove the link, or "
+                "choose another --run_dir"
             )
 
 
-def _refuse_strangers(folder: RunFolder, run_dir: str) -> None:
-    """A folder with something in it, but no run."""
+def _check_foreign_files(folder: RunFolder, run_dir: str) -> None:
+    """Raises a UserError for a folder with files but no run."""
     names = os.listdir(folder.path) if os.path.isdir(folder.path) else []
-    # Hidden files and a config.json that a kill left unfinished are no reason to refuse.
+    # Hidden files and an incomplete config.json of a killed run are accepted.
     names = sorted(name for name in names if not name.startswith(".") and name != "config.json.tmp")
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise UserError(f"--run_dir {run_dir} is not empty and no run's folder (it holds {some}): give another folder")
+        raise UserError(
+            f"--run_dir {run_dir} is not empty and not a run's folder (it contains {some}): choose another folder"
+        )
 
 
 def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
-    """The config of the run whose folder this is; a model's folder, say, has a config.json too."""
+    """The config of the run in a folder; a model's folder, for example, has another kind of config.json."""
     try:
         with open(folder.config, encoding="utf-8") as file:
             old = parse_json(file.read())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder.config} is no JSON ({error}): give another --run_dir") from error
+        raise UserError(f"{folder.config} is not JSON ({error}): choose another --run_dir") from error
     if not isinstance(old, dict) or "stage" not in old:
-        raise UserError(f"--run_dir {run_dir} is no run's folder (its config.json names no stage): give another folder")
+        raise UserError(
+            f"--run_dir {run_dir} is not a run's folder (its config.json has no stage): choose another folder"
+        )
     return old
 
 
 def _step_of(line: str) -> int:
-    """The step of a complete line, -1 for a torn one."""
+    """The step of a complete line; -1 for an incomplete one."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else -1
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Stopping a run from outside: signals and a time limit are heard at once and obeyed where nothing is lost.
+"""Stopping a run from outside, by a signal or a time limit, without losing work.
 
-The first SIGTERM or SIGINT asks for an end: the run saves at its next safe point, between the phases of an update. A
-second one ends the process on the spot. A thread hears them, so that the second works while a long program runs.
+The first SIGTERM or SIGINT requests a stop: the run saves at its next safe point, between the phases of an update. A
+second one ends the process at once. A thread receives them, so that the second works while a long program runs.
 """
 
 from __future__ import annotations
@@ -17,50 +17,49 @@ from typing import Any
 from rlhf_jax.parallel import multihost
 
 RESUMABLE = 75
-"""Exit code of a run that was stopped from outside: the same command continues. EX_TEMPFAIL of sysexits.h."""
-CONTINUES = "the same command continues"
+"""Exit code of a run that was stopped from outside and can be resumed; EX_TEMPFAIL of sysexits.h."""
+RESUME_HINT = "rerun the command to resume"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MARGIN = 1.5  # the next update may take so much longer than the longest one so far
+MARGIN = 1.5  # the next update may take this many times as long as the longest one so far
 
 
 class Stopped(KeyboardInterrupt):
-    """A run ended because it was asked to from outside; what it did is saved, and the same command continues."""
+    """A run was stopped from outside. Its work is saved; rerunning the command resumes it."""
 
     status = RESUMABLE
 
     def __init__(self, message: str, together: bool = False):
-        """`together`: all processes of the run stop here."""
+        """`together`: all processes of the run stop at this point."""
         super().__init__(message)
         self.together = together
 
 
-class Asked(BaseException):
-    """Unwinds an update or an evaluation that is given up at a safe point; the loop saves what was done before."""
+class StopRequested(BaseException):
+    """Unwinds an update or evaluation that is abandoned at a safe point; the loop then saves the last whole update."""
 
 
 class Stops:
-    """What may ask a run to end. Used as a context: signals are heard within it, if the main thread enters it.
+    """Requests to stop a run. As a context manager it handles signals, if the main thread enters it.
 
     Outside the training loop there is nothing to save, and the first signal ends the run at once, as Ctrl-C does.
     """
 
     def __init__(self, max_minutes: float | None = None, began: float | None = None):
-        """Hears nothing yet.
-
+        """
         Args:
-          max_minutes: of wall time, after which the run ends; None: no limit.
-          began: time.monotonic() from which they count; None: now.
+          max_minutes: of wall time, after which the run stops; None: no limit.
+          began: time.monotonic() at its start; None: now.
         """
         self._limit = None if max_minutes is None else 60 * max_minutes
         self._began = time.monotonic() if began is None else began
-        self._saving = 0.0
-        self._longest = 0.0
+        self._longest_save = 0.0
+        self._longest_update = 0.0
         self._signal: int | None = None
-        self._why: str | None = None
-        self._loop = False
-        self._old: dict[int, Any] = {}
+        self._reason: str | None = None
+        self._in_loop = False
+        self._old_handlers: dict[int, Any] = {}
         self._pipe = -1
-        self._old_fd = -1
+        self._old_wakeup_fd = -1
 
     # --- signals
 
@@ -68,82 +67,83 @@ class Stops:
         if threading.current_thread() is threading.main_thread():
             reads, self._pipe = os.pipe()
             os.set_blocking(self._pipe, False)
-            self._old_fd = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            self._old_wakeup_fd = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
             for number in SIGNALS:
-                self._old[number] = signal.signal(number, self._in_main_thread)
-            threading.Thread(target=self._hear, args=(reads,), daemon=True, name="stops").start()
+                self._old_handlers[number] = signal.signal(number, self._handle_in_main_thread)
+            threading.Thread(target=self._read_signals, args=(reads,), daemon=True, name="stops").start()
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._old.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._old = {}
+        self._old_handlers = {}
         if self._pipe >= 0:
-            signal.set_wakeup_fd(self._old_fd)
-            os.close(self._pipe)  # the thread reads its end
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            os.close(self._pipe)  # ends the thread
             self._pipe = -1
 
-    def _hear(self, reads: int) -> None:
+    def _read_signals(self, reads: int) -> None:
         with open(reads, "rb", buffering=0) as pipe:
-            while heard := pipe.read(1):
-                if heard[0] in SIGNALS:
-                    self._heard(heard[0])
+            while received := pipe.read(1):
+                if received[0] in SIGNALS:
+                    self._handle_in_thread(received[0])
 
-    def _heard(self, number: int) -> None:
-        """In the thread: at once, whatever the main one does."""
+    def _handle_in_thread(self, number: int) -> None:
+        """Runs at once, whatever the main thread does."""
         name = signal.Signals(number).name
         if self._signal is not None:
-            print(f"\n{name} again: ending at once; nothing more is saved", file=sys.stderr, flush=True)
+            print(f"\n{name} again: ending now; nothing more is saved", file=sys.stderr, flush=True)
             os._exit(128 + number)
         self._signal = number
-        first = "saving at the next safe point, then ending" if self._loop else "ending"
-        print(f"\n{name}: {first}; once more ends at once", file=sys.stderr, flush=True)
+        action = "saving at the next safe point, then ending" if self._in_loop else "ending"
+        print(f"\n{name}: {action}; send it again to end now", file=sys.stderr, flush=True)
 
-    def _in_main_thread(self, number: int, frame: Any) -> None:
-        """Outside the loop the main thread ends by itself, as soon as it runs Python."""
+    def _handle_in_main_thread(self, number: int, frame: Any) -> None:
+        """Outside the loop, ends the main thread as soon as it runs Python."""
         del frame
-        if not self._loop:
-            raise Stopped(f"stopped by {signal.Signals(number).name}; {CONTINUES}")
+        if not self._in_loop:
+            raise Stopped(f"stopped by {signal.Signals(number).name}; {RESUME_HINT}")
 
     # --- the loop
 
-    def loop(self, inside: bool) -> None:
-        """From now on there is something to save, or no more."""
-        self._loop = inside
+    def set_in_loop(self, inside: bool) -> None:
+        """Enters or leaves the training loop, in which a stop first saves."""
+        self._in_loop = inside
 
-    def took(self, update: float = 0.0, saving: float = 0.0) -> None:
-        """What an update and a save took, in seconds: the longest of them must fit before the limit."""
-        self._longest, self._saving = max(self._longest, update), max(self._saving, saving)
+    def record_seconds(self, update: float = 0.0, saving: float = 0.0) -> None:
+        """Records the seconds of an update or a save: the longest of each must fit before the time limit."""
+        self._longest_update = max(self._longest_update, update)
+        self._longest_save = max(self._longest_save, saving)
 
-    def _wish(self, whole: bool) -> str | None:
-        """Why this process would end now; `whole`: before another update, which must fit as well."""
+    def _reason_here(self, whole: bool) -> str | None:
+        """Why this process would stop now; `whole`: another update must fit before the limit."""
         if self._signal is not None:
             return f"by {signal.Signals(self._signal).name}"
         if self._limit is not None:
-            ahead = MARGIN * (self._longest * whole + self._saving)
+            ahead = MARGIN * (self._longest_update * whole + self._longest_save)
             if time.monotonic() - self._began + ahead >= self._limit:
                 return f"by --max_minutes {self._limit / 60:g}"
         return None
 
-    def asked(self, whole: bool = False) -> str | None:
-        """Why the run is to end, or None: the same on all processes, which all call it at the same points.
+    def reason(self, whole: bool = False) -> str | None:
+        """Why the run must stop, or None: the same on all processes, which must all call it at the same points.
 
         Args:
-          whole: another update would come first.
+          whole: another update comes next.
         """
-        if self._why is None:
-            wishes = multihost.gather_objects(self._wish(whole))
-            self._why = next((wish for wish in wishes if wish is not None), None)
-        return self._why
+        if self._reason is None:
+            reasons = multihost.gather_objects(self._reason_here(whole))
+            self._reason = next((reason for reason in reasons if reason is not None), None)
+        return self._reason
 
     def tick(self, whole: bool = False) -> None:
-        """A safe point: raises Asked where the run is to end; see `asked`."""
-        if self.asked(whole) is not None:
-            raise Asked
+        """A safe point: raises StopRequested if the run must stop; see `reason`."""
+        if self.reason(whole) is not None:
+            raise StopRequested
 
 
 def no_tick() -> None:
-    """A safe point at which nobody asks."""
+    """A safe point without a check."""
 
 
 Tick = Callable[[], None]

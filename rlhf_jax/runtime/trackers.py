@@ -1,8 +1,8 @@
-"""Metrics and completion tables in Weights & Biases and in trackio, for `report_to`.
+"""`report_to`: metrics and completion tables in Weights & Biases and in trackio.
 
-Names are those of transformers: `train/NAME`, `eval/NAME`, over `train/global_step`, so that curves lie beside TRL's.
-What a run is called there is kept in its folder (trackers.json), so that a continued run goes on in the same place; the
-updates that it computes again are the same numbers at the same steps.
+Names are those of transformers, `train/NAME` and `eval/NAME` over `train/global_step`, so that curves match TRL's. The
+name or id of a run is stored in its folder (trackers.json), so that a resumed run continues there; updates that it
+computes again have the same values at the same steps.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.utils.text import parse_json, printable, without_queries
+from rlhf_jax.utils.text import parse_json, printable, redact_queries
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""What may be reported to, and the package that it needs."""
+"""Values of `report_to` and the package that each needs."""
 PROJECT = "rlhf_jax"
 _FILE = "trackers.json"
 _STEP = "train/global_step"
 
 
-def wanted(report_to: Sequence[str]) -> tuple[str, ...]:
-    """What is reported to: 'all' is everything that is installed.
+def parse_report_to(report_to: Sequence[str]) -> tuple[str, ...]:
+    """The names in `report_to`, with 'all' replaced by everything that is installed.
 
     Raises:
-      UserError: one is unknown, or its package is not installed.
+      UserError: a name is unknown, or its package is not installed.
     """
-    found = []
+    names = []
     for name in report_to:
         if name == "all":
-            found += [other for other, package in PACKAGES.items() if importlib.util.find_spec(package)]
+            names += [other for other, package in PACKAGES.items() if importlib.util.find_spec(package)]
         elif name in PACKAGES:
             if importlib.util.find_spec(PACKAGES[name]) is None:
-                raise UserError(f"--report_to {name} needs `pip install {PACKAGES[name]}`; or leave it out")
-            found.append(name)
+                raise UserError(f"--report_to {name} needs `pip install {PACKAGES[name]}`; or remove it")
+            names.append(name)
         elif name != "none":
-            raise UserError(f"--report_to {name}: there are {', '.join(PACKAGES)}, all and none")
-    return tuple(dict.fromkeys(found))
+            raise UserError(f"--report_to {name}: it must be {', '.join(PACKAGES)}, all or none")
+    return tuple(dict.fromkeys(names))
 
 
 def callbacks_of(report_to: Sequence[str]) -> tuple[Callback, ...]:
-    """A callback for each of `report_to` that is one; TensorBoard is MetricLogger's. Every process must call it
-    and has the same ones, by what the first one has installed. Errors as `wanted`."""
+    """The callbacks of `report_to` (TensorBoard is a sink of MetricLogger). Every process must call it and gets equal
+    ones, by the packages of process 0. Errors as `parse_report_to`."""
     kinds = {"wandb": WandbCallback, "trackio": TrackioCallback}
-    return tuple(kinds[name]() for name in multihost.from_first(lambda: wanted(report_to)) if name in kinds)
+    return tuple(kinds[name]() for name in multihost.from_first(lambda: parse_report_to(report_to)) if name in kinds)
 
 
-def named(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics by transformers' names: eval_X is eval/X, what does not begin with eval is train/X."""
+def tracker_names(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics by transformers' names: eval_X becomes eval/X, names without eval get train/."""
 
     def name(key: str) -> str:
         if key.startswith("eval_"):
@@ -67,8 +67,7 @@ def named(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class TrackerCallback(Callback):
-    """What both have in common. Only the first process reports. What fails after the start costs a warning and the
-    report, not the run."""
+    """Base class. Only process 0 reports. A failure after the start is a warning: the run continues without reports."""
 
     name = ""
 
@@ -76,18 +75,18 @@ class TrackerCallback(Callback):
         self._run: Any = None
         self._stage = ""
 
-    # --- to be defined by each
+    # --- subclasses define
 
-    def start(self, folder: str, kept: dict[str, str], name: str, project: str, config: dict[str, Any]) -> dict:
-        """Opens the run, or goes on with the one of `kept`; what to keep for the next time."""
+    def start(self, folder: str, stored: dict[str, str], name: str, project: str, config: dict[str, Any]) -> dict:
+        """Opens a run, or resumes the one of `stored`. Returns what to store for a resume."""
         raise NotImplementedError
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Values at a step."""
+        """Logs values at a step."""
         raise NotImplementedError
 
     def table(self, columns: list[str], rows: list[list[Any]]) -> Any:
-        """A table as a value."""
+        """A table, as a value for `log`."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -100,66 +99,65 @@ class TrackerCallback(Callback):
         """Opens the run.
 
         Raises:
-          UserError: it cannot be opened, for want of a login, say.
+          UserError: it cannot be opened, for example without a login.
         """
         if not multihost.is_main():
             return
         config = stage.config
         self._stage = stage.name
         path = os.path.join(config.run_dir, _FILE)
-        kept = _read(path)
+        stored = _read(path)
         project = config.project or os.environ.get("WANDB_PROJECT") or PROJECT
-        options = {name: without_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
+        options = {name: redact_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
         name = config.run_name or os.path.relpath(config.run_dir)
         try:
-            kept[self.name] = self.start(
-                os.path.abspath(config.run_dir), kept.get(self.name, {}), name, project, options
-            )
+            own = stored.get(self.name, {})
+            stored[self.name] = self.start(os.path.abspath(config.run_dir), own, name, project, options)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"--report_to {self.name}: it could not be started: {reason}") from error
-        write_atomically(path, json.dumps(kept, indent=2) + "\n")
+            raise UserError(f"--report_to {self.name}: could not start: {reason}") from error
+        write_atomically(path, json.dumps(stored, indent=2) + "\n")
 
     def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
-        """Metrics of an update, its evaluation's with them."""
-        self._attempt(lambda: self.log(step, named(metrics)))
+        """Logs the metrics of an update and its evaluation."""
+        self._try(lambda: self.log(step, tracker_names(metrics)))
 
     def on_completions(self, step: int, rows: Sequence[dict[str, Any]], what: str) -> None:
-        """The table as 'completions/samples' or 'completions/training', with a column for the step."""
+        """Logs the table as 'completions/samples' or 'completions/training', with a column for the step."""
         columns = list(dict.fromkeys(name for row in rows for name in row))
         values = [[step, *(row.get(name) for name in columns)] for row in rows]
         table = lambda: self.table(["step", *columns], values)  # noqa: E731
-        self._attempt(lambda: self.log(step, {f"completions/{what}": table()}))
+        self._try(lambda: self.log(step, {f"completions/{what}": table()}))
 
     def close(self) -> None:
-        """Ends the run, whose report is then complete."""
-        self._attempt(self.finish)
+        """Ends the run."""
+        self._try(self.finish)
         self._run = None
 
-    def _attempt(self, action) -> None:
+    def _try(self, action) -> None:
         if self._run is None:
             return
         try:
             action()
         except Exception as error:
             self._run = None
-            told = printable(f"warning: {self._stage}: {self.name} failed ({error}); nothing more is reported to it")
-            print(told, file=sys.stderr, flush=True)
+            warning = f"warning: {self._stage}: {self.name} failed ({error}); nothing more is reported to it"
+            print(printable(warning), file=sys.stderr, flush=True)
 
 
 class WandbCallback(TrackerCallback):
-    """Weights & Biases; its own environment variables (WANDB_MODE, WANDB_ENTITY, ...) hold."""
+    """Weights & Biases; configured by its environment variables (WANDB_MODE, WANDB_ENTITY, ...)."""
 
     name = "wandb"
 
-    def start(self, folder, kept, name, project, config):
-        """As `TrackerCallback.start`; the run's id is kept."""
+    def start(self, folder, stored, name, project, config):
+        """As `TrackerCallback.start`; stores the run's id."""
         import wandb
 
-        number = kept.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        run_id = stored.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         self._run = wandb.init(
             project=project,
-            id=number,
+            id=run_id,
             name=name,
             dir=folder,
             config=config,
@@ -168,10 +166,10 @@ class WandbCallback(TrackerCallback):
         )
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP, step_sync=True)
-        return {"id": number, "project": project}
+        return {"id": run_id, "project": project}
 
     def log(self, step, values):
-        """Over a metric for the step: W&B's own step may not go back, and a continued run computes updates again."""
+        """The step is a metric: W&B's own step may not go back, and a resumed run computes some updates again."""
         self._run.log({**values, _STEP: step})
 
     def table(self, columns, rows):
@@ -181,26 +179,26 @@ class WandbCallback(TrackerCallback):
         return wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
 
     def finish(self):
-        """Waits for what is on its way."""
+        """Waits for pending uploads."""
         self._run.finish()
 
 
 class TrackioCallback(TrackerCallback):
-    """trackio, on this machine unless its own environment variables (TRACKIO_SPACE_ID, ...) say otherwise."""
+    """trackio; local unless its environment variables (TRACKIO_SPACE_ID, ...) configure it otherwise."""
 
     name = "trackio"
 
-    def start(self, folder, kept, name, project, config):
-        """As `TrackerCallback.start`; trackio knows runs by their names, so a name of its own is kept."""
+    def start(self, folder, stored, name, project, config):
+        """As `TrackerCallback.start`; trackio identifies runs by name, so a unique name is stored."""
         import trackio
 
-        own = kept.get("name") or f"{name}-{secrets.token_hex(3)}"
-        project = kept.get("project") or project
-        self._run = trackio.init(project=project, name=own, config=config, resume="allow", embed=False)
-        return {"name": own, "project": project}
+        unique_name = stored.get("name") or f"{name}-{secrets.token_hex(3)}"
+        project = stored.get("project") or project
+        self._run = trackio.init(project=project, name=unique_name, config=config, resume="allow", embed=False)
+        return {"name": unique_name, "project": project}
 
     def log(self, step, values):
-        """At the step."""
+        """As `TrackerCallback.log`."""
         import trackio
 
         trackio.log(values, step=step)
@@ -212,19 +210,23 @@ class TrackioCallback(TrackerCallback):
         return trackio.Table(columns=columns, data=rows)
 
     def finish(self):
-        """Waits for what is on its way."""
+        """Waits for pending uploads."""
         import trackio
 
         trackio.finish()
 
 
 def _read(path: str) -> dict[str, dict[str, str]]:
-    """What an earlier process kept; UserError where it is not that."""
+    """What an earlier process stored.
+
+    Raises:
+      UserError: the file is damaged.
+    """
     if not os.path.exists(path):
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            kept = parse_json(file.read())
-        return {name: dict(value) for name, value in kept.items()}
+            stored = parse_json(file.read())
+        return {name: dict(value) for name, value in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}, which says where the run is reported, cannot be read ({error}). Remove it") from error
+        raise UserError(f"{path}, which names the run's trackers, cannot be read ({error}). Remove it") from error

@@ -1,13 +1,34 @@
-"""The stages: what each loads, one update of it, its evaluation and its exports.
+"""The stages: each holds its models on a mesh, its data and its programs; `train.py` runs any of them."""
 
-A stage wires pure trainers to models, data and a mesh; `train.py` runs any of them.
-"""
+from __future__ import annotations
 
-from rlhf_jax.stages.ppo import PPOStage
-from rlhf_jax.stages.reward import RewardStage
-from rlhf_jax.stages.rloo import RLOOStage
-from rlhf_jax.stages.sft import SFTStage
+from typing import Any
 
-STAGES = {"sft": SFTStage, "reward": RewardStage, "ppo": PPOStage, "rloo": RLOOStage}
+from rlhf_jax.config import stage_name
+from rlhf_jax.stages.algorithms import ALGORITHMS, Algorithm, register_algorithm
+from rlhf_jax.stages.base import Stage
+from rlhf_jax.stages.reward import RewardTask
+from rlhf_jax.stages.rollout_stage import RolloutStage
+from rlhf_jax.stages.sft import SFTTask
+from rlhf_jax.stages.supervised import SupervisedStage
 
-__all__ = ["STAGES", "PPOStage", "RLOOStage", "RewardStage", "SFTStage"]
+__all__ = ["ALGORITHMS", "Algorithm", "RolloutStage", "Stage", "SupervisedStage", "open_stage", "register_algorithm"]
+
+TASKS = {"sft": SFTTask, "reward": RewardTask}
+
+
+def open_stage(config, **objects: Any) -> Stage:
+    """The stage of a config, its data and models loaded.
+
+    Args:
+      config: a stage's.
+      **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`); reward_funcs for a
+        stage that samples.
+
+    Raises:
+      UserError: an option, a file, a row or a tensor is wrong.
+    """
+    name = stage_name(config)
+    if name in ALGORITHMS:
+        return RolloutStage(config, ALGORITHMS[name], **objects)
+    return SupervisedStage(config, TASKS[name](), **objects)

@@ -1,4 +1,4 @@
-"""What a stage with adapters has beside its models: their form, the base that they stand on, and their files."""
+"""Adapters of a stage: their form by the options, their base params, and their files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.parallel import multihost
+from rlhf_jax.stages.context import StageContext
 from rlhf_jax.types import Params
 
 Origin = tuple[str, str | None]
@@ -23,12 +24,12 @@ BASE, DEFAULT = "base", "default"
 _ALIASES = {"lm_head": "embed_out"}
 
 
-def form_of(config, model: Model, kind: str) -> lora.Lora:
+def lora_form(config, model: Model, kind: str) -> lora.Lora:
     """The form of a new adapter, by the options.
 
     Args:
       config: a stage's, with use_peft.
-      model: that it belongs on.
+      model: that the adapter is for.
       kind: 'causal' or 'scalar': which head the model has.
 
     Raises:
@@ -46,18 +47,18 @@ def form_of(config, model: Model, kind: str) -> lora.Lora:
     return lora.Lora(config.lora_r, config.lora_alpha, config.lora_dropout, targets, config.use_rslora, saved)
 
 
-def named(config) -> dict[str, str]:
-    """The option `adapters` as {name: path}; UserError for what is none."""
-    found: dict[str, str] = {}
+def adapter_paths(config) -> dict[str, str]:
+    """The option `adapters` as {name: path}; UserError where an item is not NAME=PATH."""
+    paths: dict[str, str] = {}
     for item in config.adapters:
         name, equals, path = item.partition("=")
         if not (name and equals and path):
             raise UserError(f"adapters: {item!r} must be NAME=PATH.")
-        if name in (BASE, DEFAULT) or name in found:
-            why = "is given twice" if name in found else "has a meaning of its own"
+        if name in (BASE, DEFAULT) or name in paths:
+            why = "is given twice" if name in paths else "has a meaning of its own"
             raise UserError(f"adapters: the name {name!r} {why}; choose another.")
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Start:
     """What a policy with adapters starts from.
 
     Attributes:
-      path, revision: of the base; an adapter there is merged as it is read. A path of None: random weights.
-      trained: name of the adapter that is trained on with; None: a new one.
+      path, revision: of the base; an adapter there is merged on load. A path of None: random weights.
+      trained: name of the adapter that is trained further; None: a new one.
       reference: name of the adapter whose frozen copy is the reference; None: the base alone.
       paths: of the adapters, by their names.
     """
@@ -78,35 +79,36 @@ class Start:
     paths: dict[str, str]
 
 
-def start_of(config, trains_on: bool) -> Start:
-    """Where the options have a policy start.
+def start_of(config, continues_adapter: bool) -> Start:
+    """What the options make a policy start from.
 
     Args:
-      config: a PPOConfig or RLOOConfig with use_peft.
-      trains_on: what start_adapter 'auto' does with an adapter at sft_model_path: train on with it, its frozen copy the
-        reference; else it is merged.
+      config: a PolicyConfig with use_peft.
+      continues_adapter: what start_adapter 'auto' does with an adapter at sft_model_path: True trains it further with
+        its frozen copy as reference, False merges it.
 
     Raises:
       UserError: names the option.
     """
-    c, paths = config, named(config)
-    path, revision = None if c.scratch_model else c.sft_model_path, c.model_revision
-    arrived = path is not None and hf.is_adapter(path, revision)
-    wanted = {"model_adapter_name": c.model_adapter_name, "ref_adapter_name": c.ref_adapter_name}
-    goes_on = arrived and (trains_on if c.start_adapter == "auto" else c.start_adapter == "continue")
-    if arrived and c.start_adapter == "auto":
-        goes_on = goes_on or DEFAULT in wanted.values()
-    if c.start_adapter == "continue" and not arrived:
-        raise UserError(f"start_adapter 'continue', but sft_model_path {path} is no adapter to train on with.")
-    if goes_on:
+    paths = adapter_paths(config)
+    path, revision = None if config.scratch_model else config.sft_model_path, config.model_revision
+    is_adapter = path is not None and hf.is_adapter(path, revision)
+    names = {"model_adapter_name": config.model_adapter_name, "ref_adapter_name": config.ref_adapter_name}
+    if config.start_adapter == "auto":
+        resumes = is_adapter and (continues_adapter or DEFAULT in names.values())
+    else:
+        resumes = is_adapter and config.start_adapter == "continue"
+    if config.start_adapter == "continue" and not is_adapter:
+        raise UserError(f"start_adapter 'continue', but sft_model_path {path} is no adapter to train further.")
+    if resumes:
         paths = {DEFAULT: path, **paths}
         path, revision = hf.adapter_base(path, revision)
-    for option, name in wanted.items():
+    for option, name in names.items():
         if name is not None and name not in paths and not (name == BASE and option == "ref_adapter_name"):
-            there = ", ".join(paths) or "none"
-            raise UserError(f"{option} {name!r} is no adapter of this run; there are: {there} (see adapters).")
-    trained = c.model_adapter_name or (DEFAULT if goes_on else None)
-    reference = c.ref_adapter_name or (trained if trains_on else None)
+            known = ", ".join(paths) or "none"
+            raise UserError(f"{option} {name!r} is no adapter of this run; there are: {known} (see adapters).")
+    trained = config.model_adapter_name or (DEFAULT if resumes else None)
+    reference = config.ref_adapter_name or (trained if continues_adapter else None)
     return Start(path, revision, trained, None if reference == BASE else reference, paths)
 
 
@@ -115,52 +117,112 @@ def origin_of(path: str | None, revision: str | None) -> Origin | None:
     return None if path is None or hf.is_adapter(path, revision) else (path, revision)
 
 
-def as_base(stage: Any, model: Model) -> Callable[[Params], Params]:
-    """Makes of params what adapters of a stage stand on: frozen ones, with load_in_8bit the layers' kernels in int8."""
-    if not stage.config.load_in_8bit:
-        return stage.as_frozen(model)
-    return lambda params: model.quantize_int8(params, stage.frozen_dtype)
+def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Params]:
+    """Casts params to those of an adapter's frozen base; with load_in_8bit the layers' kernels become int8."""
+    if not context.config.load_in_8bit:
+        return context.cast_frozen_fn(model)
+    return lambda params: model.quantize_int8(params, context.frozen_dtype)
 
 
-def beneath(stage: Any, model: Model, params: Params) -> Params:
-    """Placed params `as_base`; themselves where they are that already."""
-    return stage.weights.transform_placed(model, as_base(stage, model), params)
+def cast_base(context: StageContext, model: Model, params: Params) -> Params:
+    """Placed params by `cast_base_fn`; the same buffers where nothing changes."""
+    return context.weights.transform_placed(model, cast_base_fn(context, model), params)
 
 
-def fresh(stage: Any, model: Model, base: Params, number: int) -> Params:
-    """A new adapter of `model.lora`'s form on the mesh, drawn by the config's seed; `number` tells a stage's apart."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(stage.config.seed), 8), number)
-    return stage.weights.init_lora(model, key, base)
+def new_adapter(context: StageContext, model: Model, base: Params, number: int) -> Params:
+    """A new adapter of `model.lora`'s form on the mesh, drawn by the config's seed; `number` separates a stage's."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(context.config.seed), 8), number)
+    return context.weights.init_lora(model, key, base)
 
 
-def write(
-    stage: Any, folder: str, name: str, model: Model, params: Params, kind: str, base: Params, origin: Origin | None
+def describe(what: str, form: lora.Lora, config) -> str:
+    """One line on what is trained."""
+    line = f"trains {what} of rank {form.r} on {', '.join(form.target_modules)}"
+    if config.load_in_8bit and not config.export_merged:
+        line += "; the exported adapter is for the checkpoint, not for its int8 form (export_merged false)"
+    return line
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyAdapters:
+    """The adapters of a policy, on the host.
+
+    Attributes:
+      start: see `Start`.
+      trained, reference: (form, params) as read from their folders; None: a new adapter, and the base alone.
+    """
+
+    start: Start
+    trained: tuple[lora.Lora, Params] | None
+    reference: tuple[lora.Lora, Params] | None
+
+
+def open_adapters(context: StageContext, policy: Model, continues_adapter: bool) -> PolicyAdapters:
+    """Reads the adapters that a policy and its reference start from; they are small.
+
+    Raises:
+      UserError: names the option, or the file.
+    """
+    start = start_of(context.config, continues_adapter)
+    read = {}
+    for name in dict.fromkeys((start.trained, start.reference)):
+        if name is not None:
+            context.weights.loaded[start.paths[name], None] = None
+            read[name] = hf.load_adapter(start.paths[name], policy)
+    return PolicyAdapters(start, read.get(start.trained), read.get(start.reference))
+
+
+def describe_policy(opened: PolicyAdapters, form: lora.Lora, config) -> str:
+    """`describe` of a policy's adapter, and its reference."""
+    start = opened.start
+    what = f"adapter {start.trained} ({start.paths[start.trained]})" if opened.trained else "a new adapter"
+    line = describe(what, form, config)
+    if config.ref_model_path is None:
+        line += "; the reference is " + (f"adapter {start.reference} as it is now" if start.reference else "the base")
+    return line
+
+
+def export(
+    context: StageContext,
+    folder: str,
+    name: str,
+    model: Model,
+    params: Params,
+    *,
+    kind: str,
+    base: Params,
+    origin: Origin | None,
+    tokenizer: Any,
 ) -> dict[str, str]:
     """Writes a trained model: NAME/ with its adapter merged, and NAME_adapter/ the adapter; without export_merged NAME/
     is the adapter. A base that is no checkpoint by itself is written to NAME_base/. Every process must call it.
 
     Args:
-      stage: config, tokenizer, save.
+      context: of the stage.
       folder: of the run.
       name: 'policy', 'value' or 'reward_model'.
       model: with `lora`.
       params: the adapters.
       kind: 'causal' or 'scalar'.
-      base: the params that they stand on.
-      origin: the checkpoint that these are; None: none by itself.
+      base: the params that they are merged into.
+      origin: the checkpoint of the base; None: it has none.
+      tokenizer: written beside each.
 
     Returns:
-      {name: path} of what is to be used further, and of the others.
+      {name: path} of the model to use further, and of the others.
     """
-    paths, plain, dtype = {}, dataclasses.replace(model, lora=None), stage.frozen_dtype
+    paths, plain, dtype = {}, dataclasses.replace(model, lora=None), context.frozen_dtype
+    transform = context.weights.transform_placed
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        wide = stage.weights.transform_placed(plain, lambda base: lora.merge_lora(base, dtype), base)
-        stage.save(path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind)
+        wide = transform(plain, lambda base: lora.merge_lora(base, dtype), base)
+        context.save_checkpoint(
+            path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind, tokenizer
+        )
         del wide
         origin = path, None
-    merged_too = stage.config.export_merged
-    adapter = os.path.join(folder, f"{name}_adapter" if merged_too else name)
+    export_merged = context.config.export_merged
+    adapter = os.path.join(folder, f"{name}_adapter" if export_merged else name)
     norm = None
     if kind == "scalar" and "bias" in params["score"]:
         # PEFT's classifier has no bias either: it goes into the last layer norm, as in hf.save.
@@ -168,54 +230,12 @@ def write(
         norm = hf.fold_score_bias(norm, params["score"])
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
-        save_tokenizer(stage.tokenizer, adapter)
+        save_tokenizer(tokenizer, adapter)
     multihost.wait_for_all("export of adapters")
-    if merged_too:
+    if export_merged:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        merged = stage.weights.transform_placed(
-            plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params)
-        )
-        stage.save(paths[name], plain, merged, kind)
+        merged = transform(plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params))
+        context.save_checkpoint(paths[name], plain, merged, kind, tokenizer)
     else:
         paths[name] = adapter
     return paths
-
-
-def load(stage: Any, path: str, model: Model) -> tuple[lora.Lora, dict[str, Any]]:
-    """An adapter from its folder, on the host: (its form, its params)."""
-    stage.weights.loaded[path, None] = None
-    return hf.load_adapter(path, model)
-
-
-def told(what: str, form: lora.Lora, config) -> str:
-    """What is trained, in words."""
-    line = f"trains {what} of rank {form.r} on {', '.join(form.target_modules)}"
-    if config.load_in_8bit and not config.export_merged:
-        line += "; what is written stands on the checkpoint, not on its int8 form that is trained on (export_merged)"
-    return line
-
-
-def open_policy(stage: Any) -> None:
-    """Gives a policy stage its `start`, its `policy` the form of its adapter, and what is read of adapters, which are
-    small: `adapter` and `ref_adapter`, each (form, params on the host), None for a new one and for none."""
-    stage.start = start = start_of(stage.config, stage.trains_on)
-    found = {
-        name: load(stage, start.paths[name], stage.policy)
-        for name in dict.fromkeys((start.trained, start.reference))
-        if name is not None
-    }
-    stage.adapter, stage.ref_adapter = found.get(start.trained), found.get(start.reference)
-    form = stage.adapter[0] if stage.adapter else form_of(stage.config, stage.policy, "causal")
-    stage.policy = dataclasses.replace(stage.policy, lora=form)
-    what = f"adapter {start.trained} ({start.paths[start.trained]})" if stage.adapter else "a new adapter"
-    line = told(what, form, stage.config)
-    if stage.config.ref_model_path is None:
-        line += "; the reference is " + (f"adapter {start.reference} as it is now" if start.reference else "the base")
-    stage.report.append(line)
-
-
-def write_policy(stage: Any, folder: str, params: Params) -> dict[str, str]:
-    """`write` of the policy of a stage."""
-    params = {key: value for key, value in params.items() if key != "score"}
-    origin = origin_of(stage.start.path, stage.start.revision)
-    return write(stage, folder, "policy", stage.policy, params, "causal", stage.base["policy"], origin)

@@ -1,8 +1,8 @@
-"""The reward-model stage."""
+"""Reward models: a scalar head and its backbone, trained on preference pairs."""
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,87 +12,99 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages.supervised import SupervisedStage
+from rlhf_jax.runtime.stopping import Tick
+from rlhf_jax.stages.context import StageContext
+from rlhf_jax.stages.supervised import SupervisedStage, export_model
+from rlhf_jax.types import Params
 
 
-class RewardStage(SupervisedStage):
-    """Trains a scalar head and its backbone on preference pairs."""
+class RewardTask:
+    """What `SupervisedStage` trains for a reward model."""
 
     name = "reward"
     progress = ("loss", "accuracy", "eval/accuracy", "margin", "learning_rate")
     head = "scalar"
+    checkpoint_kind = "backbone"
+    measures_training_data = True
+    update = staticmethod(reward_model.update)
 
-    def _load_data(self, train_dataset, eval_dataset):
-        self.train_data = data.load_pairs(self.config, self.tokenizer, train_dataset)
-        self.eval_sets = data.load_eval_pairs(self.config, self.tokenizer, eval_dataset)
-        self.normalizing = data.load_normalizing(self.config, self.tokenizer)
+    def load_data(self, config, tokenizer, train_dataset, eval_dataset):
+        """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
+        train_data = data.load_pairs(config, tokenizer, train_dataset)
+        eval_sets = data.load_eval_pairs(config, tokenizer, eval_dataset)
+        return train_data, eval_sets, data.load_normalization_data(config, tokenizer)
 
-    def _starting_params(self):
-        backbone = self._load_params("backbone")["backbone"]
-        trained = self._adapt({"backbone": backbone})
-        return {**trained, "score": self.new_score(self.model, self.config.score_init_std)}
+    def early_stopping_metric(self, eval_sets: dict[str, Any]) -> None:
+        """None."""
 
-    def _compile(self):
-        dtype = jnp.dtype(self.config.dtype)
+    def select(self, params: Params) -> Params:
+        """Those of a loaded model that training starts from: the backbone."""
+        return {"backbone": params["backbone"]}
 
-        def pairs(beneath, params, batch):
-            return reward_model.pair_scores(self.model, self.model.with_lora(beneath, params), batch, dtype=dtype)
+    def with_head(self, context: StageContext, model, params: Params) -> Params:
+        """The backbone's params, or its adapter's, with a fresh score head."""
+        return {**params, "score": context.new_score_head(model, context.config.score_init_std)}
 
-        def texts(beneath, params, tokens, lengths):
-            whole = self.model.with_lora(beneath, params)
-            return reward_model.score_texts(self.model, whole, tokens, lengths, dtype=dtype)
+    def build_measure(self, stage: SupervisedStage):
+        """(params, pairs, tick) -> (accuracy, margin, loss and rewards; margins [N])."""
+        model, base_params = stage.model, stage.base_params
+        dtype = jnp.dtype(stage.config.dtype)
 
-        self._pairs, self._texts = jax.jit(pairs), jax.jit(texts)
+        @jax.jit
+        def score_pairs(base_params, params, batch):
+            return reward_model.pair_scores(model, model.with_lora(base_params, params), batch, dtype=dtype)
 
-    def learn(self, state, beneath, batch, key, rate):
-        """`reward.update`."""
-        return reward_model.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
+        def measure(params: Params, source: Any, tick: Tick):
+            parts = []
+            for batch, real in stage.batches(source, tick):
+                scores = sharding.fetch(score_pairs(base_params, params, batch))
+                parts.append([x[:real] for x in scores])
+            chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
+            margin = chosen - rejected
+            metrics = {
+                "accuracy": float(np.mean(margin > 0)),
+                "margin": float(np.mean(margin)),
+                "calibration_error": calibration.calibration_error(calibration.reliability(margin)),
+                "loss": float(np.mean(np.logaddexp(0.0, -margin))),
+                "mean_reward": float(np.mean(np.concatenate([chosen, rejected]))),
+                "min_reward": float(min(chosen.min(), rejected.min())),
+                "max_reward": float(max(chosen.max(), rejected.max())),
+            }
+            return metrics, margin
 
-    def shown(self, batch, row):
-        """{"chosen", "rejected", "margin"}: both texts with their prompt."""
+        return measure
+
+    def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
+        """`calibration.reliability` of an evaluation set's margins, without empty bins."""
+        return [{"set": name, **row} for row in calibration.reliability(margins) if row["pairs"]]
+
+    def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
+        """{"chosen", "rejected", "margin"}: both texts with their prompt, of a row of a batch on the host."""
         texts = {
             "chosen": batch.chosen_tokens[row, : batch.chosen_lengths[row]],
             "rejected": batch.rejected_tokens[row, : batch.rejected_lengths[row]],
         }
-        decoded = {name: self.tokenizer.decode(tokens) for name, tokens in texts.items()}
+        decoded = {name: tokenizer.decode(tokens) for name, tokens in texts.items()}
         return {**decoded, "margin": float(batch.margin[row])}
 
-    def measure(self, params, source):
-        """Accuracy, margin, loss and rewards on a set of pairs."""
-        parts = []
-        for batch, real in self.in_batches(source):
-            scores = sharding.fetch(self._pairs(self.beneath, params, batch))
-            parts.append([x[:real] for x in scores])
-        chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
-        margin = self.margins = chosen - rejected
-        return {
-            "accuracy": float(np.mean(margin > 0)),
-            "margin": float(np.mean(margin)),
-            "calibration_error": calibration.calibration_error(calibration.reliability(margin)),
-            "loss": float(np.mean(np.logaddexp(0.0, -margin))),
-            "mean_reward": float(np.mean(np.concatenate([chosen, rejected]))),
-            "min_reward": float(min(chosen.min(), rejected.min())),
-            "max_reward": float(max(chosen.max(), rejected.max())),
-        }
+    def export(self, stage: SupervisedStage, params: Params, folder: str) -> dict[str, str]:
+        """reward_model/: the model with its tokenizer; the mean score of the demonstrations is subtracted by the
+        head's bias."""
+        if stage.normalizing_data is not None:
+            params = reward_model.subtract_offset(params, mean_score(stage, params))
+        return export_model(stage, params, folder, "reward_model", "scalar")
 
-    def final_metrics(self, state):
-        """The same on the training pairs: how well the model fits them."""
-        values = self.measure(state.params["model"], self.train_data)
-        return {f"train/{name}": value for name, value in values.items()}
 
-    def _offset(self, params) -> float:
-        """Mean score of the demonstrations, which the exported model takes off."""
-        scores = []
-        for batch, real in self.in_batches(self.normalizing):
-            scores.append(sharding.fetch(self._texts(self.beneath, params, batch.tokens, batch.lengths))[:real])
-        return float(np.mean(np.concatenate(scores)))
+def mean_score(stage: SupervisedStage, params: Params) -> float:
+    """The mean score of the demonstrations that the exported model is normalised on."""
+    model, dtype = stage.model, jnp.dtype(stage.config.dtype)
 
-    def export(self, state, folder):
-        """reward_model/: GPTNeoXForSequenceClassification with its tokenizer, the offset folded in."""
-        params, path = state.params["model"], os.path.join(folder, "reward_model")
-        if self.normalizing is not None:
-            params = reward_model.subtract_offset(params, self._offset(params))
-        if self.base is not None:
-            return self._write_adapted(folder, "reward_model", params, "scalar")
-        self.save(path, self.model, params, "scalar")
-        return {"reward_model": path}
+    @jax.jit
+    def score_texts(base_params, params, tokens, lengths):
+        whole = model.with_lora(base_params, params)
+        return reward_model.score_texts(model, whole, tokens, lengths, dtype=dtype)
+
+    scores = []
+    for batch, real in stage.batches(stage.normalizing_data):
+        scores.append(sharding.fetch(score_texts(stage.base_params, params, batch.tokens, batch.lengths))[:real])
+    return float(np.mean(np.concatenate(scores)))

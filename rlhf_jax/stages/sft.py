@@ -1,8 +1,8 @@
-"""The supervised stage."""
+"""Supervised fine-tuning of a causal model on demonstrations."""
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,51 +10,64 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import sft
-from rlhf_jax.stages.supervised import SupervisedStage, eval_name
+from rlhf_jax.runtime.stopping import Tick
+from rlhf_jax.stages.supervised import SupervisedStage, eval_name, export_model
+from rlhf_jax.types import Params
 
 
-class SFTStage(SupervisedStage):
-    """Fine-tunes a causal model on demonstrations."""
+class SFTTask:
+    """What `SupervisedStage` trains for SFT."""
 
     name = "sft"
     progress = ("loss", "eval/loss", "learning_rate", "grad_norm")
     head = "causal"
+    checkpoint_kind = "causal"
+    measures_training_data = False
+    update = staticmethod(sft.update)
 
-    def _load_data(self, train_dataset, eval_dataset):
-        self.train_data = data.load_demonstrations(self.config, self.tokenizer, train_dataset)
-        self.eval_sets = data.load_eval_demonstrations(self.config, self.tokenizer, eval_dataset)
-        self.watched = eval_name(next(iter(self.eval_sets), ""), "loss")
+    def load_data(self, config, tokenizer, train_dataset, eval_dataset):
+        """(training data, evaluation sets by name, None)"""
+        train_data = data.load_demonstrations(config, tokenizer, train_dataset)
+        return train_data, data.load_eval_demonstrations(config, tokenizer, eval_dataset), None
 
-    def _starting_params(self):
-        return self._adapt(self._load_params("causal"))
+    def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str:
+        """The loss of the first evaluation set."""
+        return eval_name(next(iter(eval_sets), ""), "loss")
 
-    def _compile(self):
-        def evaluate(beneath, params, batch):
-            return sft.evaluate(self.model, self.model.with_lora(beneath, params), batch, self.config)
+    def select(self, params: Params) -> Params:
+        """Those of a loaded model that training starts from: all."""
+        return params
 
-        self._evaluate = jax.jit(evaluate)
+    def with_head(self, context, model, params: Params) -> Params:
+        """The params as they are: a causal head is read with them."""
+        return params
 
-    def learn(self, state, beneath, batch, key, rate):
-        """`sft.update`."""
-        return sft.update(self.model, self.optimizer, state, batch, key, rate, self.config, beneath)
+    def build_measure(self, stage: SupervisedStage):
+        """(params, data set, tick) -> (mean loss over its tokens and perplexity, None)."""
+        model, config, base_params = stage.model, stage.config, stage.base_params
 
-    def shown(self, batch, row):
-        """{"text"}: prompt and completion."""
-        return {"text": self.tokenizer.decode(batch.tokens[row, : batch.lengths[row]])}
+        @jax.jit
+        def evaluate(base_params, params, batch):
+            return sft.evaluate(model, model.with_lora(base_params, params), batch, config)
 
-    def measure(self, params, source):
-        """Mean loss over the tokens of a data set."""
-        total = count = jnp.float32(0)
-        for batch, _ in self.in_batches(source):
-            loss, tokens = self._evaluate(self.beneath, params, batch)
-            total, count = total + loss, count + tokens
-        loss = float(total) / max(float(count), 1.0)
-        return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}
+        def measure(params: Params, source: Any, tick: Tick):
+            total = count = jnp.float32(0)
+            for batch, _ in stage.batches(source, tick):
+                loss, tokens = evaluate(base_params, params, batch)
+                total, count = total + loss, count + tokens
+            loss = float(total) / max(float(count), 1.0)
+            return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}, None
 
-    def export(self, state, folder):
-        """policy/: the model with its tokenizer, as Hugging Face wants it."""
-        path, params = os.path.join(folder, "policy"), state.params["model"]
-        if self.base is not None:
-            return self._write_adapted(folder, "policy", params, "causal")
-        self.save(path, self.model, params, "causal")
-        return {"policy": path}
+        return measure
+
+    def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
+        """None: there are no pairs."""
+        return []
+
+    def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
+        """{"text"}: prompt and completion of a row of a batch on the host."""
+        return {"text": tokenizer.decode(batch.tokens[row, : batch.lengths[row]])}
+
+    def export(self, stage: SupervisedStage, params: Params, folder: str) -> dict[str, str]:
+        """policy/: the model with its tokenizer."""
+        return export_model(stage, params, folder, "policy", "causal")

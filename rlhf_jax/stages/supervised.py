@@ -1,4 +1,7 @@
-"""What the two supervised stages share: one model, one optimizer step a batch, and any number of evaluation sets."""
+"""A stage that trains one model on a data set, one optimizer step a batch: SFT and reward models.
+
+What is learned from a batch comes as a task (`sft.SFTTask`, `reward.RewardTask`).
+"""
 
 from __future__ import annotations
 
@@ -8,163 +11,236 @@ from typing import Any
 
 import jax
 
+from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
-from rlhf_jax.metrics import calibration
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import adapters, base
-from rlhf_jax.types import Array, Metrics, Params, TrainState
+from rlhf_jax.runtime.stopping import Tick, no_tick
+from rlhf_jax.stages import adapters
+from rlhf_jax.stages.context import (
+    StageContext,
+    check_context,
+    inputs_of,
+    open_tokenizer,
+    progress_metrics,
+    scratch_model,
+    state_shardings,
+    update_key,
+)
+from rlhf_jax.stages.evaluator import Completions
+from rlhf_jax.types import Params, TrainState
 
 
-class SupervisedStage(base.Stage):
-    """Data, params and one update of a model; what is learned from a batch comes from a subclass."""
+class SupervisedStage:
+    """A `base.Stage` for SFT and reward models.
 
-    head = ""
-    """Which head a model from scratch is made with: 'causal' or 'scalar'."""
+    Attributes beside those of `base.Stage`:
+      task: what is trained.
+      context: config, mesh and weights.
+      model: with its head, and the form of its adapter.
+      base_params: frozen params that the adapter is merged into; None: the model is trained in full.
+      train_data, eval_sets: rows.
+      update_step: the jitted update.
+    """
 
-    def __init__(self, config, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None):
-        super().__init__(config, optimizer=optimizer, weights=weights)
-        self._open_model()
-        self._load_data(train_dataset, eval_dataset)
-        self.report.append(str(self.train_data.report))
-        self.total_steps = batch_arithmetic(config, self.rows).updates
-        rules = base.state_rules({"model": self.model})
-        self.state = self.initial_state({"model": self._starting_params()}, rules, config.seed)
-        self._update = jax.jit(self._pure_update, donate_argnums=0, out_shardings=(self.state_shardings(), None))
-        self._compile()
-        self.margins: Any = None  # of the pairs that `measure` has seen last, where there are pairs
-        self._judged: dict[str, Any] = {}  # those of each evaluation set
+    def __init__(self, config, task, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None):
+        # --- everything that can be refused, before a weight is read
+        self.task, self.name, self.progress = task, task.name, task.progress
+        self.context = context = StageContext.open(config, weights)
+        self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
+        self.model, self.tokenizer, self.messages = open_model(context, task.head)
+        data = task.load_data(self.config, self.tokenizer, train_dataset, eval_dataset)
+        self.train_data, self.eval_sets, self.normalizing_data = data
+        self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)
+        self.messages.append(str(self.train_data.report))
+        self.total_steps = batch_arithmetic(self.config, self.rows).updates
 
-    # --- to be defined by each stage
-
-    def _load_data(self, train_dataset, eval_dataset) -> None:
-        """Sets `train_data` and `eval_sets`, a dict by name."""
-        raise NotImplementedError
-
-    def _starting_params(self) -> Params:
-        """The params to start from, on the mesh."""
-        raise NotImplementedError
-
-    def _compile(self) -> None:
-        """Wraps what evaluation needs."""
-        raise NotImplementedError
-
-    def learn(
-        self, state: TrainState, beneath: Params | None, batch: Any, key: Array, rate: Array
-    ) -> tuple[TrainState, Metrics]:
-        """(state, metrics) after one batch, adapters on `beneath`; pure."""
-        raise NotImplementedError
-
-    def shown(self, batch: Any, row: int) -> dict[str, Any]:
-        """The texts of a row of a batch on the host."""
-        raise NotImplementedError
-
-    def measure(self, params: Params, source: Any) -> dict[str, float]:
-        """Metrics of a model on a whole data set."""
-        raise NotImplementedError
-
-    # --- shared
-
-    def _open_model(self):
-        """Config and tokenizer only: data that can be refused is, before a weight is read."""
-        c = self.config
-        if c.scratch_model:
-            self.tokenizer = base.open_tokenizer(c, None, None)
-            self.model = base.scratch_model(c, self.tokenizer.vocab_size, c.max_length)
+        # --- params and programs
+        if optimizer is None:
+            optimizer = optimizers.make_optimizer(self.config, self.total_steps)
         else:
-            self.model = hf.load_model(c.model_name_or_path, revision=c.model_revision)
-            base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
-            self.tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
-        self.model = self.lay(self.model, self.head)
-        if c.use_peft:
-            self.model = dataclasses.replace(self.model, lora=adapters.form_of(c, self.model, self.head))
-            self.report.append(adapters.told("a new adapter", self.model.lora, c))
-
-    def _write_adapted(self, folder: str, name: str, params: Params, kind: str) -> dict[str, str]:
-        """`adapters.write` of the model."""
-        origin = adapters.origin_of(self.base_model, self.config.model_revision)
-        return adapters.write(self, folder, name, self.model, params, kind, self.beneath, origin)
-
-    def _adapt(self, params: Params) -> Params:
-        """Sets `base` to params and gives those that are trained: the params themselves without adapters."""
-        if self.model.lora is None:
-            return params
-        self.base = {"model": adapters.beneath(self, self.model, params)}
-        return adapters.fresh(self, self.model, params, 0)
-
-    def _load_params(self, kind: str) -> Params:
-        """Params from the config's model, read as `kind`, or fresh ones."""
-        c = self.config
-        if c.scratch_model:
-            return self.weights.init(self.model, jax.random.key(c.seed), (self.head,))
-        adapted = self.model.lora is not None and not self.model.lora.modules_to_save
-        as_read = adapters.as_base(self, self.model) if adapted else None
-        return self.weights.load(self.model, c.model_name_or_path, kind, c.model_revision, as_read)
+            optimizer = optimizers.user_optimizer(optimizer)
+        params = task.select(load_params(context, self.model, task.checkpoint_kind, task.head))
+        self.base_params = None
+        if self.model.lora is not None:
+            self.base_params = adapters.cast_base(context, self.model, params)
+            params = adapters.new_adapter(context, self.model, params, 0)
+        params = task.with_head(context, self.model, params)
+        self.state = context.initial_state({"model": params}, {"model": self.model}, optimizer)
+        self.update_step = jax.jit(
+            self._update_fn(optimizer), donate_argnums=0, out_shardings=(state_shardings(self.state), None)
+        )
+        self.measure = task.build_measure(self)
+        self.phase = "update"
+        self._margins: dict[str, Any] = {}  # of each evaluation set of pairs, in the last evaluation
 
     @property
-    def beneath(self) -> Params | None:
-        """The params that the model's adapters stand on."""
-        return self.base["model"] if self.base else None
+    def rows(self) -> int:
+        """Rows of the training data."""
+        return len(self.train_data)
 
-    def _pure_update(self, state, beneath, batch):
-        rate = self.rate(state.step)
-        state, metrics = self.learn(state, beneath, batch, self.key(state.seed, state.step), rate)
-        return state, {**metrics, **self.clock_metrics(state, rate), "nonfinite/in_a_row": state.nonfinite}
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of the data that an update takes."""
+        return self.config.batch_size
 
-    def programs(self, build) -> None:
-        """The program of an update, as `PolicyStage.programs`: of the longest rows that there may be."""
+    @property
+    def base_model(self) -> str | None:
+        """What training starts from; None: random weights."""
+        return None if self.config.scratch_model else self.config.model_name_or_path
+
+    # --- an update
+
+    def _update_fn(self, optimizer: optimizers.Optimizer):
+        """(TrainState, base_params, batch) -> (TrainState, metrics), pure."""
+        config, model, rows = self.config, self.model, self.rows
+
+        def update_step(state: TrainState, base_params: Params | None, batch: Any):
+            rate = None if optimizer.learning_rate is None else optimizer.learning_rate(state.step)
+            state, metrics = self.task.update(
+                model,
+                state,
+                batch,
+                config=config,
+                optimizer=optimizer,
+                key=update_key(state.seed, state.step),
+                base_params=base_params,
+            )
+            progress = progress_metrics(state, rate, ("learning_rate",), rows)
+            return state, {**metrics, **progress, "nonfinite/in_a_row": state.nonfinite}
+
+        return update_step
+
+    def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
+        """As `base.Stage.train_step`, of one batch of rows."""
+        size = self.config.batch_size
+        batch = self.train_data.batch(self.config.seed, step, size, self.context.local_rows(size))
+        state, metrics = self.update_step(state, self.base_params, self.context.place_share(batch, size))
+        return state, metrics, {}
+
+    # --- between updates
+
+    def batches(self, source, tick: Tick = no_tick) -> Iterator[tuple[Any, int]]:
+        """A data set in order, in padded batches of one size: (batch on the mesh, its real rows)."""
+        shards = sharding.row_shards(self.mesh)
+        size = min(self.config.batch_size, -(-max(8, len(source)) // shards) * shards)
+        for start in range(0, len(source), size):
+            tick()
+            batch = source.in_order(start, size, self.context.local_rows(size))
+            yield self.context.place_share(batch, size), min(size, len(source) - start)
+
+    def evaluate(self, state: TrainState, tick: Tick = no_tick) -> dict[str, float]:
+        """The task's metrics on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
+        metrics, self._margins = {}, {}
+        for name, source in self.eval_sets.items():
+            values, margins = self.measure(state.params["model"], source, tick)
+            if margins is not None:
+                self._margins[name] = margins
+            metrics.update({eval_name(name, key): value for key, value in values.items()})
+        return metrics
+
+    def final_metrics(self, state: TrainState) -> dict[str, float]:
+        """The task's metrics on the training data where it has them, as `train/...`."""
+        if not self.task.measures_training_data:
+            return {}
+        values, _ = self.measure(state.params["model"], self.train_data, no_tick)
+        return {f"train/{name}": value for name, value in values.items()}
+
+    def samples(self, state: TrainState, tick: Tick = no_tick) -> Completions:
+        """None."""
+        return [], []
+
+    def training_completions(self) -> Completions:
+        """None."""
+        return [], []
+
+    def calibration(self) -> list[dict[str, Any]]:
+        """As `base.Stage.calibration`: `calibration.reliability` of each set of pairs, with the set's name."""
+        return [row for name, margins in self._margins.items() for row in self.task.calibration_rows(name, margins)]
+
+    def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
+        """All rows of the update's batch, since a gradient is of them all: {"row": of the data, and its texts}."""
+        config, size = self.config, self.config.batch_size
+        batch = self.train_data.batch(config.seed, step - 1, size)
+        rows = self.train_data.rows_of(config.seed, step - 1, size)
+        return [{"row": int(row), **self.task.texts(self.tokenizer, batch, i)} for i, row in enumerate(rows)]
+
+    # --- what the run is made of
+
+    def inputs(self) -> dict[str, str]:
+        """As `base.Stage.inputs`."""
+        return inputs_of(self.context, self.train_data, self.eval_sets)
+
+    def frozen(self) -> dict[str, Params]:
+        """As `base.Stage.frozen`."""
+        return {} if self.base_params is None else {"base": self.base_params}
+
+    def trace_programs(self, build) -> None:
+        """As `RolloutStage.trace_programs`: the update, on the longest rows that there may be."""
         batch = self.train_data.batch(self.config.seed, 0, self.config.batch_size)
+        batch_sharding = sharding.batch_sharding(self.mesh)
 
         def rows(x):
             shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.batch_sharding)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding)
 
-        given = self.state, self.beneath
-        build("update", self._update, *given, jax.tree.map(rows, batch), resident=given)
+        given = self.state, self.base_params
+        build("update", self.update_step, *given, jax.tree.map(rows, batch), resident=given)
 
-    def train_step(self, state, step):
-        """One batch of rows."""
-        size = self.config.batch_size
-        batch = self.train_data.batch(self.config.seed, step, size, self.here(size))
-        state, metrics = self._update(state, self.beneath, self.place_share(batch, size))
-        return state, metrics, {}
+    def export(self, state: TrainState, folder: str) -> dict[str, str]:
+        """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""
+        return self.task.export(self, state.params["model"], folder)
 
-    def offenders(self, step):
-        """All rows of the batch, as a gradient is of them all: {"row": of the data, and what `shown` tells}."""
-        c, size = self.config, self.config.batch_size
-        batch = self.train_data.batch(c.seed, step - 1, size)
-        rows = self.train_data.rows_of(c.seed, step - 1, size)
-        return [{"row": int(row), **self.shown(batch, i)} for i, row in enumerate(rows)]
+    def close(self) -> None:
+        """Nothing to end."""
 
-    def calibration(self):
-        """`calibration.reliability` of each evaluation set of pairs: {"set": its name, ...} each."""
-        sets = {name: margins for name, margins in self._judged.items() if margins is not None}
-        return [
-            {"set": name, **row}
-            for name, margins in sets.items()
-            for row in calibration.reliability(margins)
-            if row["pairs"]
-        ]
 
-    def in_batches(self, source) -> Iterator[tuple[Any, int]]:
-        """A data set in order, in batches of one size: (batch on the mesh, its real rows); what is past them fills."""
-        part = sharding.row_shards(self.mesh)
-        size = min(self.config.batch_size, -(-max(8, len(source)) // part) * part)
-        for start in range(0, len(source), size):
-            self.tick()
-            batch = self.place_share(source.in_order(start, size, self.here(size)), size)
-            yield batch, min(size, len(source) - start)
+def open_model(context: StageContext, head: str) -> tuple[Any, Any, list[str]]:
+    """(model, tokenizer, messages), by its config alone: bad data is refused before a weight is read."""
+    config, messages = context.config, []
+    if config.scratch_model:
+        tokenizer = open_tokenizer(config, None, None)
+        model = scratch_model(config, tokenizer.vocab_size, config.max_length)
+    else:
+        model = hf.load_model(config.model_name_or_path, revision=config.model_revision)
+        check_context(model, config.max_length, "--max_length", config.model_name_or_path)
+        tokenizer = open_tokenizer(config, config.model_name_or_path, model.config.vocab_size)
+    model = context.on_mesh(model, head)
+    if config.use_peft:
+        model = dataclasses.replace(model, lora=adapters.lora_form(config, model, head))
+        messages.append(adapters.describe("a new adapter", model.lora, config))
+    return model, tokenizer, messages
 
-    def evaluate(self, state):
-        """`measure` on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
-        found, self._judged = {}, {}
-        for name, source in self.eval_sets.items():
-            values = self.measure(state.params["model"], source)
-            self._judged[name] = self.margins
-            found.update({eval_name(name, key): value for key, value in values.items()})
-        return found
+
+def load_params(context: StageContext, model, kind: str, head: str) -> Params:
+    """Params of the config's model, read as `kind`, or random ones."""
+    config = context.config
+    if config.scratch_model:
+        return context.weights.init(model, jax.random.key(config.seed), (head,))
+    cast = model.lora is not None and not model.lora.modules_to_save
+    cast_on_load = adapters.cast_base_fn(context, model) if cast else None
+    return context.weights.load(model, config.model_name_or_path, kind, config.model_revision, cast_on_load)
+
+
+def export_model(stage: SupervisedStage, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
+    """Writes the trained model to NAME/; with adapters as `adapters.export`."""
+    if stage.base_params is None:
+        path = f"{folder}/{name}"
+        stage.context.save_checkpoint(path, stage.model, params, kind, stage.tokenizer)
+        return {name: path}
+    return adapters.export(
+        stage.context,
+        folder,
+        name,
+        stage.model,
+        params,
+        kind=kind,
+        base=stage.base_params,
+        origin=adapters.origin_of(stage.base_model, stage.config.model_revision),
+        tokenizer=stage.tokenizer,
+    )
 
 
 def eval_name(source: str, metric: str) -> str:
-    """What a metric of an evaluation set is called; '' is the set without a name."""
+    """The name of an evaluation set's metric; '' is the set without a name."""
     return f"eval_{source}/{metric}" if source else f"eval/{metric}"

@@ -1,4 +1,4 @@
-"""Text that comes from elsewhere: what of it may be shown in a terminal, and JSON of any size and depth."""
+"""Untrusted text made safe to print, JSON of any size and depth, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import unicodedata
 from typing import Any
 
-LONGEST = 20_000
-"""Characters of a message."""
+import numpy as np
+
+MAX_MESSAGE_LENGTH = 20_000
+"""In characters."""
 _KEPT = frozenset("\n\t\u200c\u200d\u00ad")  # joiners are part of words and emoji
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _SUSPECT = re.compile(r"[^\x20-\x7e\n]")
@@ -19,71 +21,88 @@ _PASSWORD = re.compile(r"(?<=://)[^\s/?#]*@")
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may have it: line ends and tabs as they are; other control characters, which a terminal
-    would obey (escape sequences move the cursor, set titles, fill the clipboard), marks that turn the direction of
-    reading, and halves of surrogate pairs as the escapes \\x1b, \\u202e, \\ud800."""
+    """The text with what a terminal would execute or cannot show as escapes such as \\x1b, \\u202e and \\ud800: control
+    characters but line ends and tabs (escape sequences move the cursor, set titles, fill the clipboard), marks that
+    change the direction of text, and unpaired surrogates."""
 
-    def escaped(found: re.Match[str]) -> str:
-        character = found[0]
+    def escape(match: re.Match[str]) -> str:
+        character = match[0]
         if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
             return character
         code = ord(character)
         return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
-    return _SUSPECT.sub(escaped, text)
+    return _SUSPECT.sub(escape, text)
 
 
-def message(text: str) -> str:
-    """An error's text: `printable`, its middle left out beyond LONGEST, and the user and password of URLs as ***."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+def error_message(text: str) -> str:
+    """An error's text: `printable`, its middle cut beyond MAX_MESSAGE_LENGTH, user and password of URLs as ***."""
+    if len(text) > MAX_MESSAGE_LENGTH:
+        text = f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 2 :]}"
     return _PASSWORD.sub("***@", printable(text))
 
 
 def has_password(text: str) -> bool:
-    """Whether there is a URL with a user or a password in it."""
+    """Whether the text contains a URL with a user or a password."""
     return _PASSWORD.search(text) is not None
 
 
-def without_queries(value: Any) -> Any:
-    """Text, also in lists and dicts, with `?...` in the place of a URL's query, which may hold a secret."""
+def redact_queries(value: Any) -> Any:
+    """Strings, also in lists and dicts, with the query of a URL, which may hold a secret, replaced by `?...`."""
     if isinstance(value, str):
         return _QUERY.sub(r"\1?...", value)
     if isinstance(value, dict):
-        return {key: without_queries(item) for key, item in value.items()}
-    return [without_queries(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: redact_queries(item) for key, item in value.items()}
+    return [redact_queries(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def shown(value: Any, limit: int = 2000) -> str:
-    """repr of anything, its middle left out beyond `limit` characters; the type's name where repr itself fails."""
+def short_repr(value: Any, limit: int = 2000) -> str:
+    """repr of a value, its middle cut beyond `limit` characters; the name of its type if repr fails."""
     try:
         text = repr(value)
-    except Exception:  # an object's own code
+    except Exception:  # __repr__ may be user code
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """json.loads, which has other errors for what is nested too deep and for numbers that are too long.
+    """json.loads with one error type, also for deep nesting and for integers with too many digits.
 
     Raises:
-      json.JSONDecodeError: whatever is wrong.
+      json.JSONDecodeError: the text is not valid JSON.
     """
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise json.JSONDecodeError("Nested too deep", "", 0) from None
+        raise json.JSONDecodeError("Nested too deeply", "", 0) from None
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError(f"Not UTF-8 ({error.reason})", "", 0) from None
-    except ValueError:  # Python's limit on the digits of a whole number
-        raise json.JSONDecodeError("A number of too many digits", "", 0) from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise json.JSONDecodeError("A number with too many digits", "", 0) from None
 
 
-def never_fail_to_print() -> None:
-    """Lets standard output show what its encoding lacks as escapes, in place of ending the run: a completion may hold
-    any character."""
+def escape_unencodable_output() -> None:
+    """Makes standard output and error print characters outside their encoding as escapes instead of raising: a
+    completion may contain any character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3.2s, 4m10s, 2h05m, 3d04h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if minutes < 60:
+        return f"{minutes}m{int(seconds) % 60:02d}s"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{days}d{hours % 24:02d}h"
+
+
+def short_number(x: Any) -> str:
+    """A number in at most 4 significant digits, for the terminal."""
+    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        return str(x)
+    return f"{float(x):.4g}"

@@ -2,7 +2,7 @@
 
     python -m tests.parity.replay CASE_DIR...
 
-TRL's samples and shuffles are read from the record; log-probabilities, values, scores, rewards, advantages, losses,
+TRL's samples and orders are read from the record; log-probabilities, values, scores, rewards, advantages, losses,
 optimizer steps and metrics are ours. Prints quantity, difference, tolerance and verdict. Exit status: 0, all within
 tolerance; 1, one is out; 2, a record is refused, with the option or file that is in the way.
 
@@ -28,10 +28,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import microbatch, ppo, reward_model
+from rlhf_jax.algorithms import ppo, reward_model
+from rlhf_jax.algorithms.optimizer import learning_rate, scale_by_adamw
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored
 from tests.parity import adapters, rloo
 from tests.parity import options as opt
 from tests.parity.options import Refused
@@ -68,9 +70,9 @@ class Replay:
         self.start = adapters.start_of(folder, self.options)
         value, value_params = hf.load(folder / "value", kind="scalar")
         self.reward_model, self.reward_params = hf.load(folder / "reward", kind="scalar")
-        self.nets = ppo.Networks(self.start.policy, self.start.ref, value)
+        self.models = models_of(self.start.policy, self.start.ref, value)
         self.base, self.ref_params = self.start.base, self.start.ref_params
-        self.optimizer = microbatch.make_optimizer(self.config)
+        self.optimizer = scale_by_adamw(self.config)
         self.start_params = {"policy": self.start.params, "value": value_params}
         self.widest = max(int(self.trace[f"context_length_{update}"]) for update in range(len(self.logs)))
         self.programs = {}
@@ -100,27 +102,33 @@ class Replay:
     def _score(self, params, rollout):
         return reward_model.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
 
-    def _experience(self, state, base, ref, rollout, scores):
-        params, ref = self.nets.whole(base, state.params), self.nets.reference(base, ref)
-        return ppo.make_experience(self.nets, params, ref, rollout, scores, state.kl_coef, self.config, self.eos)
+    def _whole(self, params, base, ref):
+        reference = self.models.reference.replace(params=ref)
+        return self.models.replace(base=base, reference=reference).with_trained(params)
 
-    def _learn(self, steps, accum, state, base, experience, shuffles, rate):
+    def _experience(self, state, base, ref, rollout, scores):
+        models, batch = self._whole(state.params, base, ref), scored(rollout, scores, eos_id=self.eos)
+        return ppo.make_experience(models, batch, config=self.config, kl_coef=state.kl_coef)
+
+    def _learn(self, steps, accum, state, base, experience, orders, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
-        optimizer = accumulating(self.optimizer, accum)
-        return ppo.update(self.nets, optimizer, state, experience, shuffles, rate, config, base=base)
+        optimizer, key = at_rates(accumulating(self.optimizer, accum), rate), jax.random.key(0)
+        models = self.models.replace(base=base)
+        return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key, orders=orders)
 
     def _value_output(self, params, rollout):
         """The value at the token before the first pad of the untruncated row: what get_reward returns."""
         tokens, mask = ppo.full_sequence(rollout)
-        values = self.nets.value.scalars(params, self.nets.value.hidden(params, tokens, mask))
+        model = self.models.value.model
+        values = model.scalars(params, model.hidden(params, tokens, mask))
         last = rollout.prompt_tokens.shape[1] - 1 + adv.first_true(rollout.response == self.pad)
         return values[jnp.arange(values.shape[0]), last]
 
-    def _ref_logprobs(self, base, ref, rollout):
+    def _ref_logprobs(self, params, base, ref, rollout):
         tokens, mask = ppo.full_sequence(rollout)
-        params = self.nets.reference(base, ref)
-        hidden = self.nets.ref.hidden(params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
-        return ppo.response_logprobs(self.nets.ref, params, hidden, rollout.response, self.config.temperature)[0]
+        model, ref_params = self.models.reference.model, self._whole(params, base, ref).reference.params
+        hidden = model.hidden(ref_params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
+        return ppo.response_logprobs(model, ref_params, hidden, rollout.response, self.config.temperature)[0]
 
     # ------------------------------------------------------------------------------------------------ what was sampled
 
@@ -160,7 +168,7 @@ class Replay:
             )
             self.compare_experience(update, rollout, scores, experience)
             self.learn(update, log, experience, found, pass_ends(update, period))
-        heads = self.nets.policy.config.num_attention_heads
+        heads = self.models.policy.model.config.num_attention_heads
         steps = self.config.num_ppo_epochs * self.cut.micros
         rates = steps * sum_of_rates(self.config, len(self.logs))
         policy, theirs = adapters.ended(self.start, self.state.params["policy"])
@@ -199,7 +207,7 @@ class Replay:
     def rewards(self, rollout: Rollout, scores, experience):
         """Rewards before and after whitening, from the equations themselves: Experience does not keep them."""
         t = rollout.response.shape[1]
-        ref = self.program("_ref_logprobs")(self.base, self.ref_params, rollout)
+        ref = self.program("_ref_logprobs")(self.state.params, self.base, self.ref_params, rollout)
         inside, valued = adv.response_mask(rollout.lengths, t), adv.value_mask(rollout.lengths, t)
         ref = jnp.where(inside, ref, losses.INVALID_LOGPROB)
         penalty = -self.config.kl_coef * adv.kl_penalty(experience.logprobs, ref, self.config.kl_estimator)
@@ -208,12 +216,12 @@ class Replay:
         return rewards, adv.masked_whiten(rewards, valued, shift_mean=False), valued
 
     def learn(self, update: int, log: dict[str, float], experience, found, every: bool) -> None:
-        """The update, with the shuffles that TRL drew, and its metrics; `every`: a step after every micro-batch."""
+        """The update, with the orders that TRL drew, and its metrics; `every`: a step after every micro-batch."""
         epochs = self.config.num_ppo_epochs
-        shuffles = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
-        rate = microbatch.learning_rate(self.config, jnp.int32(update), len(self.logs))
+        orders = np.stack([self.trace[f"permutation_{update * epochs + i}"] for i in range(epochs)]).astype(np.int32)
+        rate = learning_rate(self.config, jnp.int32(update), len(self.logs))
         learn = self.program("_learn", *self.cut.stepped(every))
-        self.state, metrics = learn(self.state, self.base, experience, jnp.asarray(shuffles), rate)
+        self.state, metrics = learn(self.state, self.base, experience, jnp.asarray(orders), rate)
         metrics |= {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
         unknown = f"{self.folder.name}: not one of PPO's metrics"
         terms = terms_of_kl(metrics, self.config.kl_coef)

@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import actor_critic, microbatch, reward_model, rloo, rollout_metrics
+from rlhf_jax.algorithms import microbatch, reward_model, rloo, rollout_metrics
+from rlhf_jax.algorithms.optimizer import learning_rate, scale_by_adamw
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
 from tests.parity import adapters
 from tests.parity import options as opt
 from tests.parity.options import Refused
@@ -57,13 +59,14 @@ class RLOOReplay:
         self.trace = np.load(folder / "trace.npz")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-        self.config: RLOOConfig = self.read_options()
+        # What is recorded was sampled and trained without dropout.
+        self.config: RLOOConfig = dataclasses.replace(self.read_options(), disable_dropout=True)
         self.start = adapters.start_of(folder, self.options, trains_on=self.trains_on)
         self.check_adapter()
         self.base = self.start.base
         self.ref_params = self.start.ref_params if self.config.beta or self.always_ref else None
-        self.nets = actor_critic.Networks(self.start.policy, self.start.ref, None)
-        self.optimizer = microbatch.make_optimizer(self.config)
+        self.models = models_of(self.start.policy, self.start.ref)
+        self.optimizer = scale_by_adamw(self.config)
         self.start_params = {"policy": self.start.params}
         self.programs: dict[Any, Any] = {}
 
@@ -98,8 +101,12 @@ class RLOOReplay:
         return self.programs[key]
 
     def _experience(self, params, base, ref, rollout, scores, scorable):
-        params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
-        return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, self.config, self.eos)
+        return self._make_experience(self.config, params, base, ref, rollout, scores, scorable)
+
+    def _make_experience(self, config, params, base, ref, rollout, scores, scorable):
+        models = with_params(self.models.replace(base=base), params, ref)
+        batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=config.num_generations)
+        return rloo.make_experience(models, batch, config=config)
 
     def steps_of_a_rate(self) -> int:
         """Optimizer steps of one step of the schedule."""
@@ -119,7 +126,7 @@ class RLOOReplay:
 
     def finish(self) -> Report:
         """The final weights."""
-        heads = self.nets.policy.config.num_attention_heads
+        heads = self.models.policy.model.config.num_attention_heads
         params, theirs = adapters.ended(self.start, self.state.params["policy"])
         rates = self.steps_of_a_rate() * sum_of_rates(self.config, len(self.logs))
         compare_weights(self.report, "policy", params, theirs, heads, self.config.adam_epsilon, rates)
@@ -231,11 +238,15 @@ class Current(RLOOReplay):
           (state, metrics, loss of each micro-batch [accum])
         """
         config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
-        loss_fn, micros, _ = rloo.by_micro_batch(self.nets, rows, config, base)
-        share = microbatch.total(lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros)
-        order = jnp.arange(self.micro * self.accum)[None]
-        optimizer = accumulating(self.optimizer, 1)
-        state, stats = rloo.update(self.nets, optimizer, state, rows, order, rate[None], config, base=base)
+        models = self.models.replace(base=base)
+        loss_fn, micros, _ = rloo.by_micro_batch(models, rows, config)
+        share = microbatch.sum_over_micro_batches(
+            lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros
+        )
+        orders = jnp.arange(self.micro * self.accum)[None]
+        optimizer, key = at_rates(accumulating(self.optimizer, 1), rate), jax.random.key(0)
+        options = {"config": config, "optimizer": optimizer, "key": key, "orders": orders}
+        state, stats = rloo.update_steps(models, state, rows, **options)
         return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, share * self.accum
 
     def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
@@ -260,7 +271,7 @@ class Current(RLOOReplay):
         found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
         size = max(float(np.mean(np.abs(theirs))), float(np.mean(np.abs(rewards))))
         metrics = {name: float(x) for name, x in found.items()}
-        return Generation(rloo.apart(experience), self.order(generation), size), metrics
+        return Generation(rollout_metrics.split_groups(experience), self.order(generation), size), metrics
 
     def divisor(self, params, ref, rollout, scores, scorable) -> float:
         """What normalize_advantages divided by; 1 without it."""
@@ -273,8 +284,7 @@ class Current(RLOOReplay):
 
     def _unnormalized(self, params, base, ref, rollout, scores, scorable):
         config = dataclasses.replace(self.config, normalize_advantages=False)
-        params, ref = self.nets.whole(base, params), self.nets.reference(base, ref)
-        return rloo.make_experience(self.nets, params, ref, rollout, scores, scorable, config, self.eos)
+        return self._make_experience(config, params, base, ref, rollout, scores, scorable)
 
     def run(self) -> Report:
         """All micro-batches, then the weights they ended with."""
@@ -292,7 +302,7 @@ class Current(RLOOReplay):
                 chosen = current.order.reshape(-1, self.micro)[micro % a_generation]
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
             rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-            rate = microbatch.learning_rate(self.config, jnp.int32(step), len(self.logs))
+            rate = learning_rate(self.config, jnp.int32(step), len(self.logs))
             self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate)
             size = current.size
             for i, loss in enumerate(np.asarray(ours)):
@@ -362,13 +372,13 @@ class Legacy(RLOOReplay):
         """See `RLOOReplay.steps_of_a_rate`."""
         return self.config.num_iterations * self.cut.micros
 
-    def _learn(self, steps, accum, state, base, experience, shuffles, rate):
+    def _learn(self, steps, accum, state, base, experience, orders, rate):
         config = dataclasses.replace(self.config, num_mini_batches=steps)
-        rates = jnp.broadcast_to(rate, (rloo.steps_of(config),))
-        # TRL shuffles rows, not groups.
-        alone, optimizer = rloo.apart(experience), accumulating(self.optimizer, accum)
-        state, stats = rloo.update(self.nets, optimizer, state, alone, shuffles, rates, config, base=base)
-        return state, rloo.averaged(stats, config)
+        # TRL orders rows, not groups.
+        rows = rollout_metrics.split_groups(experience)
+        optimizer, key = at_rates(accumulating(self.optimizer, accum), rate), jax.random.key(0)
+        models, options = self.models.replace(base=base), {"config": config, "optimizer": optimizer, "key": key}
+        return rloo.update(models, state, rows, orders=orders, **options)
 
     def _score(self, params, rollout):
         return reward_model.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
@@ -407,11 +417,11 @@ class Legacy(RLOOReplay):
             ours = experience.logprobs.reshape(inside.shape)
             self.report.add("old log-probabilities", distance(ours[inside], sampled[inside]), ARRAYS, where)
             epochs = c.num_iterations
-            shuffles = np.stack([back[self.trace[f"permutation_{update * epochs + i}"]] for i in range(epochs)])
-            shuffles = jnp.asarray(shuffles, jnp.int32)
-            rate = microbatch.learning_rate(c, jnp.int32(update), len(self.logs))
+            orders = np.stack([back[self.trace[f"permutation_{update * epochs + i}"]] for i in range(epochs)])
+            orders = jnp.asarray(orders, jnp.int32)
+            rate = learning_rate(c, jnp.int32(update), len(self.logs))
             learn = self.program("_learn", *self.cut.stepped(pass_ends(update, period)))
-            self.state, metrics = learn(self.state, self.base, experience, shuffles, rate)
+            self.state, metrics = learn(self.state, self.base, experience, orders, rate)
             metrics |= {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
             self.compare_metrics(where, metrics, log, float(np.mean(np.abs(experience.advantages))))
         return self.finish()

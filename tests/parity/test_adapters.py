@@ -220,11 +220,11 @@ def test_options_of_adapters_that_were_not_used_are_no_contradiction():
 def test_of_several_adapters_the_options_say_which_is_which(tmp_path):
     folder = copied(tmp_path, "lora_named_ref")
     shutil.copytree(folder / "adapter/first", folder / "adapter/second")
-    with pytest.raises(options.Refused, match="adapter/ also has first, second; option ref_adapter_name"):
+    with pytest.raises(options.Refused, match="adapter/.*first, second.*ref_adapter_name"):
         adapters.start_of(folder, without("lora_named_ref", "ref_adapter_name"))
     assert adapters.start_of(folder, {**told(folder), "ref_adapter_name": None}).ref_params == {}
     into(folder / "adapter", folder / "adapter/third")
-    with pytest.raises(options.Refused, match="adapters second, third; option model_adapter_name"):
+    with pytest.raises(options.Refused, match="second, third.*model_adapter_name"):
         adapters.start_of(folder, told(folder))
 
 
@@ -245,7 +245,7 @@ def test_an_adapter_that_ended_in_another_form_is_refused(tmp_path):
     folder = copied(tmp_path, "lora_small")
     start = adapters.start_of(folder, told(folder))
     changed(folder / "final_policy", use_rslora=True)
-    with pytest.raises(options.Refused, match="its adapter has scale 4.0, and that of .* 2.0"):
+    with pytest.raises(options.Refused, match=r"scale 4\.0.*2\.0"):
         adapters.ended(start, start.params)
 
 

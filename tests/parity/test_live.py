@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.paths import ROOT
 from tests.parity import replay
 from tests.parity.recording import draw, tiny
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts" / "parity"
 
 
 def script(name):
@@ -24,7 +25,7 @@ def script(name):
 
 @pytest.mark.parametrize("trainer, seed", [("ppo", 6), ("rloo", 3)])
 def test_trls_trainer_and_ours_agree_side_by_side(trainer, seed, tmp_path, monkeypatch):
-    """scripts/parity_sweep.py does this for random seeds; its result is in docs/numerics.md."""
+    """scripts/parity/parity_sweep.py does this for random seeds; its result is in docs/numerics.md."""
     pytest.importorskip("trl")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # which TRL's PPO asks, where there is a GPU
     recorder = importlib.import_module(f"tests.parity.recording.{trainer}")

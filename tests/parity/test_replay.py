@@ -78,7 +78,7 @@ BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CASES.iterdir()))
 def test_a_recorded_run_of_trl_replays(name, capsys):
-    """scripts/record_cases.sh says what is in which."""
+    """scripts/parity/record_cases.sh says what is in which."""
     status = replay.main([str(CASES / name)])
     printed = capsys.readouterr().out
     assert status == 0, printed

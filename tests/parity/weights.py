@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.algorithms import microbatch
+from rlhf_jax.algorithms.optimizer import learning_rate
 from tests.parity.report import Report, distance
 
 WEIGHTS = 1e-4
@@ -40,4 +40,4 @@ def split_keys(bias: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
 
 def sum_of_rates(config, steps: int) -> float:
     """The learning rates of all steps of the schedule, summed."""
-    return float(sum(microbatch.learning_rate(config, jnp.int32(step), steps) for step in range(steps)))
+    return float(sum(learning_rate(config, jnp.int32(step), steps) for step in range(steps)))

@@ -1,0 +1,130 @@
+"""The metrics that TRL leaves unmasked or dilutes, in both forms: `metrics=correct` and `metrics=trl`.
+
+The algorithms compute sums; a form makes the reported metric of them. Line numbers are those of TRL 1.12.0.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import advantages as adv
+from rlhf_jax.types import Array, Metrics, Rollout
+
+
+class MetricForm:
+    """metrics=correct: means over the tokens, rows and actions that count."""
+
+    @staticmethod
+    def eos_count(rollout: Rollout, lengths: Array, eos_id: int) -> Array:
+        """Responses that ended by a stop token; `lengths` [B] is -1 for an absent row."""
+        return jnp.sum(rollout.ended & (lengths >= 0))
+
+    @staticmethod
+    def token_mean(x: Array, inside: Array, scale: dict[str, Array]) -> Array:
+        """A micro-batch's share of the mean of x [m, T] over a minibatch (`scale` as in `ppo.loss_and_metrics`)."""
+        return jnp.sum(jnp.where(inside, x, 0.0)) / scale["count"]
+
+    @staticmethod
+    def ratio_samples(mean_ratio: Array, by_micro_batch: Array) -> Array:
+        """The ratios of an optimizer step whose variance over the update is val/ratio_var."""
+        return mean_ratio[None]
+
+    @staticmethod
+    def ratio_variance(ratios: Array) -> Array:
+        """Variance of ratios [N] over optimizer steps, with N - 1 in the denominator as torch's; 0 for N = 1."""
+        return jnp.float32(0.0) if ratios.shape[0] == 1 else jnp.var(ratios, ddof=1)
+
+    @staticmethod
+    def zero_masked_rows(advantages: Array, masked: Array) -> Array:
+        """RLOO advantages [B] with those of masked rows 0, so that the reported loss leaves them out too.
+
+        These rows give no gradient in either form.
+        """
+        return jnp.where(masked, 0.0, advantages)
+
+    @staticmethod
+    def zero_std_groups(raw: Array, rewards: Array, scorable: Array, group_size: int) -> Array:
+        """Groups whose scores are all equal: [P] bool. `raw` [P, G] are scores, `rewards` [P, G] what is optimised."""
+        top = jnp.max(jnp.where(scorable, raw, -jnp.inf), axis=1)
+        return ~(top > jnp.min(jnp.where(scorable, raw, jnp.inf), axis=1))
+
+    @staticmethod
+    def surprise(logprobs: Array, lengths: Array) -> Array:
+        """Sum of -log-probabilities of a response: [B]; `logprobs` [B, T] are 0 outside of it."""
+        return jnp.sum(-logprobs, axis=1)
+
+    @staticmethod
+    def rloo_step(sums: dict[str, Array], extremes: dict[str, Array], totals: Metrics, t: int) -> Metrics:
+        """The metrics of one RLOO optimizer step that the forms define differently.
+
+        Args:
+          sums, extremes: by micro-batch, [N] each, of `rloo.loss_and_metrics`.
+          totals: sums over the micro-batches.
+          t: T.
+        """
+        tokens = jnp.maximum(totals["tokens"], 1.0)
+        entropy = totals["entropy"] / tokens
+        return {
+            "entropy": entropy,
+            "clip_ratio/low_min": jnp.min(extremes["low"]),
+            "clip_ratio/high_max": jnp.max(extremes["high"]),
+            "policy/entropy_avg": entropy,
+            "ratios": (totals["ratio"] / tokens)[None],
+        }
+
+
+class TRLMetricForm(MetricForm):
+    """metrics=trl: as TRL reports them, over padding too and as means of micro-batch means."""
+
+    @staticmethod
+    def eos_count(rollout: Rollout, lengths: Array, eos_id: int) -> Array:
+        """Every eos, those that fill up after the end too."""
+        return jnp.sum((rollout.response == eos_id) & (lengths >= 0)[:, None])
+
+    @staticmethod
+    def token_mean(x: Array, inside: Array, scale: dict[str, Array]) -> Array:
+        """Over all T columns, and a mean of micro-batch means (ppo_trainer.py:857-868)."""
+        return jnp.mean(x) / scale["micros"]
+
+    @staticmethod
+    def ratio_samples(mean_ratio: Array, by_micro_batch: Array) -> Array:
+        """One ratio a micro-batch."""
+        return by_micro_batch * by_micro_batch.shape[0]
+
+    @staticmethod
+    def ratio_variance(ratios: Array) -> Array:
+        """NaN for N = 1, as torch."""
+        return jnp.float32(jnp.nan) if ratios.shape[0] == 1 else jnp.var(ratios, ddof=1)
+
+    @staticmethod
+    def zero_masked_rows(advantages: Array, masked: Array) -> Array:
+        """Unchanged: their advantages count in the reported loss."""
+        return advantages
+
+    @staticmethod
+    def zero_std_groups(raw: Array, rewards: Array, scorable: Array, group_size: int) -> Array:
+        """After the KL penalty, so nearly always False (rloo_trainer.py:1585, 1608)."""
+        deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(rewards, scorable)
+        return (deviations <= 1e-8) & ((scorable.sum(axis=1) > 1) | (group_size == 1))
+
+    @staticmethod
+    def surprise(logprobs: Array, lengths: Array) -> Array:
+        """Each column outside the response counts as -1."""
+        return jnp.sum(-logprobs, axis=1) - jnp.sum(~adv.response_mask(lengths, logprobs.shape[1]), axis=1)
+
+    @staticmethod
+    def rloo_step(sums: dict[str, Array], extremes: dict[str, Array], totals: Metrics, t: int) -> Metrics:
+        """Means of micro-batch means; ratio and policy/entropy_avg over padding too."""
+        rows = jnp.maximum(jnp.sum(sums["rows"]), 1.0)
+        return {
+            "entropy": jnp.mean(sums["entropy"] / jnp.maximum(sums["tokens"], 1.0)),
+            "clip_ratio/low_min": jnp.mean(extremes["low"]),
+            "clip_ratio/high_max": jnp.mean(extremes["high"]),
+            "policy/entropy_avg": totals["entropy_all"] / (rows * t),
+            "ratios": sums["ratio_all"] / (jnp.maximum(sums["rows"], 1.0) * t),
+        }
+
+
+FORMS = {"correct": MetricForm, "trl": TRLMetricForm}
+"""By the option `metrics`."""

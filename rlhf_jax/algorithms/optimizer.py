@@ -1,0 +1,183 @@
+"""AdamW as torch has it, its learning-rate schedule, and the record of an optimizer that updates take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax.types import Array, Params
+
+
+class Optimizer(NamedTuple):
+    """An optax transformation and what an update must know of it.
+
+    Attributes:
+      transformation: its `update` takes `step`, the number of the optimizer step, beside optax's own arguments.
+      learning_rate: [] int32 number of an optimizer step -> [] float32, for the metrics; None: the transformation is
+        the user's and keeps its own.
+      keeps_finite: a gradient with a finite norm gives finite params and a finite state, so that the result needs no
+        check.
+    """
+
+    transformation: optax.GradientTransformationExtraArgs
+    learning_rate: Callable[[Array], Array] | None = None
+    keeps_finite: bool = False
+
+    def init(self, params: Params) -> Any:
+        """The optimizer state of params."""
+        return self.transformation.init(params)
+
+
+def user_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
+    """A transformation of the user's, with its own learning rate and sign, used as it is."""
+    return Optimizer(optax.with_extra_args_support(transformation))
+
+
+def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Optimizer:
+    """AdamW with its learning-rate schedule.
+
+    Args:
+      config: a stage's config.
+      total_updates: updates of the whole run.
+      steps_per_update: optimizer steps of an update.
+    """
+    rate = make_schedule(config, total_updates, steps_per_update)
+    return Optimizer(optax.chain(scale_by_adamw(config), scale_by_learning_rate(rate)), rate, keeps_finite=True)
+
+
+def scale_by_adamw(config) -> optax.GradientTransformation:
+    """AdamW without its learning rate.
+
+    Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_.
+    """
+    parts = []
+    if config.max_grad_norm is not None:
+        parts.append(optax.clip_by_global_norm(config.max_grad_norm))
+    mu_dtype = jnp.dtype(config.adam_mu_dtype)
+    parts.append(scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype))
+    if config.weight_decay:
+        which = config.weight_decay_on
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))
+    return optax.chain(*parts)
+
+
+def make_schedule(config, total_updates: int, steps_per_update: int = 1) -> Callable[[Array], Array]:
+    """`learning_rate` as a function of the optimizer step's number.
+
+    The rate changes from update to update, as in TRL's PPO; with lr_scheduler_unit 'optimizer_step' it changes from
+    optimizer step to optimizer step, as in its RLOO.
+    """
+    if getattr(config, "lr_scheduler_unit", "update") == "update":
+        return lambda step: learning_rate(config, step // steps_per_update, total_updates)
+    return lambda step: learning_rate(config, step, total_updates * steps_per_update)
+
+
+def learning_rate(config, step: Array, total_steps: int) -> Array:
+    """The rate of step `step` (0-based) of `total_steps`: Hugging Face's linear, cosine and constant schedules.
+
+    linear: lr * (total - step) / (total - warmup); cosine: lr * (1 + cos(pi * progress)) / 2; each after
+    `warmup_steps` steps of lr * step / warmup. optax's own schedules round the warmup differently.
+
+    Args:
+      config: learning_rate, lr_scheduler_type, warmup_steps.
+      step: [] int32.
+      total_steps: of the whole run.
+
+    Returns:
+      [] float32.
+    """
+    step = step.astype(jnp.float32)
+    warmup = config.warmup_steps
+    progress = jnp.clip((step - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
+    if config.lr_scheduler_type == "linear":
+        factor = 1.0 - progress
+    elif config.lr_scheduler_type == "cosine":
+        factor = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    else:
+        factor = jnp.float32(1.0)
+    if warmup > 0:
+        factor = jnp.where(step < warmup, step / warmup, factor)
+    return config.learning_rate * factor
+
+
+def scale_by_learning_rate(rate: Callable[[Array], Array]) -> optax.GradientTransformationExtraArgs:
+    """Multiplies updates by -rate(step).
+
+    optax.scale_by_schedule counts the steps that were taken. A step that is skipped because something was not finite
+    is counted here too, so `step` comes from the caller.
+    """
+
+    def update(updates, state, params=None, *, step, **_):
+        del params
+        scale = -rate(step)
+        return jax.tree.map(lambda u: scale * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_adam(b1: float, b2: float, eps: float, mu_dtype: Any = jnp.float32) -> optax.GradientTransformation:
+    """Adam (Kingma and Ba 2015, algorithm 1), eps outside the root, as torch.
+
+    optax's own computes 1 - b2**count in float32, which is 1e-5 off in the first steps; expm1 keeps every digit, as
+    torch's float64 does. The state is optax's.
+
+    Args:
+      b1, b2: decays of the two moments, in [0, 1).
+      eps: added to the root of the second moment.
+      mu_dtype: dtype in which the first moment is stored; it is computed in float32.
+
+    Returns:
+      An optax transformation whose updates are to be scaled by -learning_rate.
+    """
+
+    def init(params):
+        first = jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype), params)
+        return optax.ScaleByAdamState(count=jnp.int32(0), mu=first, nu=jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads, state, params=None):
+        del params
+        count = state.count + 1
+        mu = jax.tree.map(lambda m, g: b1 * m.astype(g.dtype) + (1 - b1) * g, state.mu, grads)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, grads)
+        first, second = (_one_minus_power(b, count) for b in (b1, b2))
+        updates = jax.tree.map(lambda m, v: (m / first) / (jnp.sqrt(v / second) + eps), mu, nu)
+        stored = jax.tree.map(lambda m: m.astype(mu_dtype), mu)
+        return updates, optax.ScaleByAdamState(count=count, mu=stored, nu=nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _one_minus_power(b: float, count: Array) -> Array:
+    return jnp.float32(1.0) if b == 0 else -jnp.expm1(count * math.log(b))
+
+
+def _decayed(params: Params, which: str) -> Any:
+    """True for params that weight decay acts on. 'matrices' is Hugging Face's rule: no biases, no norms."""
+
+    def rule(path, _):
+        names = "/".join(str(k.key) for k in path)
+        return which == "all" or not (names.endswith("/bias") or "norm" in names)
+
+    return jax.tree_util.tree_map_with_path(rule, params)
+
+
+def apply_gradients(
+    optimizer: Optimizer, params: Params, opt_state: Any, grads: Params, step: Array
+) -> tuple[Params, Any]:
+    """One optimizer step.
+
+    Args:
+      optimizer: its transformation.
+      params, opt_state, grads: pytrees of the same structure as at init.
+      step: [] int32, number of the optimizer step since the run began.
+
+    Returns:
+      (params, opt_state)
+    """
+    updates, opt_state = optimizer.transformation.update(grads, opt_state, params, step=step)
+    return optax.apply_updates(params, updates), opt_state

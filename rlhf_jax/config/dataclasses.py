@@ -1,0 +1,597 @@
+"""The config dataclasses, one per stage, and Pipeline. Names are TRL's. Every field is a flag of the same name.
+
+A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`), the string below it is its help text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from rlhf_jax.config.values import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    StepsOrFraction,
+)
+from rlhf_jax.errors import UserError
+
+Seed = Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32)]
+MaxSteps = Annotated[int, Range("-1 (use num_train_epochs) or at least 1", lambda v: v == -1 or v >= 1)]
+TopP = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
+SFT_EXPORT = "{run_dir}/sft/policy"
+"""Where the SFT stage of a pipeline exports its policy."""
+REWARD_EXPORT = "{run_dir}/reward/reward_model"
+"""Where the reward stage of a pipeline exports its model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """Options of every stage: run folder, model, data, batches, optimizer, devices."""
+
+    # --- the run
+    run_dir: str | None = None
+    """Run folder; default: runs/<stage>."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto: resume from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
+    override_resume: bool = False
+    """Resume even if options, data or starting models have changed since the run began; the changes are printed."""
+    max_minutes: PositiveFloat | None = None
+    """Save and exit with code 75 before this many minutes of wall time have passed; rerun to resume. None: no limit."""
+    deterministic: bool = False
+    """Use only deterministic kernels, none chosen by timing, on GPUs too; slower there. Other devices always do so."""
+    dry_run: bool = False
+    """Print the resolved config, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
+    topology: str | None = None
+    """With dry_run: compile for TPUs you do not have, as v5e:4x4 or v5p:2x2x2 (needs the extra tpu-aot)."""
+    seed: Seed = 42
+    """Random seed; every key is a function of the seed, the step and the row."""
+    report_to: tuple[str, ...] = ("tensorboard",)
+    """Trackers besides metrics.jsonl: tensorboard, wandb and trackio (if installed), all of them, or none."""
+    run_name: str | None = None
+    """Run name in W&B and trackio; default: the run folder."""
+    project: str | None = None
+    """Project in W&B and trackio; default: WANDB_PROJECT in the environment, or rlhf_jax."""
+    push_to_hub: bool = False
+    """Upload the final model (policy/ or reward_model/) with tokenizer and model card to the Hugging Face Hub."""
+    hub_model_id: str | None = None
+    """Hub repository, NAME or OWNER/NAME; default: the run folder's name; the default owner is the token's user."""
+    hub_private_repo: bool | None = None
+    """Whether a new Hub repository is private; None: the owner's default."""
+    logging_steps: PositiveInt = 1
+    """Updates between progress lines (metrics.jsonl gets every update)."""
+    save_steps: StepsOrFraction = 500
+    """Updates between checkpoints; below 1: that fraction of the run; 0: only at the end."""
+    save_minutes: PositiveFloat | None = None
+    """Also save a checkpoint when the last one is this many minutes old; None: never."""
+    save_total_limit: PositiveInt | None = 2
+    """Number of newest checkpoints to keep, besides the best one; None: keep all."""
+    metric_for_best_model: str | None = None
+    """Metric that selects the best checkpoint, which is kept besides the newest, as eval/loss; None: none is kept."""
+    greater_is_better: bool = False
+    """Whether a larger metric_for_best_model is better."""
+    load_best_model_at_end: bool = False
+    """Export the best checkpoint by metric_for_best_model instead of the last."""
+    eval_steps: StepsOrFraction = 0
+    """Updates between evaluations; below 1: that fraction of the run; 0: only at the end."""
+    eval_on_start: bool = False
+    """Also evaluate before the first update."""
+
+    # --- model and tokenizer
+    model_revision: str = "main"
+    """Hub revision of the starting model."""
+    scratch_model: str | None = None
+    """Start from random weights of this shape: a Pythia size ('14m') or 'LAYERSxWIDTHxHEADS' ('4x128x4')."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer, if not the model's own; 'synthetic' is the built-in one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and reductions stay float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing_policy: Literal["full", "dots"] = "full"
+    """What gradient_checkpointing recomputes: full: everything within a layer; dots: everything but the outputs of
+    matrix multiplications, which is faster and uses more memory."""
+
+    # --- adapters
+    use_peft: bool = False
+    """Train low-rank adapters (LoRA) and freeze the base params."""
+    lora_r: PositiveInt = 16
+    """Rank of a new adapter."""
+    lora_alpha: PositiveFloat = 32
+    """A new adapter's output is scaled by lora_alpha / lora_r."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r) instead."""
+    lora_dropout: Decay = 0.05
+    """Dropout on adapter inputs (PPO: none, since it trains without dropout)."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Layers that get an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or all-linear; default:
+    query_key_value, as PEFT."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Modules to train in full besides the adapters: embed_in, final_layer_norm, embed_out (score heads always)."""
+    load_in_8bit: bool = False
+    """With use_peft: keep the layers' frozen kernels in int8, with one scale per column (needs the extra int8)."""
+    export_merged: bool = True
+    """Also export the model with its adapter merged, as a checkpoint that needs no PEFT."""
+
+    # --- data
+    dataset_name: str = "trl-lib/tldr"
+    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or 'synthetic'."""
+    dataset_config: str | None = None
+    """Configuration of the dataset on the Hub."""
+    dataset_revision: str | None = None
+    """Hub revision of the dataset."""
+    dataset_train_split: str = "train"
+    """Split to train on."""
+    dataset_test_split: str | None = "validation"
+    """Split to evaluate on; None: no evaluation."""
+    eval_dataset_name: str | None = None
+    """Another dataset (or file) to evaluate on; several as NAME=SOURCE,NAME=SOURCE."""
+    dataset_streaming: bool = False
+    """Not supported: batches are a function of the seed and the step, and a stream has no random access."""
+    max_train_samples: PositiveInt | None = None
+    """Use only this many rows, the first, of the training split."""
+    max_eval_samples: PositiveInt | None = 256
+    """Use only this many rows, the first, of the evaluation split."""
+    prompt_column: str = "prompt"
+    """Column with the prompt."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """On a row with a missing, empty or wrongly typed field: stop and name the row, or skip and count it."""
+    query_length: PositiveInt = 512
+    """Maximum number of prompt tokens."""
+    query_overflow: Literal["truncate", "drop"] = "truncate"
+    """Longer prompts: truncate the post by paragraphs as OpenAI did, or drop the row as TRL does."""
+    length_buckets: tuple[int, ...] | None = None
+    """Lengths to pad rows to. SFT and reward model: one per batch; default: quarters of the maximum. PPO and RLOO: one
+    per micro-batch for its prompts, within one program; default: half, three quarters and all of the maximum."""
+
+    # --- batches and optimizer
+    batch_size: PositiveInt = 64
+    """Rows (PPO: episodes) per update, over all devices."""
+    micro_batch_size: PositiveInt | None = None
+    """Rows per forward and backward pass, over all devices; default: as many as make 2,048 tokens on a CPU, 16,384 on
+    another device. Never changes the result."""
+    learning_rate: NonNegativeFloat = 3e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Schedule after the warm-up: linear decay to 0, cosine decay to 0, or constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates of linear warm-up."""
+    adam_beta1: Decay = 0.9
+    """AdamW beta1."""
+    adam_beta2: Decay = 0.999
+    """AdamW beta2."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW epsilon (N+ uses 1e-5)."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of AdamW's first moment; bfloat16 saves 2 bytes per param."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    """Params that decay: all but biases and norms (Hugging Face, TRL), or all (torch's AdamW, N+)."""
+    max_grad_norm: PositiveFloat | None = None
+    """Clip the gradient to this global norm; None: no clipping."""
+
+    # --- non-finite numbers
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """On a non-finite loss, gradient or reward, which never reaches the params: stop the run, or skip and continue."""
+    max_nonfinite: PositiveInt = 5
+    """With on_nonfinite skip: stop the run after this many such updates in a row."""
+
+    # --- devices
+    mesh_data: Annotated[
+        int, Range("-1 (all devices that the other axes leave) or at least 1", lambda v: v == -1 or v >= 1)
+    ] = -1
+    """Devices on the data axis; -1: all that the other axes leave."""
+    mesh_fsdp: PositiveInt = 1
+    """Devices that shard params and optimizer state."""
+    mesh_tensor: PositiveInt = 1
+    """Devices that split attention heads and hidden units."""
+
+    # --- processes
+    distributed: str = "auto"
+    """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
+    num_processes: int | None = None
+    """With HOST:PORT: number of processes; default: JAX_NUM_PROCESSES in the environment."""
+    process_id: int | None = None
+    """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
+
+    @property
+    def remat(self) -> str:
+        """What the backward pass recomputes: 'none', 'dots' or 'full'."""
+        return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
+
+    @property
+    def depends_on_micro_batching(self) -> bool:
+        """Whether the loss or the metrics depend on which rows share a micro-batch."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig(StageConfig):
+    """Supervised fine-tuning on demonstrations."""
+
+    model_name_or_path: str | None = "EleutherAI/pythia-1b-deduped"
+    """Model to start from: Hub name or folder."""
+    completion_column: str = "completion"
+    """Column with the demonstration."""
+    completion_only_loss: bool = False
+    """Compute the loss on the completion only; default: on prompt and completion, as N+."""
+    max_length: PositiveInt = 562
+    """Maximum number of tokens of prompt and completion together."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Epochs over the data."""
+    max_steps: MaxSteps = -1
+    """Number of updates, if above 0; overrides num_train_epochs."""
+    early_stopping_patience: NonNegativeInt = 0
+    """Stop after this many evaluations without a lower validation loss; 0: never."""
+    disable_dropout: bool = False
+    """Disable the model's dropout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(StageConfig):
+    """A reward model from preference pairs: Bradley-Terry, -log sigmoid(chosen - rejected)."""
+
+    model_name_or_path: str | None = "EleutherAI/pythia-1b-deduped"
+    """Model to start from (usually the SFT model): Hub name or folder; it gets a new scalar head."""
+    dataset_name: str = "trl-lib/tldr-preference"
+    """Preference pairs: Hub name, local file or folder, or 'synthetic'."""
+    chosen_column: str = "chosen"
+    """Column with the chosen completion."""
+    rejected_column: str = "rejected"
+    """Column with the rejected completion."""
+    margin_column: str | None = None
+    """Column with the margin by which the chosen score must exceed the rejected one."""
+    max_length: PositiveInt = 638
+    """Maximum number of tokens of prompt and completion together; longer pairs are dropped and counted."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Epochs over the pairs."""
+    max_steps: MaxSteps = -1
+    """Number of updates, if above 0; overrides num_train_epochs."""
+    center_rewards_coefficient: NonNegativeFloat | None = None
+    """Weight of the auxiliary loss mean((chosen + rejected)^2), which centers rewards at 0."""
+    normalize_dataset_name: str | None = None
+    """Demonstrations (prompt, completion) whose mean score is shifted to 0 after training; None: no shift."""
+    normalize_samples: PositiveInt = 512
+    """Number of demonstrations in that mean."""
+    score_init_std: PositiveFloat | None = None
+    """Standard deviation of the new score head at initialization; default: 1/sqrt(D + 1), as N+."""
+    disable_dropout: bool = True
+    """Disable the model's dropout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig(StageConfig):
+    """Options that PPO and RLOO share: policy, reference, rewards, rollouts."""
+
+    # --- models
+    sft_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
+    """Policy to start from."""
+    ref_model_path: str | None = None
+    """Reference model; default: a frozen copy of the policy."""
+    ref_model_revision: str = "main"
+    """Hub revision of the reference model."""
+    start_adapter: Literal["auto", "merge", "continue"] = "auto"
+    """With use_peft, if sft_model_path is an adapter: merge it and train a new one, or continue training it; auto: PPO
+    merges, RLOO continues with a frozen copy of it as the reference (TRL)."""
+    adapters: tuple[str, ...] = ()
+    """With use_peft: named adapters on the policy's base model, each NAME=PATH; sft_model_path's is named default."""
+    model_adapter_name: str | None = None
+    """Name of the adapter to continue training; None: see start_adapter, or a new one."""
+    ref_adapter_name: str | None = None
+    """Name of the adapter whose frozen copy is the reference; base: the base model; None: the base model, or see
+    start_adapter."""
+
+    # --- rewards
+    reward_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
+    """Reward model; None: only reward functions or a server."""
+    reward_model_revision: str = "main"
+    """Hub revision of the reward model."""
+    more_reward_models: tuple[str, ...] = ()
+    """More reward models (see reward_ensemble)."""
+    reward_ensemble: Literal["sum", "mean", "min", "mean_minus_std"] = "sum"
+    """How to combine reward models: sum: each with its own weight; mean, min, mean - std: as one reward."""
+    reward_ensemble_std_coef: NonNegativeFloat = 1.0
+    """Weight of the standard deviation in mean_minus_std."""
+    reward_input: Literal["auto", "ids", "text"] = "auto"
+    """What reward models read: sampled ids, or text in their own tokenization; auto: ids if both tokenizers agree."""
+    reward_text_eos: bool = True
+    """Append the reward model's eos to the text of a response that ended (TRL's RLOO leaves it out)."""
+    reward_funcs: tuple[str, ...] = ()
+    """Reward functions, 'module:function' or 'file.py:function': plain, async, or rlhf_jax.jax_reward."""
+    reward_timeout: PositiveFloat = 600.0
+    """Timeout of one call of a Python reward function, in seconds."""
+    reward_server: str | None = None
+    """URL of a reward server: it receives prompts and completions by POST and returns scores."""
+    reward_server_timeout: PositiveFloat = 60.0
+    """Timeout of one request to the reward server, in seconds."""
+    reward_server_total_timeout: PositiveFloat = 600.0
+    """Timeout of all requests and retries of one batch, in seconds."""
+    reward_server_retries: NonNegativeInt = 5
+    """Retries after a lost connection, status 429 or 5xx."""
+    reward_server_batch_size: PositiveInt = 64
+    """Rows per request."""
+    reward_server_concurrency: PositiveInt = 4
+    """Concurrent requests."""
+    reward_server_token_env: str = "RLHF_JAX_REWARD_TOKEN"
+    """Environment variable with the reward server's bearer token, if it needs one."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each reward, in the order models, functions, server; default: 1 each."""
+    reward_failure: Literal["raise", "drop"] = "raise"
+    """When a reward function or server fails: stop with an error, or drop its rows and count them."""
+
+    # --- rollout
+    total_episodes: PositiveInt | None = None
+    """Total number of episodes; default: num_train_epochs epochs over the prompts."""
+    num_train_epochs: PositiveFloat = 3.0
+    """Epochs over the prompts, if total_episodes is not given."""
+    rollout_batch_size: PositiveInt | None = None
+    """Rows generated and scored at a time, over all devices; default: batch_size. Log-probs and values are computed
+    micro_batch_size rows at a time, if that is smaller."""
+    offload_frozen: Literal["none", "pinned_host"] = "none"
+    """Where frozen reference and reward models are kept while not in use: on the device, or in pinned host memory
+    (copied to the device at each use)."""
+    shuffle_dataset: bool = True
+    """Shuffle the prompts each epoch; false: keep their order."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Keyword arguments of the tokenizer's chat template, for conversational prompts."""
+    response_length: PositiveInt = 53
+    """Maximum number of response tokens."""
+    temperature: PositiveFloat = 0.7
+    """Sampling temperature; log-probs are computed at it too."""
+    top_k: NonNegativeInt = 0
+    """Sample from the k most likely tokens; 0: all."""
+    top_p: TopP = 1.0
+    """Sample from the most likely tokens whose total probability reaches top_p; 1: all."""
+    min_p: Fraction | None = None
+    """Exclude tokens less likely than min_p times the most likely one."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide positive and multiply negative logits of tokens that already occurred by this; 1: off."""
+    generation_kwargs: dict[str, Any] | None = None
+    """Sampling options by their Hugging Face names, which override those above; log-probs keep `temperature`."""
+    stop_token: Literal["eos"] | None = "eos"
+    """Stop a response at the tokenizer's eos; None without stop_token_id: always response_length tokens."""
+    stop_token_id: NonNegativeInt | None = None
+    """Stop at this token id; not together with stop_token."""
+    missing_eos_penalty: (
+        Annotated[float, Range("at least 0, since it is subtracted from the score", lambda v: v >= 0)] | None
+    ) = None
+    """Penalty on the score of a response without eos (see eos_penalty_mode)."""
+    eos_penalty_mode: Literal["subtract", "replace"] = "subtract"
+    """subtract: score - penalty (TRL); replace: the score becomes -penalty (N+)."""
+    old_logprobs: Literal["forward", "sampler"] = "forward"
+    """Behavior-policy log-probs: from a forward pass, or from the sampler."""
+
+    # --- early stopping and alarms
+    target_kl: PositiveFloat | None = None
+    """Skip the rest of an update's optimizer steps once policy/approxkl of a minibatch exceeds 1.5 times this; None:
+    never."""
+    early_stop: tuple[str, ...] = ()
+    """Alarms that end the run, with a checkpoint and exports: kl_below, kl_above, first_ratio, reward_std, eos_share,
+    length_growth, length_collapse."""
+    alarm_kl_below: NonNegativeFloat | None = 1.0
+    """Alarm if objective/kl is below minus this; None disables an alarm, here and below."""
+    alarm_kl_above: NonNegativeFloat | None = 200.0
+    """Alarm if objective/kl is above this."""
+    alarm_first_ratio: PositiveFloat | None = 0.01
+    """Alarm if val/first_ratio_error is above this, with dtype float32."""
+    alarm_first_ratio_bfloat16: PositiveFloat | None = 0.5
+    """The same with dtype bfloat16."""
+    alarm_reward_std: NonNegativeFloat | None = 1e-6
+    """Alarm if the standard deviation of a batch's scores is at most this."""
+    alarm_eos_share: Fraction | None = 0.5
+    """Alarm if the fraction of responses that end by themselves is below this times its initial value (means of 5
+    updates)."""
+    alarm_length_growth: Annotated[float, Range("at least 1", lambda v: v >= 1)] | None = 3.0
+    """Alarm if the response length is above this times its initial value (means of 5 updates)."""
+    alarm_length_collapse: Fraction | None = 0.25
+    """Alarm if the response length is below this times its initial value (means of 5 updates)."""
+
+    # --- samples and metrics
+    num_sample_generations: NonNegativeInt = 10
+    """Number of times during a run that sample completions are printed and written; 0: never."""
+    log_completions: bool = False
+    """Also print and write the responses of training batches, every logging_steps updates."""
+    num_completions_to_print: PositiveInt | None = 5
+    """Rows of a completion table in the terminal; None: all. The files have all."""
+    log_unique_prompts: bool = False
+    """Show only one row per prompt in these tables."""
+    metrics: Literal["correct", "trl"] = "correct"
+    """trl: log the metrics that TRL leaves unmasked or computes after the KL penalty as TRL does."""
+
+    @property
+    def depends_on_micro_batching(self) -> bool:
+        """With TRL's metrics, which take a variance over micro-batches."""
+        return self.metrics == "trl"
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig(PolicyConfig):
+    """PPO against a reward model (or reward functions), with TRL's numerics."""
+
+    # --- the value model
+    value_model_path: str | None = None
+    """Value model to start from; default: the reward model."""
+    value_model_revision: str = "main"
+    """Hub revision of the value model."""
+    value_model: Literal["separate", "shared_backbone"] = "separate"
+    """A separate network (TRL), or a second head on the policy."""
+    lora_value: Literal["full", "own", "shared"] = "full"
+    """With use_peft, what is trained of the value model: full: all params (TRL); own: an adapter and a head on its own
+    params, which are the reward model's if it starts from it (no copy); shared: both on the policy's params."""
+
+    # --- the algorithm
+    batch_size: PositiveInt = 512
+    """Episodes per update, over all devices."""
+    num_ppo_epochs: PositiveInt = 4
+    """Epochs over each batch of episodes."""
+    num_mini_batches: PositiveInt = 1
+    """Optimizer steps per epoch."""
+    kl_coef: NonNegativeFloat = 0.05
+    """Coefficient of the KL penalty in the reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the per-token KL (Schulman, Approximating KL Divergence)."""
+    kl_target: PositiveFloat | None = None
+    """Target KL per response of the adaptive controller; None: kl_coef stays fixed."""
+    kl_horizon: PositiveInt = 10000
+    """Horizon of the adaptive controller, in episodes."""
+    cliprange: PositiveFloat = 0.2
+    """Clip range of the policy ratio."""
+    vf_coef: NonNegativeFloat = 0.1
+    """Coefficient of the value loss."""
+    cliprange_value: PositiveFloat = 0.2
+    """Clip range of the value around its old prediction."""
+    gamma: Fraction = 1.0
+    """Discount factor."""
+    lam: Fraction = 0.95
+    """GAE lambda."""
+    whiten_rewards: bool = False
+    """Divide rewards by their standard deviation; the mean is kept."""
+    whiten_ddof: Literal[0, 1] = 1
+    """Variance divides by n - 1 (TRL) or n (OpenAI, N+)."""
+    score_position: Literal["after_eos", "eos"] = "after_eos"
+    """Position of the score: one token after eos (OpenAI, TRL) or eos itself."""
+    loss_aggregation: Literal["token_mean", "token_mean_micro", "seq_mean"] = "token_mean"
+    """Mean over all tokens of the minibatch; mean of micro-batch means (TRL); mean over rows of token means."""
+
+    @property
+    def depends_on_micro_batching(self) -> bool:
+        """With TRL's metrics, and with a mean of micro-batch means."""
+        return super().depends_on_micro_batching or self.loss_aggregation == "token_mean_micro"
+
+
+@dataclasses.dataclass(frozen=True)
+class RLOOConfig(PolicyConfig):
+    """RLOO: REINFORCE with a leave-one-out baseline over several responses per prompt, with TRL's numerics."""
+
+    learning_rate: NonNegativeFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the gradient to this global norm; None: no clipping."""
+    lr_scheduler_unit: Literal["optimizer_step", "update"] = "optimizer_step"
+    """Unit of the schedule and of warmup_steps: optimizer steps (TRL), or updates (TRL before 0.22)."""
+    response_length: PositiveInt = 512
+    """Maximum number of response tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probs are computed at it too."""
+
+    # --- groups
+    num_generations: Annotated[
+        int, Range("at least 2, since leave-one-out needs at least 2 responses per prompt", lambda v: v >= 2)
+    ] = 2
+    """Responses per prompt, at least 2; batch_size counts responses."""
+    num_generations_eval: PositiveInt | None = None
+    """Responses per evaluation prompt; default: num_generations."""
+    shared_prompts: bool = True
+    """Compute each prompt once for all its responses; false: once per response. The result is the same."""
+
+    # --- rewards to advantages
+    normalize_reward: bool = False
+    """Normalize scores to mean 0 and standard deviation 1 over the batch, before clipping and KL."""
+    reward_clip_range: tuple[float, ...] | None = None
+    """Clip scores to LOW HIGH, before the KL; a single number X means -X X."""
+    beta: NonNegativeFloat = 0.05
+    """Coefficient of the KL penalty in the reward; 0: no reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the per-token KL (Schulman, Approximating KL Divergence)."""
+    token_level_kl: bool = False
+    """Treat tokens as actions: a token's return has no KL of earlier tokens, and ratio and clip are per token."""
+    normalize_advantages: bool = False
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch."""
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Added to that standard deviation (TRL before 0.22: 1e-8)."""
+    mask_truncated_completions: bool = False
+    """Mask truncated responses: they give no gradient."""
+    baseline_excludes_truncated: bool = False
+    """With mask_truncated_completions: exclude truncated responses from the baseline too."""
+
+    # --- the update
+    num_iterations: PositiveInt = 1
+    """Epochs over each batch of episodes."""
+    num_mini_batches: PositiveInt = 1
+    """Optimizer steps per epoch."""
+    reshuffle: Literal["once", "per_epoch"] = "once"
+    """Shuffle the groups once per batch (TRL), or anew each epoch (TRL before 0.22)."""
+    policy_loss: Literal["clipped", "reinforce"] = "clipped"
+    """Clipped ratio (TRL), or -A log pi without ratio or clip (Ahmadian et al. 2024)."""
+    epsilon: PositiveFloat = 0.2
+    """Clip range of the ratio below 1, and above 1 if epsilon_high is not given."""
+    epsilon_high: PositiveFloat | None = None
+    """Clip range of the ratio above 1; default: epsilon."""
+    disable_dropout: bool = False
+    """Disable the policy's dropout."""
+    sync_ref_model: bool = False
+    """Periodically move the reference towards the policy (TR-DPO)."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Weight of the policy in the updated reference."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Optimizer steps between reference updates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward, then RUN/ppo or RUN/rloo.
+
+    `{run_dir}` in a text option of a stage stands for the pipeline's folder.
+    """
+
+    run_dir: str | None = None
+    """Run folder, with one subfolder per stage; default: runs/pipeline."""
+    seed: Seed | None = None
+    """Seed of every stage; None: each stage's own."""
+    resume: Literal["auto", "must", "never"] | None = None
+    """resume of every stage (auto, must, never); None: each stage's own."""
+    override_resume: bool = False
+    """Resume every stage even if options, data or starting models have changed since it began."""
+    max_minutes: float | None = None
+    """Save and exit with code 75 before this many minutes of wall time have passed; rerun to resume. None: no limit."""
+    deterministic: bool = False
+    """Use only deterministic kernels, none chosen by timing, on GPUs too; slower there. Other devices always do so."""
+    dry_run: bool = False
+    """Print the resolved configs, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
+    topology: str | None = None
+    """With dry_run: compile for TPUs you do not have, as v5e:4x4 or v5p:2x2x2 (needs the extra tpu-aot)."""
+    distributed: str = "auto"
+    """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
+    num_processes: int | None = None
+    """With HOST:PORT: number of processes; default: JAX_NUM_PROCESSES in the environment."""
+    process_id: int | None = None
+    """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
+    sft: SFTConfig = SFTConfig()
+    """Supervised fine-tuning; exports its policy to RUN/sft/policy."""
+    reward: RewardConfig = RewardConfig(model_name_or_path=SFT_EXPORT)
+    """Reward model; exported to RUN/reward/reward_model."""
+    ppo: PPOConfig | None = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT)
+    """PPO; exports policy and value model to RUN/ppo/policy and RUN/ppo/value. None: use rloo."""
+    rloo: RLOOConfig | None = None
+    """RLOO instead of PPO; exports its policy to RUN/rloo/policy."""
+
+
+Config = StageConfig | Pipeline
+STAGES: dict[str, type[StageConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "rloo": RLOOConfig}
+
+
+def register_stage(name: str, config_type: type[StageConfig]) -> None:
+    """Makes a stage's config known to config files, flags and run folders; see `stages.register_algorithm`.
+
+    Raises:
+      UserError: the name has another config.
+    """
+    known = STAGES.setdefault(name, config_type)
+    if known.__qualname__ != config_type.__qualname__:  # a config file may be read twice
+        raise UserError(f"algorithm {name!r}: the stage of that name has the config {known.__name__}")
+    STAGES[name] = config_type
+
+
+def config_types() -> dict[str, type]:
+    """Config dataclass by the name that config.json has under 'stage'."""
+    return {**STAGES, "pipeline": Pipeline}
+
+
+def stage_name(config: Config) -> str:
+    """'sft', 'reward', 'ppo', 'rloo' or 'pipeline': the name in config.json and of the default run folder."""
+    return next(name for name, kind in config_types().items() if type(config) is kind)

@@ -1,0 +1,247 @@
+"""Types and ranges of config fields, and the values that fit them.
+
+One type checker serves Python configs, config.json and command-line flags, so that a wrong value gives the same error
+everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.utils.text import parse_json, short_repr
+
+# Computation is in float32: a larger number would become inf, a smaller one 0.
+_LARGEST, _SMALLEST = float.fromhex("0x1.fffffep+127"), 2.0**-126
+_MAX_DEPTH = 50  # of nested dicts and lists
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """' Did you mean a, b?' for the names in `known` closest to `name`, or the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+# --- ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that a number may have: metadata of a field's type, `Annotated[int, Range(...)]`.
+
+    Attributes:
+      description: completes 'it must be ...'.
+      contains: whether a value is in the range.
+    """
+
+    description: str
+    contains: Callable[[float], bool]
+
+    def error(self, name: str, value: Any) -> str | None:
+        """What is wrong with the value of an option; None if nothing is. None is in every range."""
+        if value is None or self.contains(value):
+            return None
+        return f"{name} is {value}; it must be {self.description}."
+
+
+PositiveInt = Annotated[int, Range("at least 1", lambda v: v >= 1)]
+NonNegativeInt = Annotated[int, Range("at least 0", lambda v: v >= 0)]
+PositiveFloat = Annotated[float, Range("above 0", lambda v: v > 0)]
+NonNegativeFloat = Annotated[float, Range("at least 0", lambda v: v >= 0)]
+Fraction = Annotated[float, Range("between 0 and 1", lambda v: 0 <= v <= 1)]
+Decay = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
+StepsOrFraction = Annotated[
+    float,
+    Range(
+        "0 (only at the end), between 0 and 1 (a fraction of the run) or a whole number of updates below 2^31",
+        lambda v: 0 <= v < 1 or (1 <= v < 2**31 and float(v).is_integer()),
+    ),
+]
+
+
+@functools.cache
+def field_ranges(config_type: type) -> dict[str, Range]:
+    """Field name -> its Range, for the fields of a config dataclass that have one."""
+    ranges = {}
+    for name, hint in typing.get_type_hints(config_type, include_extras=True).items():
+        parts = (hint, *typing.get_args(hint))  # Annotated[...] or Annotated[...] | None
+        metadata = [extra for part in parts for extra in getattr(part, "__metadata__", ())]
+        ranges.update((name, extra) for extra in metadata if isinstance(extra, Range))
+    return ranges
+
+
+# --- types
+
+
+@functools.cache
+def field_types(config_type: type) -> dict[str, Any]:
+    """Field name -> type of a config dataclass, without ranges."""
+    hints = typing.get_type_hints(config_type)
+    return {f.name: hints[f.name] for f in dataclasses.fields(config_type)}
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """(the type without None, whether None is allowed)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        return rest[0], len(rest) < len(typing.get_args(hint))
+    return hint, False
+
+
+def stage_type(hint: Any) -> type | None:
+    """The stage's config class of a pipeline's field (`PPOConfig`, `PPOConfig | None`); None for other types."""
+    inner, _ = without_none(hint)
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
+def is_dict(hint: Any) -> bool:
+    """Whether a field holds a dict: on the command line it is written as JSON."""
+    return typing.get_origin(without_none(hint)[0]) is dict
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words, for messages: 'a whole number or None', 'one of linear, cosine, constant'."""
+    inner, optional = without_none(hint)
+    if typing.get_origin(inner) is typing.Literal:
+        words = "one of " + ", ".join(str(a) for a in typing.get_args(inner))
+    elif typing.get_origin(inner) is tuple:
+        names = {str: "a list of words", int: "a list of whole numbers", float: "a list of numbers"}
+        words = names[typing.get_args(inner)[0]]
+    elif stage_type(hint) is not None:
+        words = f"a {inner.__name__}"
+    elif is_dict(hint):
+        words = "a dict of plain values (on the command line JSON: '{\"top_k\": 50}')"
+    else:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[inner]
+    return words + (" or None" if optional else "")
+
+
+def checked_types(config: Any, prefix: str = "") -> Any:
+    """The config with every field of its declared type; UserError names the first that is not."""
+    values = {}
+    for name, hint in field_types(type(config)).items():
+        value = getattr(config, name)
+        stage = stage_type(hint)
+        if stage is None:
+            values[name] = checked_value(prefix + name, hint, value)
+        elif type(value) is stage:
+            values[name] = checked_types(value, f"{name}.")
+        elif value is not None or not without_none(hint)[1]:
+            raise UserError(f"{prefix}{name} must be {describe_type(hint)}, not {type(value).__name__}.")
+    return dataclasses.replace(config, **values)
+
+
+def checked_value(name: str, hint: Any, value: Any) -> Any:
+    """`value` converted to type `hint`; UserError names the option and its type.
+
+    Ints become floats and lists tuples. For a list of words or floats, a single one becomes a list of one, and the word
+    'none' an empty list.
+    """
+    wrong = UserError(f"{name} = {short_repr(value)}: it must be {describe_type(hint)}.")
+    inner, optional = without_none(hint)
+    if value is None:
+        if optional:
+            return None
+        raise wrong
+    if typing.get_origin(inner) is typing.Literal:
+        allowed = typing.get_args(inner)
+        if isinstance(value, bool) or not isinstance(value, str | int) or value not in allowed:
+            raise UserError(str(wrong) + nearest(short_repr(value, 50).strip("'"), map(str, allowed), 1))
+        return value
+    if typing.get_origin(inner) is tuple:
+        of = typing.get_args(inner)[0]
+        single = str if of is str else (int, float) if of is float else ()
+        if isinstance(value, single) and not isinstance(value, bool):
+            value = (value,)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise wrong
+        if of is str and [str(v).lower() for v in value] == ["none"]:
+            return None if optional else ()
+        return tuple(checked_value(name, of, v) for v in value)
+    if is_dict(hint):
+        if not isinstance(value, dict):
+            raise wrong
+        return _plain(name, value)
+    if inner is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) < 2**128 else math.inf
+    if not isinstance(value, inner) or (isinstance(value, bool) and inner is not bool):
+        raise wrong
+    if inner is float and not math.isfinite(value):
+        raise UserError(f"{name} = {value!r}: it must be a finite number.")
+    if inner is float and value and not _SMALLEST <= abs(value) <= _LARGEST:
+        raise UserError(f"{name} = {value!r}: it must be 0 or between {_SMALLEST:.2g} and {_LARGEST:.2g} (float32).")
+    if inner is int:
+        _check_bits(name, value)
+    return value
+
+
+def _check_bits(name: str, value: int) -> None:
+    if abs(value) >= 2**63:
+        raise UserError(f"{name} is a number of {value.bit_length()} bits: it must be below 2^63.")
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
+    """`value` as config.json returns it (tuples become lists); UserError if JSON cannot hold it."""
+    if depth > _MAX_DEPTH:
+        raise UserError(f"{name.partition('[')[0]} is nested more than {_MAX_DEPTH} deep, or contains itself.")
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(f"{name}[{key!r}]", item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item, depth + 1) for item in value]
+    if isinstance(value, int):
+        _check_bits(name, value)
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise UserError(
+        f"{name} = {short_repr(value)}: it must be plain, so that config.json can hold it: text, a finite number, "
+        "true, false, None, or a list or dict (with text keys) of these."
+    )
+
+
+# --- words of the command line
+
+
+def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
+    """The value of command-line words: `3e-6`, `None`, `true`, `a b` or `a,b` for a list, JSON for a dict."""
+    inner, optional = without_none(hint)
+    if typing.get_origin(inner) is tuple:
+        parts = [part for word in words for part in word.split(",") if part]
+        if [part.lower() for part in parts] == ["none"]:
+            return None if optional else ()
+        return checked_value(name, hint, [_parse(name, typing.get_args(inner)[0], part) for part in parts])
+    if is_dict(hint) and words:
+        words = [" ".join(words)]
+    if inner is bool and not words:
+        return True
+    if len(words) != 1:
+        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+        raise UserError(f"{name} takes one value ({describe_type(hint)}), {got}.")
+    return checked_value(name, hint, _parse(name, hint, words[0]))
+
+
+def _parse(name: str, hint: Any, word: str) -> Any:
+    """The value of one word; the word itself if it is none of that type, which `checked_value` then refuses."""
+    inner, optional = without_none(hint)
+    if optional and word.lower() == "none":
+        return None
+    if is_dict(hint):
+        try:
+            return parse_json(word)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} = {word!r} is not JSON ({error}): it must be {describe_type(hint)}.") from None
+    if typing.get_origin(inner) is typing.Literal:
+        return {str(a): a for a in typing.get_args(inner)}.get(word, word)
+    if inner is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word)
+    try:
+        return inner(word)
+    except ValueError:
+        return word

@@ -1,0 +1,113 @@
+"""The registry of algorithms that train on sampled responses.
+
+An algorithm is its equations, one file with `make_experience` and `update`, one config and one record here. A config
+file may register its own: see `register_algorithm`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_jax.algorithms import ppo, rloo
+from rlhf_jax.config import PPOConfig, RLOOConfig, register_stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """What a stage must know of an algorithm.
+
+    Attributes:
+      name: of the stage, in config.json and for the run's folder.
+      config: its config dataclass, a PolicyConfig.
+      make_experience: (Models, ScoredRollout, *, config, kl_coef) -> (experience, metrics); pure.
+      update: (Models, TrainState, experience, *, config, optimizer, key, causes) -> (TrainState, metrics); pure.
+      eval_metrics: (Models, experience, *, config) -> metrics of the loss without an update; pure. None: none.
+      steps_per_update: optimizer steps of an update, of a config.
+      group_size: responses to a prompt in training, of a config.
+      eval_group_size: the same in evaluation.
+      shares_prompts: whether generation computes each prompt once for its group, of (Models, config).
+      has_value_model: whether there is a critic, by the options value_model, value_model_path and lora_value.
+      uses_reference: whether there is a reference policy, of a config.
+      moves_reference: whether updates move the reference, of a config.
+      adapt_kl_coef: (TrainState, metrics of make_experience, config) -> TrainState after an update; None: fixed.
+      continues_adapter: whether an adapter at sft_model_path is trained further by default; else it is merged.
+      token_advantages: whether a response has advantages token by token without others to its prompt.
+      progress: names of the metrics for the terminal, in order.
+      learning_rate_metrics: names of the learning rate among the metrics.
+    """
+
+    name: str
+    config: type
+    make_experience: Callable
+    update: Callable
+    eval_metrics: Callable | None = None
+    steps_per_update: Callable[[Any], int] = lambda config: 1
+    group_size: Callable[[Any], int] = lambda config: 1
+    eval_group_size: Callable[[Any], int] = lambda config: 1
+    shares_prompts: Callable[[Any, Any], bool] = lambda models, config: False
+    has_value_model: bool = False
+    uses_reference: Callable[[Any], bool] = lambda config: True
+    moves_reference: Callable[[Any], bool] = lambda config: False
+    adapt_kl_coef: Callable | None = None
+    continues_adapter: bool = False
+    token_advantages: bool = False
+    progress: tuple[str, ...] = ("objective/scores", "objective/kl", "val/response_length")
+    learning_rate_metrics: tuple[str, ...] = ("lr",)
+
+
+ALGORITHMS: dict[str, Algorithm] = {}
+"""By name."""
+
+
+def register_algorithm(algorithm: Algorithm) -> None:
+    """Makes an algorithm known to the command by its config; a config file may call it (docs/architecture.md)."""
+    register_stage(algorithm.name, algorithm.config)
+    ALGORITHMS[algorithm.name] = algorithm
+
+
+register_algorithm(
+    Algorithm(
+        name="ppo",
+        config=PPOConfig,
+        make_experience=ppo.make_experience,
+        update=ppo.update,
+        eval_metrics=ppo.eval_metrics,
+        steps_per_update=ppo.steps_per_update,
+        has_value_model=True,
+        adapt_kl_coef=ppo.adapt_kl_coef,
+        token_advantages=True,
+        progress=(
+            "objective/scores",
+            "objective/rlhf_reward",
+            "objective/kl",
+            "val/response_length",
+            "policy/approxkl_avg",
+        ),
+    )
+)
+register_algorithm(
+    Algorithm(
+        name="rloo",
+        config=RLOOConfig,
+        make_experience=rloo.make_experience,
+        update=rloo.update,
+        eval_metrics=rloo.eval_metrics,
+        steps_per_update=rloo.steps_per_update,
+        group_size=lambda config: config.num_generations,
+        eval_group_size=lambda config: config.num_generations_eval or config.num_generations,
+        shares_prompts=rloo.shares_prompts,
+        uses_reference=lambda config: bool(config.beta),
+        moves_reference=lambda config: config.sync_ref_model,
+        continues_adapter=True,
+        progress=(
+            "reward",
+            "objective/rlhf_reward",
+            "objective/kl",
+            "completions/mean_length",
+            "policy/approxkl_avg",
+        ),
+        learning_rate_metrics=("learning_rate", "lr"),
+    )
+)

@@ -1,0 +1,309 @@
+"""Builds the models of a stage that samples: opened first, so that bad input is refused before a weight is read, then
+loaded onto the mesh. Every function returns what it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.actor_critic import Models, Network
+from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import Model
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards import scorer as scoring
+from rlhf_jax.stages import adapters
+from rlhf_jax.stages.algorithms import Algorithm
+from rlhf_jax.stages.context import StageContext, check_context, open_tokenizer, scratch_model
+from rlhf_jax.types import Params, TrainState
+
+# --- models without params
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModels:
+    """The models of a run without params.
+
+    Attributes:
+      tokenizer: the policy's.
+      policy, reference: with a causal head.
+      value: with a scalar head; None: there is none, or the policy carries it.
+      adapters: of the policy; None: it is trained in full.
+      messages: lines on what was opened.
+    """
+
+    tokenizer: Any
+    policy: Model
+    reference: Model
+    value: Model | None = None
+    adapters: adapters.PolicyAdapters | None = None
+    messages: tuple[str, ...] = ()
+
+
+def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
+    """Policy, reference and tokenizer, by their configs alone."""
+    config, messages = context.config, []
+    if config.scratch_model:
+        tokenizer = open_tokenizer(config, None, None)
+        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length)
+    else:
+        model = hf.load_model(config.sft_model_path, revision=config.model_revision)
+        tokenizer = open_tokenizer(config, config.sft_model_path, model.config.vocab_size)
+    policy, opened = context.on_mesh(model, "causal"), None
+    if config.use_peft:
+        opened = adapters.open_adapters(context, policy, algorithm.continues_adapter)
+        form = opened.trained[0] if opened.trained else adapters.lora_form(config, policy, "causal")
+        policy = dataclasses.replace(policy, lora=form)
+        messages.append(adapters.describe_policy(opened, form, config))
+    elif not config.scratch_model and hf.is_adapter(config.sft_model_path, config.model_revision):
+        messages.append(f"{config.sft_model_path} is an adapter: merged into its base, and all of it is trained")
+    check_stop_token(config, policy)
+    reference = policy
+    if opened is not None and opened.reference is not None:
+        reference = dataclasses.replace(policy, lora=opened.reference[0])
+    if config.ref_model_path is not None:
+        reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision)
+        reference = context.on_mesh(reference, "causal")
+    check_sequence_length(config, policy, config.sft_model_path or config.scratch_model)
+    check_same_ids(config, tokenizer, reference, "ref_model_path")
+    return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages))
+
+
+def open_reward_models(context: StageContext, tokenizer, conversational: bool) -> list[scoring.RewardModel]:
+    """The reward models on the mesh, without params."""
+    config, reward_models = context.config, []
+    for reader in scoring.open_models(config, tokenizer, conversational):
+        reader = dataclasses.replace(reader, model=context.on_mesh(reader.model, "scalar"))
+        if reader.tokenizer is None:
+            check_sequence_length(config, reader.model, f"reward model {reader.path}")
+        reward_models.append(reader)
+    return reward_models
+
+
+def open_value_model(
+    context: StageContext, opened: OpenedModels, reward_models: Sequence[scoring.RewardModel]
+) -> OpenedModels:
+    """The same with a value model: its own, the first reward model's, or the policy's backbone, by the options."""
+    config = context.config
+    if config.value_model != "separate":
+        return opened
+    first = reward_models[0] if reward_models else None
+    if config.value_model_path is not None:
+        value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
+        value = context.on_mesh(value, "scalar")
+    elif first is not None and first.tokenizer is not None:
+        raise UserError(
+            f"the value model starts from the reward model {first.path}, which reads text by a tokenizer of its own, "
+            "but values are for the policy's ids: set value_model_path, or value_model 'shared_backbone'"
+        )
+    else:
+        value = opened.policy if first is None else first.model
+    if config.lora_value == "shared":
+        value = opened.policy
+    form = None if config.lora_value == "full" else adapters.lora_form(config, value, "scalar")
+    value = dataclasses.replace(value, lora=form)
+    check_same_ids(config, opened.tokenizer, value, "value_model_path")
+    return dataclasses.replace(opened, value=value)
+
+
+def check_stop_token(config, policy: Model) -> None:
+    """Refuses a stop_token_id that no response could contain."""
+    rows = policy.config.vocab_size
+    if config.stop_token_id is not None and config.stop_token_id >= rows:
+        raise UserError(
+            f"--stop_token_id {config.stop_token_id} is beyond the vocabulary of "
+            f"{config.sft_model_path or config.scratch_model}: its ids are 0 to {rows - 1}. No response could end by it"
+        )
+
+
+def check_sequence_length(config, model: Model, path: str) -> None:
+    """Refuses a model whose context is shorter than prompt and response."""
+    check_context(model, config.query_length + config.response_length, "--query_length + --response_length", path)
+
+
+def check_same_ids(config, tokenizer, model: Model, option: str) -> None:
+    """Refuses a model that cannot read the policy's ids or its sequences."""
+    path = getattr(config, option) or config.sft_model_path or config.scratch_model
+    check_sequence_length(config, model, path)
+    most = max(tokenizer.pad_id, tokenizer.eos_id)
+    if model.config.vocab_size <= most:
+        raise UserError(
+            f"--{option} {path} has {model.config.vocab_size} embedding rows, but the policy's tokenizer uses "
+            f"id {most}: they were not made for one tokenizer"
+        )
+
+
+# --- params
+
+
+class LoadedModels(NamedTuple):
+    """Models and state of a run, on the mesh.
+
+    Attributes:
+      models: frozen params; trained ones are the state's.
+      state: before the first update.
+      reward_params: of the reward models, in order.
+    """
+
+    models: Models
+    state: TrainState
+    reward_params: list[Params]
+
+
+def build_models(
+    context: StageContext,
+    algorithm: Algorithm,
+    opened: OpenedModels,
+    reward_models: Sequence[scoring.RewardModel],
+    optimizer: Optimizer,
+) -> LoadedModels:
+    """Loads every model of a run, and makes the TrainState.
+
+    Params that are only read are cast to the compute dtype as they are loaded, unless trained float32 params start as
+    a copy of them. With `offload_frozen` reference and reward models wait in host memory.
+    """
+    config, weights = context.config, context.weights
+    copied = copied_in_float32(config, opened, reward_models)
+    reward_params = [
+        weights.load(
+            reader.model,
+            reader.path,
+            "scalar",
+            reader.revision,
+            None if number == 0 and "reward" in copied else context.cast_frozen_fn(reader.model),
+        )
+        for number, reader in enumerate(reward_models)
+    ]
+    policy = load_policy(context, opened, cast="policy" not in copied)
+    ref_params = None
+    if algorithm.uses_reference(config):
+        ref_params = load_reference(context, opened, policy, context.frozen_dtype)
+    base = None
+    if config.use_peft:
+        base = {"policy": adapters.cast_base(context, opened.policy, policy)}
+    trained = {"policy": trained_policy(context, opened, policy)}
+    if algorithm.has_value_model and opened.value is None:
+        trained["policy"] = {**trained["policy"], "score": context.new_score_head(opened.policy)}
+    elif algorithm.has_value_model and opened.value.lora is not None:
+        trained["value"], value_base = adapted_value(context, opened, policy, reward_models, reward_params)
+        if value_base is not None:
+            base = {**base, "value": value_base}
+            if config.value_model_path is None:  # one copy for the value model and the reward model it starts from
+                reward_params[0] = value_base
+    elif algorithm.has_value_model:
+        trained["value"] = full_value(context, opened, policy, reward_params)
+    models_by_role = {"policy": opened.policy, "value": opened.value or opened.policy}
+    state = context.initial_state(trained, {role: models_by_role[role] for role in trained}, optimizer)
+    if algorithm.moves_reference(config):
+        # Buffers of its own: an update overwrites the state's, and samples are compared with the first reference.
+        state = state.replace(ref_params=load_reference(context, opened, policy, jnp.dtype(jnp.float32)))
+    del policy
+    if ref_params is not None:
+        ref_params = offload(config, ref_params)
+    reward_params = [
+        offload(config, context.cast_frozen(reader.model, params))
+        for reader, params in zip(reward_models, reward_params)
+    ]
+    models = Models(
+        policy=Network(opened.policy),
+        reference=None if ref_params is None else Network(opened.reference, ref_params),
+        value=None if opened.value is None else Network(opened.value),
+        base=base,
+        mesh=context.mesh,
+    )
+    return LoadedModels(models, state, reward_params)
+
+
+def copied_in_float32(config, opened: OpenedModels, reward_models: Sequence[Any]) -> set[str]:
+    """Of 'policy' and 'reward' those whose float32 params other trained params start as a copy of."""
+    copied = set()
+    form, value = opened.policy.lora, opened.value
+    if form is not None and form.modules_to_save and opened.adapters.trained is None:
+        copied.add("policy")
+    if value is not None and (value.lora is None or value.lora.modules_to_save) and config.value_model_path is None:
+        copied.add("reward" if reward_models and config.lora_value != "shared" else "policy")
+    return copied
+
+
+def load_policy(context: StageContext, opened: OpenedModels, cast: bool) -> Params:
+    """The params that the policy starts from; with adapters those of their base, cast as it is kept."""
+    config = context.config
+    if config.scratch_model:
+        return context.weights.init(opened.policy, jax.random.key(config.seed), ("causal",))
+    path, revision = config.sft_model_path, config.model_revision
+    if config.use_peft:
+        path, revision = opened.adapters.start.path, opened.adapters.start.revision
+    cast_on_load = adapters.cast_base_fn(context, opened.policy) if config.use_peft and cast else None
+    return context.weights.load(opened.policy, path, "causal", revision, cast_on_load)
+
+
+def trained_policy(context: StageContext, opened: OpenedModels, policy: Params) -> Params:
+    """What is trained of the policy: its params, or a new or an earlier adapter."""
+    if not context.config.use_peft:
+        return policy
+    if opened.adapters.trained is None:
+        return adapters.new_adapter(context, opened.policy, policy, 0)
+    return context.place_params(opened.policy, opened.adapters.trained[1])
+
+
+def load_reference(context: StageContext, opened: OpenedModels, policy: Params, dtype) -> Params:
+    """The reference's params in `dtype`: its own, or a copy of those that the policy starts from.
+
+    A copy, since an update overwrites the policy's buffers. With adapters it is the policy's base, which costs nothing,
+    or an adapter on it.
+    """
+    config, reference = context.config, opened.reference
+    if config.ref_model_path is not None:
+        cast_on_load = None if dtype == jnp.float32 else context.cast_frozen_fn(reference)
+        revision = config.ref_model_revision
+        return context.weights.load(reference, config.ref_model_path, "causal", revision, cast_on_load)
+    if config.use_peft:
+        own = opened.adapters.reference
+        return {} if own is None else context.place_params(reference, own[1])
+    return context.weights.copy(reference, policy, dtype)
+
+
+def full_value(context: StageContext, opened: OpenedModels, policy: Params, reward_params: Sequence[Params]) -> Params:
+    """Params of a value model that is trained in full."""
+    config, value = context.config, opened.value
+    if config.value_model_path is not None:
+        return context.weights.load(value, config.value_model_path, "scalar", config.value_model_revision)
+    if reward_params:
+        return context.weights.copy(value, reward_params[0])
+    backbone = context.weights.copy(value, {"backbone": policy["backbone"]})
+    return {**backbone, "score": context.new_score_head(value)}
+
+
+def adapted_value(
+    context: StageContext,
+    opened: OpenedModels,
+    policy: Params,
+    reward_models: Sequence[scoring.RewardModel],
+    reward_params: Sequence[Params],
+) -> tuple[Params, Params | None]:
+    """(a new adapter and the head of the value model, its base params; None where they are the policy's)."""
+    config, value = context.config, opened.value
+    if config.lora_value == "shared":
+        head = {"score": context.new_score_head(value)}
+        return {**adapters.new_adapter(context, value, policy, 1), **head}, None
+    if config.value_model_path is not None:
+        cast_on_load = None if value.lora.modules_to_save else adapters.cast_base_fn(context, value)
+        revision = config.value_model_revision
+        start = context.weights.load(value, config.value_model_path, "scalar", revision, cast_on_load)
+        base = adapters.cast_base(context, value, start)
+    else:
+        start = reward_params[0]
+        base = context.cast_frozen(reward_models[0].model, start)
+    head = context.weights.copy(value, {"score": start["score"]})
+    return {**adapters.new_adapter(context, value, start, 1), **head}, base
+
+
+def offload(config, params: Params) -> Params:
+    """Params in host memory with `offload_frozen`; else unchanged."""
+    where = config.offload_frozen
+    return params if where == "none" else sharding.to_host_memory(params, f"offload_frozen {where}")

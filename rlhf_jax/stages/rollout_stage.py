@@ -1,0 +1,331 @@
+"""A stage that trains a policy on its own responses: generate, score, make experience, update.
+
+The algorithm comes as a record (see `algorithms.Algorithm`); nothing here depends on which one it is.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import data
+from rlhf_jax.algorithms import optimizer as optimizers
+from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards.scorer import Scorer
+from rlhf_jax.runtime.stopping import Tick, no_tick
+from rlhf_jax.stages import adapters, build_models
+from rlhf_jax.stages.algorithms import Algorithm
+from rlhf_jax.stages.build_programs import build_programs, prompt_width
+from rlhf_jax.stages.context import StageContext, inputs_of
+from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
+from rlhf_jax.stages.runner import Runner
+from rlhf_jax.types import Params, PromptBatch, TrainState
+from rlhf_jax.utils.clock import Clock
+
+
+class RolloutStage:
+    """A `base.Stage` for PPO, RLOO and registered algorithms.
+
+    Attributes beside those of `base.Stage`:
+      algorithm: the record.
+      context: config, mesh and weights.
+      opened: models without params, with the tokenizer.
+      models: the same with frozen params.
+      runner, programs: see there.
+      evaluator: a RolloutEvaluator.
+      scorer: the rewards.
+      train_data, eval_sets: prompts.
+      group_size: responses to a prompt.
+      shares_prompts: whether generation computes each prompt once for its group.
+    """
+
+    early_stopping_metric = None
+
+    def __init__(
+        self,
+        config,
+        algorithm: Algorithm,
+        *,
+        train_dataset=None,
+        eval_dataset=None,
+        reward_funcs=None,
+        optimizer=None,
+        weights=None,
+    ):
+        # --- everything that can be refused, before a weight is read
+        self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
+        self.context = context = StageContext.open(config, weights)
+        self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
+        self.group_size = algorithm.group_size(self.config)
+        opened = build_models.open_policy(context, algorithm)
+        self.tokenizer = opened.tokenizer
+        self.train_data = data.load_prompts(self.config, self.tokenizer, train_dataset)
+        self.eval_sets = data.load_eval_prompts(self.config, self.tokenizer, eval_dataset)
+        self.messages = [*opened.messages, str(self.train_data.report)]
+        reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
+        self.messages += [
+            f"reward model {reader.path} reads text, by its own tokenizer"
+            for reader in reward_models
+            if reader.tokenizer
+        ]
+        self.scorer = Scorer(self.config, self.tokenizer, reward_models, list(reward_funcs or ()), self.mesh)
+        for source in (self.train_data, *self.eval_sets.values()):
+            self.scorer.check_columns(tuple(source.columns([0])))
+        if algorithm.has_value_model:
+            opened = build_models.open_value_model(context, opened, reward_models)
+        self.opened = opened
+        self.total_steps = batch_arithmetic(self.config, self.rows).updates
+
+        # --- params and programs
+        if optimizer is None:
+            steps_per_update = algorithm.steps_per_update(self.config)
+            optimizer = optimizers.make_optimizer(self.config, self.total_steps, steps_per_update)
+        else:
+            optimizer = optimizers.user_optimizer(optimizer)
+        # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
+        eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))
+        loaded = build_models.build_models(context, algorithm, opened, reward_models, optimizer)
+        self.models, self.state = loaded.models, loaded.state
+        self.scorer.set_params(loaded.reward_params)
+        self.shares_prompts = algorithm.shares_prompts(self.models, self.config)
+        if self.group_size > 1 and self.config.shared_prompts and not self.shares_prompts:
+            self.messages.append(
+                "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
+            )
+        self.programs = build_programs(
+            context,
+            algorithm,
+            self.models,
+            self.state,
+            optimizer=optimizer,
+            eos_id=self.tokenizer.eos_id,
+            episodes_per_epoch=self.rows * self.group_size,
+        )
+        self.runner = Runner(
+            context,
+            self.programs,
+            self.models,
+            self.tokenizer.eos_id,
+            self.total_steps,
+            self.rows * self.group_size,
+        )
+        self.evaluator = RolloutEvaluator(
+            self.runner,
+            self.scorer,
+            self.tokenizer,
+            self.train_data,
+            self.eval_sets,
+            algorithm.eval_group_size(self.config),
+            algorithm.token_advantages,
+            eval_seed,
+        )
+
+        # --- what changes from update to update
+        self.phase = "update"
+        self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
+        self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
+        self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
+
+    @property
+    def rows(self) -> int:
+        """Prompts of the training data."""
+        return len(self.train_data)
+
+    @property
+    def rows_per_update(self) -> int:
+        """Prompts of an update."""
+        return self.config.batch_size // self.group_size
+
+    @property
+    def base_model(self) -> str | None:
+        """The SFT model; None: random weights."""
+        return None if self.config.scratch_model else self.config.sft_model_path
+
+    # --- an update
+
+    def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
+        """As `base.Stage.train_step`: prompts, rollout, scores, experience, update."""
+        config, runner, clock = self.config, self.runner, Clock()
+        self.phase = "generate"
+        prompts = self._prompts(step)
+        policy, group_size = state.params["policy"], self.group_size
+        rollout = runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step, group_size=group_size)
+        rollout = clock.wait("generate", rollout)
+
+        tick()
+        self.phase = "score"
+        rows = np.repeat(prompts.rows, group_size)
+        scored = self.scorer.score(rollout, self.train_data, rows, group_size, runner.trainer_state(step))
+        clock.wait("score", scored.scores)
+        reward_seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
+
+        tick()
+        self.phase = "experience"
+        if scored.none_scorable:
+            warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
+            state, metrics = self.programs.skip(state, rollout)
+            return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+        made = runner.make_experience(state, rollout, scored, group_size)
+        experience, metrics = clock.wait("experience", made)
+
+        tick()
+        self.phase = "update"
+        batch = ScoredBatch(rollout, scored, self.train_data, rows)
+        self._completions = None
+        if config.log_completions and (step + 1) % config.logging_steps == 0:
+            # Copies, since the update may overwrite these buffers.
+            advantages = jnp.array(experience.advantages)
+            self._completions = batch, advantages, self.evaluator.first_token_kl(state, rollout)
+        self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
+        self._recent_batches[step + 1] = batch, experience
+        updated = self.programs.update(state, self.models.base, experience, metrics)
+        self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
+        state, metrics = clock.wait("update", updated)
+        return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+
+    def _prompts(self, step: int) -> PromptBatch:
+        """The host's batch of an update."""
+        if step not in self._next_prompts:
+            count = self.rows_per_update
+            return self.train_data.batch(self.config.seed, step, count, self.context.local_rows(count))
+        return self._next_prompts[step]
+
+    # --- between updates
+
+    def evaluate(self, state: TrainState, tick: Tick = no_tick) -> dict[str, float]:
+        """As `RolloutEvaluator.evaluate`."""
+        return self.evaluator.evaluate(state, tick)
+
+    def samples(self, state: TrainState, tick: Tick = no_tick) -> Completions:
+        """As `RolloutEvaluator.samples`."""
+        return self.evaluator.samples(state, tick)
+
+    def training_completions(self) -> Completions:
+        """TRL's completions table of the last training batch, where log_completions asks for it; else empty."""
+        if self._completions is None:
+            return [], []
+        completions, self._completions = self._completions, None
+        return self.evaluator.training_table(*completions)
+
+    def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
+        """As `RolloutEvaluator.nonfinite_rows`, of one of the last two updates; empty for an earlier one."""
+        if step not in self._recent_batches:
+            return []
+        return self.evaluator.nonfinite_rows(*self._recent_batches[step])
+
+    def final_metrics(self, state: TrainState) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def calibration(self) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+    # --- what the run is made of
+
+    def inputs(self) -> dict[str, str]:
+        """As `base.Stage.inputs`."""
+        return inputs_of(self.context, self.train_data, self.eval_sets)
+
+    def frozen(self) -> dict[str, Params]:
+        """As `base.Stage.frozen`."""
+        models, reward_models = self.models, self.scorer.models
+        frozen = {} if models.base is None else {"base": models.base["policy"]}
+        value_base = None if models.base is None else models.base.get("value")
+        if value_base is not None and all(value_base is not reader.params for reader in reward_models):
+            frozen["base of value"] = value_base
+        if models.reference is not None and models.reference.params:
+            frozen["reference"] = models.reference.params
+        if self.state.ref_params is not None:
+            frozen["reference that moves"] = self.state.ref_params
+        for number, reader in enumerate(reward_models, 1):
+            frozen["reward" if number == 1 else f"reward {number}"] = reader.params
+        return frozen
+
+    def trace_programs(self, build) -> None:
+        """Hands each program of an update, with the shapes of its arguments, to `build(name, jitted, *arguments,
+        resident=what is held between programs)`, which returns the shapes of the results."""
+        config, state, models, programs = self.config, self.state, self.models, self.programs
+        batch_sharding = sharding.batch_sharding(self.mesh)
+
+        def rows(count, *shape, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=batch_sharding)
+
+        p, b, policy = self.rows_per_update, config.batch_size, state.params["policy"]
+        prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p))
+        policy_base = None if models.base is None else models.base["policy"]
+        given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size)
+        rollout = build("generate", programs.generate, *given, resident=(policy, policy_base))
+        self.scorer.programs(build, rollout, self.group_size)
+        scored = self.runner.scored_rollout(
+            rollout, rows(b, dtype=jnp.float32), rows(b, dtype=bool), None, self.group_size
+        )
+        reference = self.runner.reference_params(state)
+        given = (state.params, models.base, reference, scored, state.kl_coef)
+        held = state.ref_params
+        if held is None and models.reference is not None:
+            held = models.reference.params
+        resident = (state.params, models.base, held)
+        experience, metrics = build("experience", programs.experience, *given, resident=resident)
+        build("update", programs.update, state, models.base, experience, metrics, resident=(state, models.base))
+
+    def export(self, state: TrainState, folder: str) -> dict[str, str]:
+        """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
+        context, opened, base = self.context, self.opened, self.models.base
+        tokenizer, params = self.tokenizer, state.params["policy"]
+        if base is not None:
+            start = opened.adapters.start
+            paths = adapters.export(
+                context,
+                folder,
+                "policy",
+                opened.policy,
+                {key: value for key, value in params.items() if key != "score"},
+                kind="causal",
+                base=base["policy"],
+                origin=adapters.origin_of(start.path, start.revision),
+                tokenizer=tokenizer,
+            )
+        else:
+            path = os.path.join(folder, "policy")
+            context.save_checkpoint(path, opened.policy, params, "causal", tokenizer)
+            paths = {"policy": path}
+        if self.algorithm.has_value_model:
+            paths |= self._export_value(state, folder)
+        return paths
+
+    def _export_value(self, state: TrainState, folder: str) -> dict[str, str]:
+        config, opened = self.config, self.opened
+        model, path = opened.value or opened.policy, os.path.join(folder, "value")
+        params = state.params["policy" if opened.value is None else "value"]
+        if model.lora is None:
+            self.context.save_checkpoint(path, model, params, "scalar", self.tokenizer)
+            return {"value": path}
+        if "value" in self.models.base:
+            base = self.models.base["value"]
+            start = config.reward_model_path, config.reward_model_revision
+            if config.value_model_path is not None:
+                start = config.value_model_path, config.value_model_revision
+        else:
+            base, start = self.models.base["policy"], (opened.adapters.start.path, opened.adapters.start.revision)
+        return adapters.export(
+            self.context,
+            folder,
+            "value",
+            model,
+            params,
+            kind="scalar",
+            base=base,
+            origin=adapters.origin_of(*start),
+            tokenizer=self.tokenizer,
+        )
+
+    def close(self) -> None:
+        """Ends the threads of reward functions."""
+        self.scorer.close()

@@ -1,0 +1,309 @@
+"""Our side of benchmark.py, in its own process: whole updates of the training loop, then each phase separately.
+
+    python scripts/bench/benchmark_ours.py WORK --pair N [--name NAME] [--micro M]
+
+benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_case import (
+    COPY_ENTRIES,
+    Case,
+    best_rate,
+    child_arguments,
+    matrix_sizes,
+    our_options,
+    peak_rss_mib,
+    rows_of,
+    write_result,
+)
+from jax.errors import JaxRuntimeError
+
+from rlhf_jax.algorithms import actor_critic, microbatch, rollout_metrics
+from rlhf_jax.algorithms import optimizer as optimizers
+from rlhf_jax.config import STAGES as CONFIGS
+from rlhf_jax.config import files as config_files
+from rlhf_jax.config import validation, values
+from rlhf_jax.generate import map_in_chunks
+from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.runtime import compile_cache, loop, monitor, progress, stopping
+from rlhf_jax.runtime import run_folder as run_folders
+from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.stages import open_stage
+from rlhf_jax.stages.build_programs import build_programs
+
+REPEATS = 3
+
+
+def config_of(case: Case, work: Path, micro: int | None, run_dir: str):
+    """Our config for the case."""
+    return CONFIGS[case.algo](**our_options(case, work, micro, run_dir))
+
+
+class Peak(Callback):
+    """Peak memory up to the end of each update."""
+
+    def __init__(self):
+        self.memory: dict[str, float] = {}
+
+    def on_step_end(self, step: int, metrics: dict[str, float], control: Control) -> None:
+        """Update `step` is complete."""
+        self.memory = memory()
+
+
+def memory() -> dict[str, float]:
+    """Peak memory in MiB of this process and of its fullest device."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    peak = {"peak_rss_mib": peak_rss_mib()}
+    return peak | ({"peak_device_mib": max(peaks) / 2**20} if max(peaks) else {})
+
+
+class NoCheckpoints:
+    """Replaces a run's checkpoints, whose writing is not measured."""
+
+    def save(self, *_: Any) -> None:
+        """Does nothing."""
+
+
+def updates(stage, work: Path) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+    """Runs all updates through `rlhf_jax.runtime.loop`: (state, timings of each update, peak memory)."""
+    config = stage.config
+    run_folder = run_folders.RunFolder.open(config.run_dir, json.loads(config_files.to_json(config)), config.resume)
+    peak, control = Peak(), Control()
+    logger = metrics_logger.MetricLogger.open(
+        run_folder.path,
+        report_to=config.report_to,
+        terminal=progress.TerminalLines(total_steps=stage.total_steps, logging_steps=config.logging_steps),
+        callback=lambda step, values: peak.on_step_end(step, values, control),
+    )
+    with logger:
+        run = loop.Loop(
+            stage,
+            state=stage.state,
+            start=0,
+            run_folder=run_folder,
+            checkpoints=NoCheckpoints(),
+            logger=logger,
+            callbacks=(peak,),
+            control=control,
+            stops=stopping.Stops(),
+            monitor=monitor.Monitor(stage, run_folder),
+        )
+        with run.guarded():
+            while run.updates_remain():
+                run.begin_update()
+                run.end_update(*stage.train_step(run.state, run.step))
+                run.run_due(run.due())
+    return run.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
+
+
+def loop_phases(line: dict[str, float]) -> dict[str, float]:
+    """Timings of one update under the names of `benchmark_case.LOOP`."""
+    names = {"generate": "generate", "score": "reward", "experience": "experience", "update": "update"}
+    return {new: line[f"time/{old}"] for old, new in names.items()}
+
+
+def timed(run: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of a call and its result; the first call, which may compile, is reported separately."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - began)
+    return {"first": seconds[0], "all": seconds[1:], "seconds": median(seconds[1:])}
+
+
+def prefill_only(stage):
+    """The stage's runner with responses of one token: its rollout is prefill and one sampled token."""
+    context = dataclasses.replace(stage.context, config=dataclasses.replace(stage.config, response_length=1))
+    programs = build_programs(
+        context,
+        stage.algorithm,
+        stage.models,
+        stage.state,
+        optimizer=optimizers.make_optimizer(stage.config, stage.total_steps),
+        eos_id=stage.tokenizer.eos_id,
+        episodes_per_epoch=stage.rows,
+    )
+    return dataclasses.replace(stage.runner, context=context, programs=programs)
+
+
+def alone(stage, name: str) -> Callable:
+    """Jitted forward pass of 'reference' (log-probabilities) or 'value': (params, rollout, experience) -> array."""
+    c, models = stage.config, stage.models
+
+    def ppo_rows(rows, params):
+        tokens, mask = rows
+        t = c.response_length
+        model = (models.value if name == "value" else models.reference).model
+        hidden = actor_critic.response_hidden(model, params, tokens, mask, t, c)
+        if name == "value":
+            return model.scalars(params, hidden)
+        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -t:], c.temperature)[0]
+
+    def run(params, rollout, experience):
+        if stage.name == "ppo":
+            rows, at_once = actor_critic.full_sequence(rollout), c.rollout_batch_size
+            return map_in_chunks(lambda part: ppo_rows(part, params), rows, at_once)
+        rows = experience if stage.shares_prompts else rollout_metrics.split_groups(experience)
+        groups, size = rows.lengths.shape
+        at_once = microbatch.groups_per_chunk(c.rollout_batch_size, size, groups)
+        reference = models.reference.model
+        return map_in_chunks(lambda part: actor_critic.group_logprobs(reference, params, part, c)[0], rows, at_once)
+
+    return jax.jit(run)
+
+
+def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Times each wanted phase separately, with the stage's own programs where it has them.
+
+    Args:
+      stage: of PPO or RLOO.
+      state: its train state; donated if 'update' is wanted.
+      wanted: of `benchmark_case.PHASES`; 'generate' adds 'prefill' and 'decode', the rest of it.
+
+    Returns:
+      {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has "seconds" only.
+    """
+    group_size, found = stage.group_size, {}
+    prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
+    rows = np.repeat(prompts.rows, group_size)
+
+    def roll(runner=stage.runner):
+        options = {"seed": state.seed, "step": state.step, "group_size": group_size}
+        return runner.generate_rollout(state.params["policy"], prompts, **options)
+
+    if "generate" in wanted:
+        short = prefill_only(stage)
+        found["generate"], found["prefill"] = timed(roll), timed(lambda: roll(short))
+        rest = found["generate"]["seconds"] - found["prefill"]["seconds"]
+        if rest > 0.1 * found["generate"]["seconds"]:  # less is noise
+            found["decode"] = {"seconds": rest}
+    if set(wanted) == {"generate"}:
+        return found
+    rollout = roll()
+
+    def score():
+        return stage.scorer.score(rollout, stage.train_data, rows, group_size, stage.runner.trainer_state(0))
+
+    if "reward" in wanted:
+        found["reward"] = timed(lambda: score().scores)
+    if set(wanted) <= {"generate", "reward"}:
+        return found
+    made = stage.runner.make_experience(state, rollout, score(), group_size)
+    experience, metrics = jax.block_until_ready(made)
+    models = stage.models.with_trained(state.params)
+    parts = {"reference": models.reference, "value": models.value}
+    frozen = {name: None if network is None else network.params for name, network in parts.items()}
+    for name, params in frozen.items():
+        if name in wanted:
+            program = alone(stage, name)
+            found[name] = timed(lambda program=program, params=params: program(params, rollout, experience))
+    if "update" in wanted:
+
+        def learn():
+            nonlocal state
+            state, update_metrics = stage.programs.update(state, stage.models.base, experience, metrics)
+            return update_metrics
+
+        found["update"] = timed(learn)
+    return found
+
+
+def matmul_flops(device: str, dtype: str) -> float:
+    """FLOP/s of the fastest large matrix product."""
+    multiply = jax.jit(jnp.matmul)
+
+    def attempt(n: int) -> tuple[float, Callable[[], float]]:
+        a = jnp.ones((n, n), dtype)
+
+        def run() -> float:
+            began = time.perf_counter()
+            multiply(a, a).block_until_ready()
+            return time.perf_counter() - began
+
+        return 2.0 * n**3, run
+
+    return best_rate([attempt(n) for n in matrix_sizes(device)])
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    source, copied = jnp.zeros(COPY_ENTRIES, jnp.float32), jax.jit(lambda x: x + 1)
+
+    def run() -> float:
+        began = time.perf_counter()
+        copied(source).block_until_ready()
+        return time.perf_counter() - began
+
+    return best_rate([(8.0 * COPY_ENTRIES, run)])
+
+
+def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
+    """All measurements of this process."""
+    compiling = compile_cache.CompileTimer()
+    config = config_of(case, work, micro, str(work / f"run-{name}"))
+    validation.check(values.checked_types(config))
+    began = time.perf_counter()
+    stage = open_stage(config, train_dataset=rows_of(work, pair))
+    result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
+    state = stage.state
+    try:
+        wanted = () if case.phase is None else tuple(stage_phases(case))
+        if case.phase in (None, "all"):
+            compiling.since_last()
+            state, lines, peak = updates(stage, work)
+            result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
+            result |= {"compile_seconds": compiling.seconds, **peak}
+        if case.profile and pair == 0:
+            if "updates" not in result:
+                state, _, _ = stage.train_step(state, 0)  # compile before the trace
+            with jax.profiler.trace(case.profile):
+                state, seen, _ = stage.train_step(state, case.updates)
+                jax.block_until_ready((state, seen))
+        if wanted:
+            result["phases"] = phases(stage, state, wanted)
+            if "updates" not in result:
+                result |= {"compile_seconds": compiling.seconds, **memory()}
+    finally:
+        stage.close()
+    device = jax.devices()[0]
+    result |= {"device": "cpu" if device.platform == "cpu" else "cuda" if device.platform == "gpu" else device.platform}
+    result |= {"device_kind": device.device_kind, "versions": {"jax": jax.__version__}}
+    return result | {"matmul_flops": matmul_flops(result["device"], case.dtype), "bandwidth": bandwidth()}
+
+
+def stage_phases(case: Case) -> list[str]:
+    """Phases selected by --phase."""
+    names = ["generate", "reference", "reward", "value", "update"]
+    if case.algo == "rloo":
+        names.remove("value")
+    return names if case.phase == "all" else [case.phase]
+
+
+def main() -> None:
+    """One measurement; running out of memory is a result, not an error."""
+    case, args = child_arguments()
+    try:
+        result = measure(case, args.work, args.pair, args.name, args.micro)
+    except (JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        result = {"out_of_memory": str(error)[:300]}
+    write_result(args.work, "ours", args.name, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Reports of benchmark.py: ratios, phases, sizes tried, printed text, stored bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import benchmark_work
+from benchmark_case import LOOP, Case, available_cores
+
+from rlhf_jax import UserError
+from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.utils.strict_json import json_text
+
+SYSTEMS = ("ours", "trl")
+SLACK = 0.6
+"""A stored bound is this share of the lowest ratio of the pairs, to tolerate noise."""
+
+
+def seconds_of(result: dict[str, Any]) -> float:
+    """Median seconds of an update, without the first."""
+    return median(result["updates"][1:])
+
+
+def peak_of(result: dict[str, Any]) -> float:
+    """Peak memory in MiB: of the device if it has its own memory, else of the process."""
+    return result.get("peak_device_mib", result["peak_rss_mib"])
+
+
+def ratios(pairs: Sequence[dict[str, dict]]) -> list[dict[str, float]]:
+    """For each pair: our episodes/s over TRL's, TRL's peak memory over ours. Higher is better for ours."""
+    rows = []
+    for pair in pairs:
+        ours, trl = pair["ours"], pair["trl"]
+        speed, memory = seconds_of(trl) / seconds_of(ours), peak_of(trl) / peak_of(ours)
+        rows.append({"speed": speed, "memory": memory, "first_update": trl["updates"][0] / ours["updates"][0]})
+    return rows
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest."""
+    return {"median": median(values), "low": min(values), "high": max(values)}
+
+
+def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
+    """One row per phase and system: seconds (median without first updates), tokens/s, FLOP/s, MFU.
+
+    Decoding also has bytes per second and their share of bandwidth. The work is the same for both, but TRL's PPO saves
+    a policy forward pass in `experience`: it keeps the logits that it sampled from.
+    """
+    results = [result for pair in pairs for result in pair.values()]
+    peak = max(result["matmul_flops"] for result in results)
+    bandwidth = max(result["bandwidth"] for result in results)
+    args = (case.group, case.response_length)
+    works = [benchmark_work.work(shape, prompts, *args, case.epochs, case.algo, case.frozen) for prompts in lengths]
+    read = median(benchmark_work.decode_bytes(shape, prompts, *args, case.dtype) for prompts in lengths)
+    seconds_by_phase: dict[tuple[str, str, str], list[float]] = {}
+    for pair in pairs:
+        for system, result in pair.items():
+            for line in result.get("loop", [])[1:]:
+                for phase in (*LOOP, "reference", "value"):
+                    if phase in line:
+                        seconds_by_phase.setdefault((phase, system, "loop"), []).append(line[phase])
+            for phase, times in result.get("phases", {}).items():
+                seconds_by_phase.setdefault((phase, system, "alone"), []).append(times["seconds"])
+    rows = []
+    for (phase, system, where), values in seconds_by_phase.items():
+        flops, tokens = (median(work[phase][i] for work in works) for i in (0, 1))
+        seconds = median(values)
+        row = {"phase": phase, "system": system, "where": where, "seconds": seconds}
+        row |= {"tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
+        row["mfu"] = flops / seconds / peak
+        if phase == "decode":
+            row |= {"bytes_per_second": read / seconds, "bandwidth_share": read / seconds / bandwidth}
+        rows.append(row)
+    order = (*LOOP, "prefill", "decode", "reference", "value")
+    return sorted(rows, key=lambda row: (row["where"] == "alone", order.index(row["phase"]), row["system"]))
+
+
+def trial_table(trials: Sequence[dict[str, Any]]) -> str:
+    """The micro-batch sizes tried; each system's fastest and the one with the least memory are marked."""
+    lines = [f"{'system':6} {'micro':>6} {'s/update':>10} {'peak MiB':>10}"]
+    for row in trials:
+        if "seconds" not in row:
+            lines.append(f"{row['system']:6} {row['micro']:6}   out of memory")
+            continue
+        others = [other for other in trials if other["system"] == row["system"] and "seconds" in other]
+        marks = {"seconds": "fastest", "peak_mib": "least memory"}
+        marked = [text for name, text in marks.items() if row is min(others, key=lambda other: other[name])]
+        line = f"{row['system']:6} {row['micro']:6} {row['seconds']:10.3f} {row['peak_mib']:10,.0f}"
+        lines.append(f"{line}  {', '.join(marked)}".rstrip())
+    return "\n".join(lines)
+
+
+def report(case: Case, pairs: list[dict], table: list[dict]) -> str:
+    """The printed figures."""
+    lines = [case.name, ""]
+    for number, pair in enumerate(pairs, 1):
+        for system, result in pair.items():
+            if "updates" not in result:
+                continue
+            seconds = seconds_of(result)
+            line = f"pair {number} {system:4} {seconds:8.3f} s an update, {case.batch / seconds:8.3f} episodes/s, "
+            line += f"first {result['updates'][0]:.2f} s, peak {peak_of(result):,.0f} MiB, micro {result['micro']}"
+            compiling = result.get("compile_seconds")
+            lines.append(line + (f", compiling {compiling:.2f} s" if compiling is not None else ""))
+    if all(set(pair) == set(SYSTEMS) and "updates" in pair["ours"] for pair in pairs):
+        each = ratios(pairs)
+        lines.append("")
+        for name, text in (("speed", "episodes/s, ours / TRL"), ("memory", "peak memory, TRL / ours")):
+            values = [row[name] for row in each]
+            over_pairs = spread(values)
+            low, high = over_pairs["low"], over_pairs["high"]
+            shown = ", ".join(f"{value:.2f}" for value in values)
+            lines.append(f"{text}: {over_pairs['median']:.2f} ({low:.2f} to {high:.2f}; pairs: {shown})")
+    lines += ["", f"{'phase':11} {'system':6} {'timed':5} {'seconds':>9} {'tokens/s':>10} {'GFLOP/s':>9} {'MFU':>6}"]
+    for row in table:
+        share = f"  {row['bandwidth_share']:.0%} of bandwidth" if "bandwidth_share" in row else ""
+        lines.append(
+            f"{row['phase']:11} {row['system']:6} {row['where']:5} {row['seconds']:9.3f} "
+            f"{row['tokens_per_second']:10.0f} {row['flops_per_second'] / 1e9:9.1f} {row['mfu']:6.1%}{share}"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """The machine and its load."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpu = next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "cpu": cpu,
+        "cores": available_cores(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+    }
+
+
+def load_warning(about: dict[str, Any]) -> str | None:
+    """A warning if other jobs used more than half a core at the start.
+
+    Torch's threads spin while they wait for each other, so TRL on several cores is many times slower on a loaded
+    machine and the ratio is meaningless.
+    """
+    load = about["load"][0]
+    if load < 0.5:
+        return None
+    return f"warning: the load average was {load:.1f} at the start; only an idle machine gives meaningful ratios"
+
+
+def read_bounds(path: Path) -> dict[str, Any]:
+    """Bounds of a baseline file by case name; empty if there is no file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"--baseline {path} is not JSON: {error}") from None
+
+
+def below_bounds(bounds: dict[str, Any], case: Case, ratio: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each ratio whose median is below its bound.
+
+    Raises:
+      UserError: there is no bound for this case.
+    """
+    if case.name not in bounds:
+        raise UserError(f"--baseline has no bounds for '{case.name}'; run without --check to store them")
+    limits = bounds[case.name]["bounds"]
+    low = {name: limit for name, limit in limits.items() if ratio[name]["median"] < limit}
+    return [f"{name} ratio {ratio[name]['median']:.2f} is below its bound {limit:.2f}" for name, limit in low.items()]
+
+
+def store_bounds(path: Path, case: Case, ratio: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
+    """Stores the ratios of a case and the bounds derived from them, replacing older ones."""
+    names = ("speed", "memory")
+    entry = {"bounds": {name: round(SLACK * ratio[name]["low"], 3) for name in names}}
+    entry |= {"measured": {name: ratio[name] for name in names}, **about}
+    write_atomically(str(path), json_text({**read_bounds(path), case.name: entry}, indent=2) + "\n")

@@ -1,0 +1,187 @@
+"""Compares the FLOPs of the programs of an update with the necessary work.
+
+    python scripts/bench/count_work.py --algo ppo --shape 1b --batch 512 --micro 64 --prompts TLDR.jsonl \
+        --tokenizer PYTHIA
+
+Nothing runs and no weights are created: the functions of a stage are traced at these shapes and their matrix products
+summed. A scan counts once per iteration, a switch by the branch that each micro-batch of these prompts takes, the
+decode loop once per token. The floor is `benchmark_work.work`: no padding, no masked keys, no repeated prompts. Bytes
+of decoding are the operands of its products, each read once a step; their floor is the weights and the filled cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import benchmark
+import benchmark_work
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_case import Case, our_options
+
+from rlhf_jax import UserError, data
+from rlhf_jax.algorithms import microbatch, ppo, rloo
+from rlhf_jax.algorithms.actor_critic import Models, Network
+from rlhf_jax.algorithms.optimizer import make_optimizer
+from rlhf_jax.config import STAGES as CONFIGS
+from rlhf_jax.generate import Sampling, generate
+from rlhf_jax.types import PromptBatch, Rollout, ScoredRollout, TrainState
+
+
+@dataclasses.dataclass
+class Products:
+    """FLOPs of a program's matrix products, and bytes of their operands."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def add(self, other: Products, times: float = 1.0) -> None:
+        """Adds another program's products, `times` times."""
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+
+
+def product(equation) -> Products:
+    """The product of one dot_general."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, right = (v.aval for v in equation.invars)
+    summed = math.prod(left.shape[i] for i in contracted)
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in (left, right))
+    return Products(2.0 * summed * math.prod(equation.outvars[0].aval.shape), float(size))
+
+
+def count(jaxpr, shares: Sequence[float], turns: int) -> Products:
+    """Products of a jaxpr and everything it calls.
+
+    Args:
+      jaxpr: of a traced program.
+      shares: fraction of calls that take each branch of a switch with that many branches.
+      turns: iterations of a `while_loop`.
+    """
+    total = Products()
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            total.add(product(equation))
+        elif name == "cond":
+            branches = params["branches"]
+            weights = shares if len(branches) == len(shares) else [1 / len(branches)] * len(branches)
+            for branch, weight in zip(branches, weights):
+                total.add(count(branch.jaxpr, shares, turns), weight)
+        elif name == "while":
+            total.add(count(params["body_jaxpr"].jaxpr, shares, turns), turns)
+        else:
+            inner = [getattr(value, "jaxpr", value) for key, value in params.items() if "jvp" not in key]
+            for called in inner:
+                if hasattr(called, "eqns"):
+                    total.add(count(called, shares, turns), params.get("length", 1) if name == "scan" else 1)
+    return total
+
+
+def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """{phase: jaxpr} of generate, experience and update at the case's shapes, and their prompt widths."""
+    options = our_options(case, benchmark.HERE, micro, "none")
+    config = CONFIGS[case.algo](**{**options, "rollout_batch_size": None})
+    value = model if case.algo == "ppo" else None
+    models = Models(Network(model), Network(model), None if value is None else Network(value))
+    c, t, p, b = case.query_length, case.response_length, case.prompts_per_update, case.batch
+    algorithm = {"ppo": ppo, "rloo": rloo}[case.algo]
+    optimizer = make_optimizer(config, 1, algorithm.steps_per_update(config))
+    dtype = jnp.dtype(case.dtype)
+
+    def start():
+        params = {"policy": model.init(jax.random.key(0))}
+        if value is not None:
+            params["value"] = model.init(jax.random.key(0), heads=("scalar",))
+        prompts = PromptBatch(jnp.zeros((p, c), jnp.int32), jnp.full(p, c), jnp.arange(p))
+        repeated = jnp.repeat(prompts.tokens, case.group, axis=0)
+        ones = jnp.ones((b, t))
+        lengths = jnp.full(b, t)
+        rollout = Rollout(repeated, jnp.full(b, c), ones.astype(int), lengths, lengths > 0, ones, ones > 0)
+        state = TrainState(
+            params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.uint32(0), jnp.float32(0), jnp.uint32(0)
+        )
+        return state, prompts, rollout
+
+    def sample(params, prompts):
+        sampling = Sampling(t, config.temperature)
+        return generate(model, params, prompts, jax.random.key(0), sampling, group=case.group, dtype=dtype)
+
+    def experience_of(state, rollout):
+        reference = Network(model, state.params["policy"])
+        batch = ScoredRollout(rollout, jnp.zeros(b), group_size=case.group)
+        whole = models.replace(reference=reference).with_trained(state.params)
+        return algorithm.make_experience(whole, batch, config=config, kl_coef=state.kl_coef)[0]
+
+    def update(state, experience):
+        return algorithm.update(models, state, experience, config=config, optimizer=optimizer, key=jax.random.key(0))
+
+    state, prompts, rollout = jax.eval_shape(start)
+    found = {
+        "generate": jax.make_jaxpr(sample)(state.params["policy"], prompts),
+        "experience": jax.make_jaxpr(experience_of)(state, rollout),
+        "update": jax.make_jaxpr(update)(state, jax.eval_shape(experience_of, state, rollout)),
+    }
+    return found, microbatch.prompt_widths(config, c)
+
+
+def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[float]:
+    """Fraction of the micro-batches of `rows` sorted prompts that takes each width."""
+    parts = np.sort(np.asarray(lengths)).reshape(-1, rows)
+    chosen = np.searchsorted(widths, parts.max(axis=1))
+    return [float(np.mean(chosen == i)) for i in range(len(widths))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exit code 2: wrong options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algo", choices=("ppo", "rloo"), default="ppo")
+    parser.add_argument("--shape", default="1b", help="a Pythia size, or LAYERSxWIDTHxHEADS[xROWS]")
+    parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
+    parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    sizes = [("batch", 512), ("micro", 64), ("epochs", 4), ("query_length", 512), ("response_length", 53)]
+    for name, default in (*sizes, ("num_generations", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args(argv)
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        fields = {name: value for name, value in vars(args).items() if name in Case.__dataclass_fields__}
+        case, tokenizer = Case(**fields), data.load_tokenizer(args.tokenizer)
+        model, texts = benchmark.model_of(case.shape, tokenizer), benchmark.texts_of(case, tokenizer)
+        lengths = [len(ids) for ids in tokenizer.encode_batch(texts[: case.prompts_per_update])]
+        rows = max(args.micro // case.group, 1)
+        if len(lengths) < case.prompts_per_update or len(lengths) % rows:
+            raise UserError(
+                f"--prompts has {len(lengths)} that fit; needed: {case.prompts_per_update}, and a multiple of {rows}"
+            )
+        found, widths = programs(case, model, args.micro)
+        shares = shares_of(lengths, rows, widths)
+        shape = benchmark_work.Shape.of(model.config)
+        floor = benchmark_work.work(
+            shape, lengths, case.group, case.response_length, case.epochs, case.algo, case.frozen
+        )
+        print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
+        print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'ratio':>6}")
+        for phase, program in found.items():
+            flops = count(program.jaxpr, shares, case.response_length - 1).flops
+            least = floor[phase].flops
+            print(f"{phase:<11} {flops / 1e12:>10.4g} {least / 1e12:>10.4g} {flops / least:>6.2f}")
+        decoding = count(found["generate"].jaxpr, shares, case.response_length - 1).bytes
+        decoding -= count(found["generate"].jaxpr, shares, 0).bytes
+        least = benchmark_work.decode_bytes(shape, lengths, case.group, case.response_length, case.dtype)
+        print(f"{'decode':<11} {decoding / 1e9:>10.4g} {least / 1e9:>10.4g} {decoding / least:>6.2f}   GB read")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Bytes that a compiled program sends between devices and moves in memory, from its HLO text, with loop trip counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4}
+BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
+ALL = 0
+"""Size of a group of all devices, whose number is not in the text: (n - 1) / n counts as 1."""
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# Instructions that move no data.
+_NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota")
+_NAMES += ("after-all", "partition-id", "replica-id", "optimization-barrier", "domain")
+_OP = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+(?:fn)?)?)\[([\d,]*)\](?:\{([^{}]*)\})?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One instruction: `shape` is its type, `rest` the text after its opening parenthesis."""
+
+    name: str
+    shape: str
+    kind: str
+    rest: str
+    root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of its operands."""
+        depth, end = 1, len(self.rest)
+        for i, letter in enumerate(self.rest):
+            depth += (letter == "(") - (letter == ")")
+            if depth == 0:
+                end = i
+                break
+        return re.findall(r"%([\w.\-]+)", self.rest[:end])
+
+    def called(self, *attributes: str) -> list[str]:
+        """Names of the computations in these attributes."""
+        names = []
+        for attribute in attributes:
+            for match in re.finditer(rf"\b{attribute}=(\{{.*?\}}|%?[\w.\-]+)", self.rest):
+                names += [name.strip().lstrip("%") for name in match[1].strip("{}").split(",")]
+        return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction: how often it runs in the program, and the bytes that a device sends in each run."""
+
+    kind: str
+    shape: str
+    group: int
+    times: int
+    sent: float
+    """Bytes per run of a ring algorithm: (n - 1) / n of the whole array, twice that for all-reduce."""
+    op: str
+    """XLA's op_name: the source of the instruction."""
+
+
+def computations(text: str) -> tuple[dict[str, list[Op]], str]:
+    """Instructions by computation, and the name of the entry."""
+    found: dict[str, list[Op]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith((" ", "HloModule")):
+            current = line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%")
+            entry = current if line.startswith("ENTRY") else entry
+            found[current] = []
+        elif current and (match := _OP.match(line)):
+            root, name, shape, kind, rest = match.groups()
+            found[current].append(Op(name, shape, kind, rest, bool(root)))
+    return found, entry
+
+
+def bytes_of(shape: str, in_memory: bool = False) -> int:
+    """Bytes of an HLO type, tuples summed; `in_memory`: without arrays in a chip's fast memory."""
+    total = 0
+    for kind, dims, layout in _ARRAY.findall(shape):
+        if in_memory and re.search(r"S\([1-9]", layout):
+            continue
+        total += BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
+    return total
+
+
+def _trips(op: Op, found: dict[str, list[Op]], unknown: int) -> int:
+    """Trip count of a loop: XLA's known count, else the loop bound over the counter's step, else `unknown`."""
+    if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.rest):
+        return int(match[1])
+    condition, body = ({x.name: x for x in found[op.called(part)[0]]} for part in ("condition", "body"))
+    root = next(x for x in condition.values() if x.root)
+    bounds = [value for name in root.operands if (value := _constant(condition.get(name))) is not None]
+    if root.kind != "compare" or "direction=LT" not in root.rest or not bounds:
+        return unknown
+    counters = [condition[name] for name in root.operands if condition[name].kind == "get-tuple-element"]
+    step = 1
+    if counters and (index := re.search(r"index=(\d+)", counters[0].rest)):
+        grown = next(x for x in body.values() if x.root).operands
+        added = body.get(grown[int(index[1])]) if int(index[1]) < len(grown) else None
+        steps = [_constant(body.get(name)) for name in added.operands] if added else []
+        step = next((value for value in steps if value), 1)
+    return -(-bounds[0] // step)
+
+
+def _constant(op: Op | None) -> int | None:
+    """Value of a constant instruction; None for others."""
+    if op is None or op.kind != "constant" or not (match := re.match(r"(\d+)\)", op.rest)):
+        return None
+    return int(match[1])
+
+
+def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
+    """(operation, times, its computation) of everything that runs; of a conditional, the branch that sends most.
+
+    `inside`: include the operations of fusions.
+    """
+    for op in found.get(name, ()):
+        yield op, times, name
+        if op.kind == "while":
+            turns = times * _trips(op, found, unknown)
+            for part in op.called("body", "condition"):
+                yield from _walk(found, part, unknown, inside, turns)
+        elif op.kind == "conditional":
+            branches = op.called("branch_computations", "true_computation", "false_computation")
+            ran = [list(_walk(found, branch, unknown, inside, times)) for branch in branches]
+            yield from max(ran, key=lambda part: sum(c.sent * c.times for c in _collectives(part)))
+        elif op.kind in ("call", "async-start") or (inside and op.kind == "fusion"):
+            for part in op.called("to_apply", "calls", "called_computation"):
+                yield from _walk(found, part, unknown, inside, times)
+
+
+def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
+    """Every collective of a compiled program.
+
+    Args:
+      text: `compiled.as_text()`.
+      unknown_trips: trip count of loops for which XLA knows none (decoding stops when all rows have ended).
+
+    Returns:
+      One entry per instruction and place; of a conditional, those of the branch that sends most.
+    """
+    found, entry = computations(text)
+    return _collectives(_walk(found, entry, unknown_trips, inside=True))
+
+
+def _collectives(ran) -> list[Collective]:
+    out: dict[tuple, Collective] = {}
+    for op, times, place in ran:
+        kind = op.kind.removesuffix("-start")
+        if kind not in KINDS or op.kind.endswith("-done"):
+            continue
+        # An asynchronous collective appears in every fusion and loop that it passes through, with one channel id. It
+        # runs as often as the outermost of them.
+        channel = re.search(r"channel_id=(\d+)", op.rest)
+        mark = (channel[1],) if channel else (place, op.name)
+        if mark not in out or times < out[mark].times:
+            found = _collective(kind, op, times)
+            if kind == "all-reduce" and place.startswith("all-reduce-scatter"):
+                # On a TPU a reduce-scatter is a fusion of that name, which sums and keeps a shard.
+                found = dataclasses.replace(found, kind="reduce-scatter", sent=found.sent / 2)
+            out[mark] = found
+    return list(out.values())
+
+
+def _collective(kind: str, op: Op, times: int) -> Collective:
+    group, shape = _group(op.rest), op.shape
+    if op.kind.endswith("-start") and kind != "all-reduce":
+        # An asynchronous start returns its operands and its results: (operands, results, ...).
+        arrays = [match[0] for match in _ARRAY.finditer(shape) if bytes_of(match[0]) > 8]
+        half = len(arrays) // 2
+        shape = " ".join(arrays[half : 2 * half]) if half else shape
+    size = bytes_of(shape)
+    whole = size * group if kind == "reduce-scatter" else size
+    note = re.search(r'op_name="([^"]*)"', op.rest)
+    return Collective(kind, shape, group, times, _sent(kind, whole, group), note[1] if note else "")
+
+
+def _group(rest: str) -> int:
+    """Number of participating devices: XLA writes a mesh and its axes, a shape, or a list."""
+    if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        # Part of an axis is written 'name':(stride)size.
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
+        return int(match[2])
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(match[1].split(","))
+    if "replica_groups={}" in rest:
+        return ALL
+    return 2 if "source_target_pairs" in rest else 1
+
+
+def _sent(kind: str, whole: int, group: int) -> float:
+    if kind == "collective-permute":
+        return float(whole)
+    share = 1.0 if group == ALL else (group - 1) / group
+    return whole * share * (2 if kind == "all-reduce" else 1)
+
+
+def largest_array(text: str) -> tuple[int, str]:
+    """Bytes, and name and type, of the largest array that an instruction creates on a device."""
+    made = (op for ops in computations(text)[0].values() for op in ops if op.kind not in _NAMES)
+    sizes = ((bytes_of(match[0]), f"{op.name} {match[0]}") for op in made for match in _ARRAY.finditer(op.shape))
+    return max(sizes, default=(0, ""))
+
+
+def traffic(text: str, unknown_trips: int = 1) -> float:
+    """Bytes that a program reads from and writes to a device's memory: operands and results of its instructions.
+
+    A slice counts with its own size, not that of its operand. Arrays in a chip's fast memory do not count.
+
+    Args:
+      text: `compiled.as_text()`.
+      unknown_trips: as in `collectives`.
+    """
+    found, entry = computations(text)
+    shapes = {name: {op.name: op.shape for op in ops} for name, ops in found.items()}
+    total = sum(c.times * bytes_of(c.shape, True) for c in collectives(text, unknown_trips))
+    for op, times, place in _walk(found, entry, unknown_trips, inside=False):
+        if op.kind in _NAMES or op.kind.endswith("-done") or op.kind.removesuffix("-start") in KINDS:
+            continue
+        reads = [bytes_of(shapes[place].get(name, ""), True) for name in op.operands]
+        writes = bytes_of(op.shape, True)
+        if op.kind.endswith("-start"):
+            # A copy reads and writes its array once; the type contains source and target.
+            sizes = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
+            moved = min((size for size in sizes if size > 8), default=0)
+            total += times * moved * (1 if "S(1)" in op.shape else 2)
+            continue
+        if op.kind in ("dynamic-slice", "slice", "gather"):
+            reads = [writes]
+        elif op.kind == "dynamic-update-slice":
+            reads = [bytes_of(shapes[place].get(op.operands[1], ""), True)]
+            writes = reads[0]
+        elif op.kind == "fusion":
+            reads, writes = [_fused(found[op.called("calls")[0]], reads)], 0
+        total += times * (sum(reads) + writes)
+    return total
+
+
+def _fused(ops: list[Op], reads: list[int]) -> int:
+    """Bytes that a fusion reads of operands of these sizes, and writes.
+
+    Of operands that it slices or updates only the slices count. Arrays that only pass through do not count.
+    """
+    by_name, root = {op.name: op for op in ops}, next(op for op in ops if op.root)
+    results = [by_name[name] for name in root.operands] if root.kind == "tuple" else [root]
+    total = 0
+    for op in results:
+        if op.kind == "dynamic-update-slice":
+            total += bytes_of(by_name[op.operands[1]].shape)
+        elif not _passes(op):
+            total += bytes_of(op.shape, True)
+    for op in ops:
+        number = re.match(r"(\d+)\)", op.rest) if op.kind == "parameter" else None
+        if number is None or int(number[1]) >= len(reads):
+            continue
+        users = [user for user in ops if op.name in user.operands and not _passes(user) and user.kind != "tuple"]
+        if all(user.kind in _CUTS and user.operands[0] == op.name for user in users):
+            whole = [user for user in users if user.kind != "dynamic-update-slice"]
+            total += min(reads[int(number[1])], sum(bytes_of(user.shape) for user in whole))
+        else:
+            total += reads[int(number[1])]
+    return total
+
+
+_CUTS = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
+
+
+def _passes(op: Op) -> bool:
+    return op.kind in ("parameter", "get-tuple-element", "custom-call", *KINDS)

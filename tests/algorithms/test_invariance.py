@@ -1,0 +1,326 @@
+"""What PPO, RLOO and the sampler must not depend on: order of the batch, length of a bucket, size of a micro-batch.
+
+Lengths are any: empty responses, full ones, cut ones. Hypothesis draws the same cases each time: of all possible ones
+some put a ratio on the edge of its clip, where rounding decides.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rlhf_jax import models
+from rlhf_jax.algorithms import ppo, reward_model, rloo
+from rlhf_jax.algorithms.actor_critic import token_kl
+from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.generate import Sampling, generate
+from rlhf_jax.types import PromptBatch, Rollout, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.arrays import flat
+from tests.helpers.models_common import random_params
+
+V, C, T, B, G = 41, 4, 5, 8, 2
+EOS = 3
+MORE_C, MORE_T = 3, 2
+MODEL = models.custom_shape("1x16x2", V, 64)
+MODELS = models_of(MODEL, MODEL, MODEL)
+PARAMS = {"policy": random_params(MODEL, ("causal",), 0), "value": random_params(MODEL, ("scalar",), 1)}
+REF = random_params(MODEL, ("causal",), 2)
+few = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def moved(params):
+    """As if something had been learned since the rollout, so that ratios are not 1 and some are clipped."""
+    rng = np.random.default_rng(3)
+    return jax.tree.map(lambda x: x + (0.02 * rng.normal(size=x.shape)).astype(np.float32), params)
+
+
+MOVED = moved(PARAMS)
+
+
+@st.composite
+def cases(draw, shortest=0, longest=T):
+    """(rollout of B rows, scores [B]): lengths of each kind, ended or cut at T."""
+    prompts = draw(st.lists(st.integers(1, C), min_size=B, max_size=B))
+    lengths = np.array(draw(st.lists(st.integers(shortest, longest), min_size=B, max_size=B)))
+    ended = np.array(draw(st.lists(st.booleans(), min_size=B, max_size=B))) & (lengths > 0) | (lengths < T)
+    assume((lengths > 0).sum() > 2)
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    response = rng.integers(4, V, (B, T))
+    response[ended, np.maximum(lengths - 1, 0)[ended]] = EOS
+    rollout = Rollout(
+        prompt_tokens=rng.integers(4, V, (B, C)).astype(np.int32),
+        prompt_lengths=np.array(prompts, np.int32),
+        response=np.where(np.arange(T)[None] < lengths[:, None], response, EOS).astype(np.int32),
+        lengths=lengths.astype(np.int32),
+        ended=ended & (lengths > 0),
+        logprobs=(rng.normal(size=(B, T)) - 3).astype(np.float32),
+        response_mask=np.ones((B, T), bool),
+    )
+    return rollout, rng.normal(size=B).astype(np.float32)
+
+
+def in_longer_buckets(rollout):
+    """The same with more padding before the prompts and more fill after the responses."""
+    before, after = ((0, 0), (MORE_C, 0)), ((0, 0), (0, MORE_T))
+    return rollout.replace(
+        prompt_tokens=np.pad(rollout.prompt_tokens, before, constant_values=9),
+        response=np.pad(rollout.response, after, constant_values=EOS),
+        logprobs=np.pad(rollout.logprobs, after, constant_values=-5),
+        response_mask=np.pad(rollout.response_mask, after, constant_values=True),
+    )
+
+
+def of_one_prompt(rollout):
+    """Rows of a group answer one prompt."""
+    first = np.arange(B) // G * G
+    return rollout.replace(prompt_tokens=rollout.prompt_tokens[first], prompt_lengths=rollout.prompt_lengths[first])
+
+
+def take(tree, rows):
+    return jax.tree.map(lambda x: x[rows], tree)
+
+
+def near(a, b, tolerance, name=""):
+    a, b = flat(a), flat(b)
+    gap = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3)
+    assert gap <= tolerance, (name, gap)
+
+
+def same_metrics(found, wanted, but=()):
+    for name in set(wanted) - set(but):
+        a, b = np.asarray(found[name], np.float64), np.asarray(wanted[name], np.float64)
+        assert (np.abs(a - b) <= 1e-4 * np.maximum(np.abs(b), 0.01)).all(), (name, a, b)
+
+
+KEEP_GRADIENTS = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, total, params: (grads, jax.tree.map(lambda t, g: 2 * t + g, total, grads)),
+)
+"""Plain gradient descent whose state holds the gradients of all steps."""
+AT_RATE = at_rates(KEEP_GRADIENTS, jnp.float32(0.03))
+
+
+# Programs that run for a millisecond: what takes time is to compile them.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def fresh_state(params):
+    zero = jnp.int32(0)
+    return TrainState(params, KEEP_GRADIENTS.init(params), zero, zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0))
+
+
+def in_parts(config, **options):
+    """The same config with small chunks and micro-batches."""
+    return dataclasses.replace(config, rollout_batch_size=4, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------------ PPO
+
+OF_TOKENS = PPOConfig(
+    batch_size=B, num_ppo_epochs=1, num_mini_batches=2, kl_coef=0.3, whiten_rewards=True, missing_eos_penalty=1.0
+)
+OF_SEQUENCES = PPOConfig(
+    batch_size=B,
+    num_ppo_epochs=1,
+    score_position="eos",
+    whiten_ddof=0,
+    gamma=0.97,
+    kl_estimator="k3",
+    loss_aggregation="seq_mean",
+    value_model="shared_backbone",
+)
+both_ppo = pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["token_mean", "seq_mean"])
+
+
+@functools.cache
+def ppo_program(config):
+    """rollout, scores, order of rows -> (experience, its metrics, gradients of an update, its metrics)."""
+    models, params, moved = MODELS, PARAMS, MOVED
+    if config.value_model == "shared_backbone":
+        models = models_of(MODEL, MODEL)
+        params, moved = ({"policy": {**p["policy"], "score": p["value"]["score"]}} for p in (PARAMS, MOVED))
+
+    @quick_jit
+    def run(rollout, scores, order):
+        batch, kl_coef = scored(rollout, scores, eos_id=EOS), jnp.float32(config.kl_coef)
+        made, found = ppo.make_experience(with_params(models, params, REF), batch, config=config, kl_coef=kl_coef)
+        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
+        state, learned = ppo.update(models, fresh_state(moved), made, **options)
+        return made, found, state.opt_state, learned
+
+    return lambda *given: jax.device_get(run(*given))
+
+
+@both_ppo
+def test_ppo_follows_the_rows_whatever_their_order(config):
+    run = ppo_program(config)
+
+    @few
+    @given(cases(), st.permutations(range(B)))
+    def check(case, order):
+        order, rows = np.array(order), np.random.default_rng(0).permutation(B)
+        made, found, gradient, learned = run(*case, rows)
+        # The same minibatches: row order[i] is row i there.
+        other, others, other_gradient, also = run(*take(case, order), np.argsort(order)[rows])
+        near(other, take(made, order), 2e-5)
+        near(other_gradient, gradient, 2e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+        assert np.linalg.norm(flat(gradient)) > 1e-2
+
+    check()
+
+
+@both_ppo
+def test_ppo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
+    """After eos a response that fills T has no column left for its score, so that there it must be shorter."""
+    run, cut = ppo_program(config), ppo_program(in_parts(config, micro_batch_size=2))
+    longest = T if config.score_position == "eos" else T - 1
+
+    @few
+    @given(cases(longest=longest))
+    def check(case):
+        rollout, scores = case
+        rows = np.random.default_rng(0).permutation(B)
+        made, found, gradient, learned = run(rollout, scores, rows)
+        wide, others, other_gradient, also = cut(in_longer_buckets(rollout), scores, rows)
+        inside = np.arange(T)[None] < rollout.lengths[:, None]
+        for name in ("logprobs", "values", "advantages", "returns"):
+            one, other = getattr(made, name), getattr(wide, name)
+            near(np.where(inside, other[:, :T], 0), np.where(inside, one, 0), 2e-5, name)
+        assert not wide.advantages[:, T:].any()
+        near(other_gradient, gradient, 2e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
+
+
+# ----------------------------------------------------------------------------------------------------------------- RLOO
+
+RLOO_SEQUENCES = RLOOConfig(
+    batch_size=B, num_generations=G, num_mini_batches=2, beta=0.3, missing_eos_penalty=1.0, normalize_advantages=True
+)
+RLOO_TOKENS = RLOOConfig(
+    batch_size=B,
+    num_generations=G,
+    token_level_kl=True,
+    kl_estimator="k3",
+    epsilon=0.1,
+    epsilon_high=0.2,
+    mask_truncated_completions=True,
+)
+both_rloo = pytest.mark.parametrize("config", [RLOO_SEQUENCES, RLOO_TOKENS], ids=["sequences", "tokens"])
+
+
+@functools.cache
+def rloo_program(config):
+    """rollout, scores, order of groups -> (experience, its metrics, gradients of an update, its metrics)."""
+    policy, moved = {"policy": PARAMS["policy"]}, {"policy": MOVED["policy"]}
+
+    @quick_jit
+    def run(rollout, scores, order):
+        batch = scored(rollout, scores, eos_id=EOS, group_size=G)
+        made, found = rloo.make_experience(with_params(MODELS, policy, REF), batch, config=config)
+        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
+        state, learned = rloo.update(MODELS, fresh_state(moved), made, **options)
+        return made, found, state.opt_state, learned
+
+    return lambda *given: jax.device_get(run(*given))
+
+
+@both_rloo
+def test_rloo_follows_groups_and_their_rows_whatever_their_order(config):
+    run = rloo_program(config)
+
+    @few
+    @given(cases(), st.permutations(range(B // G)), st.permutations(range(G)))
+    def check(case, groups, within):
+        rollout, scores = of_one_prompt(case[0]), case[1]
+        groups, order = np.array(groups), np.random.default_rng(0).permutation(B // G)
+        rows = (groups[:, None] * G + np.array(within)[None]).reshape(-1)
+        made, found, gradient, learned = run(rollout, scores, order)
+        other, others, other_gradient, also = run(take(rollout, rows), scores[rows], np.argsort(groups)[order])
+        for name in ("response", "lengths", "logprobs", "advantages"):
+            one, moved = (getattr(x, name).reshape(B, -1) for x in (made, other))
+            near(moved, one[rows], 2e-5, name)
+        near(other_gradient, gradient, 2e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
+
+
+@both_rloo
+def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
+    run, cut = rloo_program(config), rloo_program(in_parts(config, micro_batch_size=G))
+
+    @few
+    @given(cases())
+    def check(case):
+        rollout, scores = of_one_prompt(case[0]), case[1]
+        order = np.random.default_rng(0).permutation(B // G)
+        made, found, gradient, learned = run(rollout, scores, order)
+        wide, others, other_gradient, also = cut(in_longer_buckets(rollout), scores, order)
+        near(wide.logprobs[..., :T], made.logprobs, 2e-5)
+        near(wide.advantages[..., : made.advantages.shape[-1]], made.advantages, 2e-5)
+        near(other_gradient, gradient, 2e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
+
+
+# --------------------------------------------------------------------------------------------- scores, KL, and sampling
+
+
+@quick_jit
+def scores_and_kl(rollout):
+    scores = reward_model.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
+    return scores, token_kl(with_params(MODELS, PARAMS, REF), rollout, OF_TOKENS).sum(axis=1)
+
+
+@few
+@given(cases(), st.permutations(range(B)))
+def test_a_score_and_a_kl_belong_to_their_row_in_any_order_and_bucket(case, order):
+    rollout, order = case[0], np.array(order)
+    wanted = jax.device_get(scores_and_kl(rollout))
+    near(scores_and_kl(in_longer_buckets(rollout)), wanted, 2e-5)
+    near(scores_and_kl(take(rollout, order)), take(wanted, order), 2e-5)
+
+
+@functools.cache
+def sampler(tokens):
+    sampling = Sampling(tokens, 0.9, top_p=0.95, repetition_penalty=1.2, stop_id=EOS, fill_id=EOS)
+
+    @quick_jit
+    def run(prompts, seed, rows):
+        return generate(MODEL, PARAMS["policy"], prompts, jax.random.key(seed), sampling, rows=rows)
+
+    return lambda *given: jax.device_get(run(*given))
+
+
+@few
+@given(st.lists(st.integers(1, C), min_size=B, max_size=B), st.permutations(range(B)), st.integers(0, 2**31))
+def test_samples_depend_neither_on_their_order_nor_on_the_buckets_of_prompt_and_response(lengths, order, seed):
+    tokens = np.random.default_rng(seed).integers(4, V, (B, C)).astype(np.int32)
+    prompts = PromptBatch(tokens, np.array(lengths, np.int32), np.arange(B))
+    rows, order = np.arange(B), np.array(order)
+    wanted = sampler(T)(prompts, seed, rows)
+    shuffled = sampler(T)(take(prompts, order), seed, order)
+    wide = prompts.replace(tokens=np.pad(tokens, ((0, 0), (MORE_C, 0)), constant_values=9))
+    longer = sampler(T + MORE_T)(wide, seed, rows)
+    for name in ("response", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(shuffled, name), getattr(wanted, name)[order], name)
+    near(shuffled.logprobs, wanted.logprobs[order], 2e-5)
+    np.testing.assert_array_equal(longer.response[:, :T], wanted.response)
+    np.testing.assert_array_equal(np.minimum(longer.lengths, T), wanted.lengths)
+    np.testing.assert_array_equal(longer.ended & (longer.lengths <= T), wanted.ended)
+    near(longer.logprobs[:, :T], wanted.logprobs, 2e-5)

@@ -1,0 +1,368 @@
+"""The PPO step: what it learns, what it must not depend on, and that it compiles once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_jax import advantages as adv
+from rlhf_jax.algorithms import actor_critic, ppo, reward_model
+from rlhf_jax.algorithms.optimizer import scale_by_adamw
+from rlhf_jax.config import PPOConfig
+from rlhf_jax.generate import Sampling, generate
+from rlhf_jax.models import custom_shape
+from rlhf_jax.types import PromptBatch, TrainState
+from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+
+V, C, T, B = 61, 9, 7, 8
+EOS = 3
+MODEL = custom_shape("2x32x4", V, 64)
+MODELS = models_of(MODEL, MODEL, MODEL)
+CONFIG = PPOConfig(
+    batch_size=B, num_mini_batches=2, num_ppo_epochs=2, response_length=T, adam_epsilon=1e-5, missing_eos_penalty=1.0
+)
+
+
+def make_params(seed=0):
+    return {
+        "policy": jax.tree.map(lambda x: 3.0 * x, MODEL.init(jax.random.key(seed), heads=("causal",))),
+        "value": MODEL.init(jax.random.key(seed + 1), heads=("scalar",)),
+    }
+
+
+def make_state(params, config=CONFIG, optimizer=None):
+    optimizer = optimizer or scale_by_adamw(config)
+    return optimizer, TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.int32(0),
+        episodes=jnp.int32(0),
+        seed=jnp.uint32(0),
+        kl_coef=jnp.float32(config.kl_coef),
+        tokens=jnp.uint32(0),
+    )
+
+
+def pad_left(x, n):
+    return jnp.pad(x, ((0, 0), (n, 0)))
+
+
+@pytest.fixture(scope="module")
+def world():
+    params = make_params()
+    rng = np.random.default_rng(0)
+    batch = PromptBatch(
+        jnp.asarray(rng.integers(4, V, (B, C)), jnp.int32),
+        jnp.array([9, 1, 3, 5, 9, 2, 7, 4], jnp.int32),
+        jnp.arange(B),
+    )
+    run = jax.jit(lambda p, b: generate(MODEL, p, b, jax.random.key(1), Sampling(T, 0.7, stop_id=EOS, fill_id=EOS)))
+    rollout = run(params["policy"], batch)
+    # Lengths of every kind, whatever was sampled: none, eos first, eos last, no eos.
+    lengths = jnp.array([0, 1, T, T, 3, 4, 5, 6], jnp.int32)
+    column = jnp.arange(T)[None, :]
+    response = jnp.where(rollout.response == EOS, EOS + 1, rollout.response)
+    ended = jnp.array([False, True, True, False, True, True, True, True])
+    response = jnp.where((column == lengths[:, None] - 1) & ended[:, None], EOS, response)
+    response = jnp.where(column >= lengths[:, None], EOS, response)
+    rollout = rollout.replace(response=response, lengths=lengths, ended=ended)
+    scores = jnp.asarray(rng.normal(size=B), jnp.float32)
+    return params, make_params(7)["policy"], rollout, scores
+
+
+def experience_of(world, config=CONFIG, token_rewards=None):
+    params, ref, rollout, scores = world
+
+    @jax.jit
+    def run(params, ref, rollout, scores, kl_coef):
+        batch = scored(rollout, scores, None, token_rewards, eos_id=EOS)
+        return ppo.make_experience(with_params(MODELS, params, ref), batch, config=config, kl_coef=kl_coef)
+
+    return run(params, ref, rollout, scores, jnp.float32(config.kl_coef))
+
+
+def run_update(params, experience, config=CONFIG, rate=1e-3, seed=0, optimizer=None):
+    optimizer, state = make_state(params, config, optimizer)
+    run = update_program(MODELS, optimizer, rate, config)
+    return run(state, experience, jax.random.key(seed))
+
+
+def update_program(models, optimizer, rate, config, **options):
+    optimizer = at_rates(optimizer, jnp.float32(rate))
+
+    def run(state, experience, key):
+        return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key)
+
+    return jax.jit(run, **options)
+
+
+def distance(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
+    return max(float(jnp.linalg.norm(x - y) / (jnp.linalg.norm(y) + 1e-9)) for x, y in pairs)
+
+
+def test_rewards_are_minus_kl_plus_the_score_after_eos(world):
+    config = dataclasses.replace(CONFIG, lam=1.0, missing_eos_penalty=None)
+    experience, metrics = experience_of(world, config)
+    _, _, rollout, scores = world
+    # With gamma = lam = 1 a return is the sum of the rewards from there on: its first column holds them all.
+    total = np.asarray(experience.returns[:, 0])
+    expected = np.asarray(scores)
+    short = np.asarray(rollout.lengths) > 0
+    kl = float(metrics["objective/kl"])
+    np.testing.assert_allclose(total.mean(), expected.mean() - config.kl_coef * kl, rtol=1e-5)
+    np.testing.assert_allclose(metrics["objective/rlhf_reward"], total.mean(), rtol=1e-5)
+    assert short.sum() == B - 1
+
+
+@pytest.mark.parametrize("mode, expected", [("subtract", [-1.0, 0.0]), ("replace", [-1.0, 0.0])])
+def test_a_response_without_eos_is_penalised(world, mode, expected):
+    _, _, rollout, scores = world
+    config = dataclasses.replace(CONFIG, eos_penalty_mode=mode)
+    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, EOS, config))
+    missing = np.array([True, False, False, True, False, False, False, False])
+    if mode == "subtract":
+        np.testing.assert_allclose(out - np.asarray(scores), -1.0 * missing, atol=1e-6)
+    else:
+        np.testing.assert_allclose(out, np.where(missing, -1.0, scores))
+
+
+def test_filler_eos_after_the_end_is_not_an_eos(world):
+    _, _, rollout, scores = world
+    # Row 0 has length 0 and is filled with eos: it must be punished.
+    out = ppo.penalize_missing_eos(scores, rollout, EOS, CONFIG)
+    np.testing.assert_allclose(out[0], scores[0] - 1.0, rtol=1e-6)
+
+
+def test_micro_batches_never_change_the_result(world):
+    experience, _ = experience_of(world)
+    params = world[0]
+    # Plain gradient descent: Adam divides by the gradient's own size and makes rounding visible where it is near 0.
+    states, metrics = zip(
+        *[
+            run_update(params, experience, dataclasses.replace(CONFIG, micro_batch_size=m), 0.1, 0, optax.identity())
+            for m in (4, 2, 1)
+        ]
+    )
+    for state, found in zip(states[1:], metrics[1:]):
+        assert distance(state.params, states[0].params) < 1e-5
+        for name, value in found.items():
+            if name not in ("val/first_ratio_error", "policy/first_approxkl"):
+                reference = abs(float(metrics[0][name]))
+                assert abs(float(value) - float(metrics[0][name])) <= 1e-4 * max(reference, 0.01), name
+
+
+def test_prompts_cut_to_their_length_never_change_the_result(world, monkeypatch):
+    """Micro-batches of like length in three widths, against whole ones; and judged as they are learned from."""
+    plain, cut = (
+        dataclasses.replace(CONFIG, micro_batch_size=2, length_buckets=buckets, num_mini_batches=1)
+        for buckets in ((C,), (3, 5, C))
+    )
+    widths, evaluate = set(), ppo.evaluate_actor_critic
+
+    def seen(models, tokens, *rest):
+        widths.add(tokens.shape[1])
+        return evaluate(models, tokens, *rest)
+
+    monkeypatch.setattr(ppo, "evaluate_actor_critic", seen)
+    wanted, judged = experience_of(world, plain)
+    assert widths == {C + T}
+    experience, found = experience_of(world, cut)
+    assert widths == {3 + T, 5 + T, C + T}
+    assert distance(experience, wanted) < 1e-5
+    for name, value in found.items():
+        np.testing.assert_allclose(value, judged[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    widths.clear()
+    ours, metrics = run_update(world[0], wanted, cut, 0.1, 0, optax.identity())
+    assert widths == {3 + T, 5 + T, C + T}
+    theirs, others = run_update(world[0], wanted, plain, 0.1, 0, optax.identity())
+    assert distance(ours.params, theirs.params) < 1e-5
+    for name, value in metrics.items():
+        if name not in ("val/first_ratio_error", "policy/first_approxkl"):
+            assert abs(float(value) - float(others[name])) <= 1e-4 * max(abs(float(others[name])), 0.01), name
+
+
+def test_trls_mean_of_micro_means_does_depend_on_them(world):
+    config = dataclasses.replace(CONFIG, loss_aggregation="token_mean_micro")
+    experience, _ = experience_of(world, config)
+    a, _ = run_update(world[0], experience, dataclasses.replace(config, micro_batch_size=4))
+    b, _ = run_update(world[0], experience, dataclasses.replace(config, micro_batch_size=1))
+    assert distance(a.params, b.params) > 1e-4
+
+
+def test_what_a_token_weighs_by_hand():
+    """Two micro-batches of two rows of lengths 2, 0 and 3, 1 in 4 columns; values have one column more."""
+    lengths = jnp.array([[2, 0], [3, 1]], jnp.int32)
+
+    def weights(aggregation, position="after_eos"):
+        config = dataclasses.replace(CONFIG, loss_aggregation=aggregation, score_position=position)
+        found = ppo.loss_weights(lengths, 4, config)
+        assert found["count"].tolist() == [6, 6] and found["micros"].tolist() == [2, 2]
+        assert found["policy"].shape == found["value"].shape == (2, 2, 4)
+        return [np.asarray(found[name][:, :, 0]) for name in ("policy", "value")]
+
+    policy, value = weights("token_mean")
+    np.testing.assert_allclose([policy, value], [np.full((2, 2), 1 / 6), np.full((2, 2), 1 / 10)], rtol=1e-6)
+    policy, value = weights("token_mean_micro")
+    np.testing.assert_allclose(policy, [[1 / 4] * 2, [1 / 8] * 2], rtol=1e-6)
+    np.testing.assert_allclose(value, [[1 / 8] * 2, [1 / 12] * 2], rtol=1e-6)
+    policy, value = weights("seq_mean")
+    np.testing.assert_allclose(policy, [[1 / 8, 1 / 4], [1 / 12, 1 / 4]], rtol=1e-6)
+    np.testing.assert_allclose(value, [[1 / 12, 1 / 4], [1 / 16, 1 / 8]], rtol=1e-6)
+    policy, value = weights("token_mean", "eos")
+    np.testing.assert_allclose(value, policy, rtol=0)
+
+
+def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
+    params, ref, rollout, _ = world
+    config = dataclasses.replace(CONFIG, rollout_batch_size=None)
+    _, found = experience_of(world, config)
+    kl = jax.jit(lambda p, r: actor_critic.token_kl(with_params(MODELS, p, r), rollout, config).sum(axis=1))(
+        params, ref
+    )
+    assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
+    assert float(kl.mean()) == pytest.approx(float(found["objective/kl"]), rel=1e-4)
+
+
+def test_rollout_batch_size_never_changes_the_experience(world):
+    whole, _ = experience_of(world)
+    parts, _ = experience_of(world, dataclasses.replace(CONFIG, rollout_batch_size=2))
+    assert distance(parts, whole) < 1e-5
+
+
+def test_more_left_padding_changes_nothing(world):
+    params, ref, rollout, scores = world
+    wide = rollout.replace(prompt_tokens=pad_left(rollout.prompt_tokens, 4))
+    narrow, _ = experience_of(world)
+    padded, _ = experience_of((params, ref, wide, scores))
+    for name in ("logprobs", "values", "advantages", "returns"):
+        assert distance(getattr(padded, name), getattr(narrow, name)) < 1e-5, name
+
+
+def test_what_stands_after_the_end_changes_nothing(world):
+    params, ref, rollout, scores = world
+    inside = adv.response_mask(rollout.lengths, T)
+    noisy = rollout.replace(response=jnp.where(inside, rollout.response, 50))
+    clean, _ = experience_of(world)
+    other, _ = experience_of((params, ref, noisy, scores))
+    for name in ("logprobs", "advantages", "returns"):
+        inner = jnp.where(inside, getattr(clean, name), 0.0)
+        assert distance(jnp.where(inside, getattr(other, name), 0.0), inner) < 2e-5, name
+    config = dataclasses.replace(CONFIG, score_position="eos")
+    clean, _ = experience_of(world, config)
+    other, _ = experience_of((params, ref, noisy, scores), config)
+    a, _ = run_update(params, clean, config, 0.1, 0, optax.identity())
+    b, _ = run_update(params, other, config, 0.1, 0, optax.identity())
+    assert distance(a.params, b.params) < 1e-5
+
+
+def test_the_first_optimizer_step_sees_ratio_one(world):
+    experience, _ = experience_of(world)
+    for micro in (4, 1):
+        _, metrics = run_update(world[0], experience, dataclasses.replace(CONFIG, micro_batch_size=micro))
+        assert float(metrics["val/first_ratio_error"]) <= 1e-5
+        assert float(metrics["policy/first_approxkl"]) <= 1e-9
+
+
+def test_the_ratio_error_is_that_of_the_worst_token(world):
+    params, _, rollout, _ = world
+    experience, _ = experience_of(world)
+    row = int(jnp.argmax(rollout.lengths))
+    off = experience.replace(logprobs=experience.logprobs.at[row, 1].add(0.5))
+    config = dataclasses.replace(CONFIG, num_mini_batches=1, micro_batch_size=2)
+    _, metrics = run_update(params, off, config)
+    assert float(metrics["val/first_ratio_error"]) == pytest.approx(1 - np.exp(-0.5), rel=1e-4)
+
+
+def test_eos_itself_gets_credit(world):
+    # Only eos decides the score here: with the score on eos the advantage of that action is the largest.
+    params, ref, rollout, _ = world
+    rollout = rollout.replace(lengths=jnp.where(rollout.lengths == 0, 1, rollout.lengths))
+    scores = jnp.where(rollout.ended, 5.0, -5.0)
+    config = dataclasses.replace(CONFIG, score_position="eos", kl_coef=0.0, missing_eos_penalty=None, lam=0.0)
+    experience, _ = experience_of((params, ref, rollout, scores), config)
+    last = np.asarray(rollout.lengths) - 1
+    at_end = np.asarray(experience.advantages)[np.arange(B), last]
+    assert (at_end[np.asarray(rollout.ended)] > 0.5).all()
+    assert (at_end[~np.asarray(rollout.ended)] < -0.5).all()
+
+
+def test_dense_rewards_land_where_they_were_given(world):
+    config = dataclasses.replace(CONFIG, lam=1.0, kl_coef=0.0, missing_eos_penalty=None)
+    dense = jnp.arange(B * T, dtype=jnp.float32).reshape(B, T)
+    params, ref, rollout, _ = world
+    experience, found = experience_of((params, ref, rollout, jnp.ones(B)), config, dense)
+    inside = np.asarray(adv.response_mask(rollout.lengths, T))
+    summed = np.where(inside, dense, 0.0).sum(axis=1)
+    assert float(found["objective/scores"]) == pytest.approx(summed.mean() + 1, rel=1e-5)
+    experience, _ = experience_of((params, ref, rollout, jnp.zeros(B)), config, dense)
+    expected = np.cumsum(np.where(inside, dense, 0.0)[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(np.asarray(experience.returns)[:, 0], expected[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_kl_controller_moves_toward_its_target():
+    _, state = make_state(make_params())
+    config = dataclasses.replace(CONFIG, kl_target=6.0, kl_horizon=1000, batch_size=100)
+    up, down = (ppo.adapt_kl_coef(state, {"objective/kl": jnp.float32(kl)}, config) for kl in (9.0, 1.0))
+    np.testing.assert_allclose(up.kl_coef, 0.05 * (1 + 0.2 * 100 / 1000), rtol=1e-6)
+    np.testing.assert_allclose(down.kl_coef, 0.05 * (1 - 0.2 * 100 / 1000), rtol=1e-6)
+    fixed = ppo.adapt_kl_coef(state, {"objective/kl": jnp.float32(9.0)}, CONFIG)
+    assert float(fixed.kl_coef) == float(state.kl_coef)
+
+
+def test_a_shared_backbone_learns_with_one_network(world):
+    params = {"policy": {**world[0]["policy"], "score": world[0]["value"]["score"]}}
+    models = models_of(MODEL, MODEL)
+    optimizer, state = make_state(params)
+    _, ref, rollout, scores = world
+
+    @jax.jit
+    def step(state):
+        whole, batch = with_params(models, state.params, ref), scored(rollout, scores, eos_id=EOS)
+        experience, _ = ppo.make_experience(whole, batch, config=CONFIG, kl_coef=state.kl_coef)
+        return update_program(models, optimizer, 3e-3, CONFIG)(state, experience, jax.random.key(0))
+
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state)
+        losses.append(float(metrics["loss/value_avg"]))
+    assert losses[-1] < losses[0]
+    assert float(jnp.abs(state.params["policy"]["score"]["kernel"] - params["policy"]["score"]["kernel"]).max()) > 0
+
+
+def test_an_update_compiles_once_and_gives_its_input_back(world):
+    optimizer, state = make_state(jax.tree.map(jnp.copy, world[0]))
+    experience, _ = experience_of(world)
+    step = update_program(MODELS, optimizer, 1e-3, CONFIG, donate_argnums=0)
+    old = jax.tree.leaves(state.params)[0]
+    for seed in range(3):
+        state, _ = step(state, experience, jax.random.key(seed))
+    assert step._cache_size() == 1 and old.is_deleted()
+    assert int(state.step) == 3 and int(state.episodes) == 3 * B
+
+
+def test_the_same_update_twice_is_bit_equal(world):
+    experience, _ = experience_of(world)
+    a, _ = run_update(world[0], experience)
+    b, _ = run_update(world[0], experience)
+    assert all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params)))
+
+
+def test_each_epoch_has_a_shuffle_of_its_own():
+    shuffles = np.asarray(ppo.permutations(jax.random.key(0), 4, 16))
+    assert (np.sort(shuffles, axis=1) == np.arange(16)[None]).all()
+    assert len({tuple(row) for row in shuffles}) == 4
+
+
+def test_a_rollout_is_scored_at_its_last_token(world):
+    params, _, rollout, _ = world
+    scores = jax.jit(lambda p, r: reward_model.score_rollout(MODEL, p, r, dtype=jnp.float32))(params["value"], rollout)
+    for row in range(B):
+        n, p = int(rollout.lengths[row]), int(rollout.prompt_lengths[row])
+        text = jnp.concatenate([rollout.prompt_tokens[row, C - p :], rollout.response[row, :n]])[None]
+        alone = reward_model.score_texts(MODEL, params["value"], text, jnp.array([p + n]), dtype=jnp.float32)
+        np.testing.assert_allclose(scores[row], alone[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,421 @@
+"""Configs in and out of files, pipelines, and fields that mean something."""
+
+import ast
+import dataclasses
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+import rlhf_jax
+from rlhf_jax import data, models
+from rlhf_jax.config import (
+    REWARD_EXPORT,
+    SFT_EXPORT,
+    STAGES,
+    Pipeline,
+    PolicyConfig,
+    PPOConfig,
+    RLOOConfig,
+    SFTConfig,
+    StageConfig,
+    batch_sizes,
+    sampling_options,
+    stages_of,
+    validation,
+    values,
+)
+from rlhf_jax.config import files as config_files
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
+
+PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
+
+
+def config_file(folder, body: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(f"from rlhf_jax.config import *\n{body}\n")
+    return str(path)
+
+
+# --- round trips
+
+
+VARIANTS = (
+    "tldr_sft:2.8b",
+    "tldr_reward:6.9b",
+    "tldr_ppo:6.9b",
+    "tldr_ppo:12b",
+    "tldr_rloo:6.9b",
+    "tldr_rloo:12b",
+    "tldr_rloo:current",
+    "tldr_rloo_paper:k2",
+)
+WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT))
+
+
+@pytest.mark.parametrize("spec", [*config_files.shipped_configs(), *VARIANTS])
+def test_shipped_configs_load_check_and_survive_config_json(spec):
+    config = config_files.load_config(spec)
+    validation.check(config)
+    assert config_files.from_json(config_files.to_json(config)) == config
+
+
+def test_config_json_round_trips_every_kind_of_value(tmp_path):
+    config = PPOConfig(length_buckets=(128, 512), report_to=(), kl_target=6.0, stop_token=None, learning_rate=1.3e-7)
+    (tmp_path / "config.json").write_text(config_files.to_json(config))
+    assert config_files.load_config(str(tmp_path / "config.json")) == config
+    assert config_files.load_config(str(tmp_path)) == config  # the run's folder will do
+
+
+def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
+    config = RLOOConfig(
+        generation_kwargs={"top_k": 50, "min_p": None},
+        chat_template_kwargs={"tools": [{"name": "a"}], "thinking": False},
+        reward_clip_range=(-5.0, 5.0),
+        reward_weights=(0.5, 1.0),
+        more_reward_models=("a", "b"),
+        reward_funcs=("m:f",),
+        eval_steps=0.25,
+    )
+    (tmp_path / "config.json").write_text(config_files.to_json(config))
+    assert config_files.load_config(str(tmp_path)) == config == values.checked_types(config)
+    pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
+    assert pipeline == WITH_RLOO and pipeline.ppo is None
+
+
+def test_one_word_or_number_for_a_list_is_a_list_of_one():
+    given = RLOOConfig(report_to="tensorboard", more_reward_models="x", reward_funcs="m:f", reward_clip_range=10)
+    config = values.checked_types(given)
+    assert config.report_to == ("tensorboard",) and config.more_reward_models == ("x",)
+    assert config.reward_funcs == ("m:f",) and config.reward_clip_range == (10.0,)
+    assert type(config.reward_clip_range[0]) is float
+    assert values.checked_types(SFTConfig(report_to="none")).report_to == ()
+    assert values.checked_types(SFTConfig(report_to=["none"])).report_to == ()
+
+
+def test_a_dict_becomes_what_config_json_would_give_back():
+    config = values.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
+    assert config.chat_template_kwargs == {"a": [1, 2], "b": {"c": None}}
+
+
+def test_names_find_shipped_configs_with_and_without_py():
+    assert config_files.load_config("tldr_ppo") == config_files.load_config("tldr_ppo.py")
+    assert config_files.load_config("tldr_ppo:1b") == config_files.load_config("tldr_ppo")
+    assert "2.8b" in config_files.load_config("tldr_ppo.py:2.8b").sft_model_path
+
+
+def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
+    body = (
+        "VARIANTS = ('a',)\ndef get_config(variant=None): return PPOConfig(kl_coef=1, batch_size=8 if variant else 4)"
+    )
+    path = config_file(tmp_path, body)
+    assert config_files.load_config(path).batch_size == 4
+    config = config_files.load_config(f"{path}:a")
+    assert config.batch_size == 8 and type(config.kl_coef) is float
+
+
+def test_shipped_configs_fit_a_screen_and_say_what_they_are():
+    lines = config_files.shipped_configs()
+    more = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
+    assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
+    for name, line in lines.items():
+        assert line.endswith(".")
+        assert len((config_files.config_folder() / name).read_text().splitlines()) <= 75
+
+
+def test_tldr_rloo_is_the_documented_run():
+    config = config_files.load_config("tldr_rloo")
+    sums = batch_sizes.batch_arithmetic(config)
+    assert (sums.batch, sums.prompts, sums.minibatch, sums.updates, sums.optimizer_steps) == (
+        4096,
+        2048,
+        2048,
+        245,
+        980,
+    )
+    assert (config.beta, config.learning_rate, config.max_grad_norm) == (0.03, 3e-6, None)
+
+
+def test_tldr_rloo_current_has_the_defaults_of_trls_present_trainer():
+    from trl import RLOOConfig as TRLs
+
+    config, theirs = config_files.load_config("tldr_rloo:current"), TRLs("nowhere", bf16=False)
+    names = ("num_generations", "num_iterations", "learning_rate", "max_grad_norm", "temperature", "beta", "epsilon")
+    names += ("top_p", "top_k", "min_p", "adam_beta2", "adam_epsilon", "weight_decay", "normalize_advantages")
+    names += ("mask_truncated_completions", "num_train_epochs", "warmup_steps", "disable_dropout", "repetition_penalty")
+    assert {name: getattr(config, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert config.response_length == theirs.max_completion_length
+    assert config.batch_size == 8 * theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+
+
+def test_the_rloo_quickstart_has_the_stages_of_the_other():
+    ppo, rloo = config_files.load_config("quickstart"), config_files.load_config("quickstart_rloo")
+    assert (rloo.sft, rloo.reward, rloo.ppo, ppo.rloo) == (ppo.sft, ppo.reward, None, None)
+    assert batch_sizes.batch_arithmetic(rloo.rloo).prompts == 32
+
+
+def test_the_quickstart_with_adapters_is_the_other_but_for_adapters_and_ppos_learning_rate():
+    plain, lora = config_files.load_config("quickstart"), config_files.load_config("quickstart_lora")
+    assert lora.sft == plain.sft and lora.rloo is None
+    adapters = {"use_peft", "lora_target_modules", "lora_dropout"}
+    for stage, more in (("reward", set()), ("ppo", {"lora_value", "learning_rate"})):
+        ours, theirs = vars(getattr(lora, stage)), vars(getattr(plain, stage))
+        assert {name for name in ours if ours[name] != theirs[name]} == adapters | more
+
+
+def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_they_need_each_other():
+    scope = runpy.run_path(str(config_files.config_folder() / "goldrush.py"))
+    made = {f"{scope['RUNS']}/{name}": config_files.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
+    known: set[str] = set()
+    for run_dir, config in made.items():
+        validation.check(config)
+        assert config.run_dir == run_dir
+        needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
+        needed += getattr(config, "more_reward_models", ())
+        assert all(path.rpartition("/")[0] in known for path in needed if path is not None), run_dir
+        known.add(run_dir)
+    members = [made[f"{scope['RUNS']}/{name}"] for name in scope["MEMBERS"]]
+    assert len({config.seed for config in members}) == 3 and len({config.scratch_model for config in members}) == 1
+
+
+# --- pipelines
+
+
+def test_a_pipeline_gives_each_stage_its_folder_and_the_exports_of_the_one_before():
+    stages = stages_of(Pipeline(run_dir="R"))
+    assert list(stages) == ["sft", "reward", "ppo"]
+    assert [stage.run_dir for stage in stages.values()] == ["R/sft", "R/reward", "R/ppo"]
+    assert stages["reward"].model_name_or_path == stages["ppo"].sft_model_path == "R/sft/policy"
+    assert stages["ppo"].reward_model_path == "R/reward/reward_model"
+
+
+def test_a_pipeline_may_have_rloo_in_place_of_ppo():
+    stages = stages_of(dataclasses.replace(WITH_RLOO, run_dir="R"))
+    assert list(stages) == ["sft", "reward", "rloo"] and stages["rloo"].run_dir == "R/rloo"
+    assert stages["rloo"].reward_model_path == "R/reward/reward_model"
+    validation.check(WITH_RLOO)
+
+
+def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
+    with pytest.raises(UserError, match="one of ppo and rloo, not both"):
+        validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
+    with pytest.raises(UserError, match="one of ppo and rloo, not none"):
+        validation.check(Pipeline(ppo=None))
+
+
+def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
+    for stage in stages_of(Pipeline(seed=7, resume="must", dry_run=True)).values():
+        assert (stage.seed, stage.resume, stage.dry_run) == (7, "must", True)
+    own = stages_of(Pipeline(sft=SFTConfig(seed=3, dry_run=True)))
+    assert (own["sft"].seed, own["sft"].dry_run, own["ppo"].seed) == (3, True, 42)
+
+
+def test_a_pipelines_config_json_works_in_another_folder():
+    config = config_files.from_json(config_files.to_json(Pipeline(run_dir="R")))
+    assert stages_of(dataclasses.replace(config, run_dir="Q"))["ppo"].sft_model_path == "Q/sft/policy"
+
+
+def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
+    with pytest.raises(UserError, match="ppo.run_dir is 'X'.*'R/ppo'"):
+        stages_of(Pipeline(run_dir="R", ppo=PPOConfig(run_dir="X")))
+
+
+def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
+    with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
+        validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
+    with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
+        validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
+    with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
+        validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+
+
+# --- bad files
+
+
+BAD_SPECS = {
+    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, quickstart.py, quickstart_lora.py",
+    "nothing/like_it.py": "no such file",
+    "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
+    "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",
+    "no_such_run/config.json": "cannot read",
+}
+
+
+@pytest.mark.parametrize("spec", BAD_SPECS)
+def test_a_bad_config_name_is_told_with_the_nearest(spec):
+    with pytest.raises(UserError, match=BAD_SPECS[spec]):
+        config_files.load_config(spec)
+
+
+BAD_FILES = {
+    "x = 1": "defines no get_config",
+    "def get_config(variant=None: pass": "line 2: ",
+    "def get_config(variant=None): return {'kl_coef': 1}": "returned dict; it must return one of SFTConfig",
+    "def get_config(variant=None):\n    return PPOConfig(kl_cof=1)": "line 3: TypeError.*'kl_cof'.*you mean kl_coef",
+    "import no_such_module": "line 2: ModuleNotFoundError: No module named 'no_such_module'",
+    "def get_config(variant=None): return PPOConfig(kl_coef='a')": "kl_coef = 'a': it must be a number",
+    "def get_config(variant=None): return PPOConfig(batch_size=1.5)": "batch_size = 1.5: it must be a whole number",
+    "def get_config(variant=None): return PPOConfig(batch_size=True)": "batch_size = True: it must be a whole number",
+    "def get_config(variant=None): return PPOConfig(learning_rate=float('nan'))": "learning_rate = nan.*finite",
+    "def get_config(variant=None): return PPOConfig(whiten_rewards=1)": "whiten_rewards = 1: it must be true or false",
+    "def get_config(variant=None): return PPOConfig(gamma=None)": "gamma = None: it must be a number",
+    "def get_config(variant=None): return SFTConfig(dtype='bf16')": "dtype = 'bf16': it must .*Did you mean bfloat16",
+    "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets = 64: it must be a list",
+    "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets = '64': it must be a",
+    "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo must be a PPOConfig or None, not SFTConfig",
+    "def get_config(variant=None): return Pipeline(sft=None)": "sft must be a SFTConfig, not NoneType",
+    "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo must be a RLOOConfig or None, not PPO",
+    "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.* It is num_generations here",
+    "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.* It is beta here",
+    "def get_config(variant=None): return PPOConfig(beta=4)": "line 2: TypeError.* It is kl_coef here",
+    "def get_config(variant=None): return RLOOConfig(use_vllm=True)": "Generation is in-process",
+    "def get_config(variant=None): return RLOOConfig(steps_per_generation=4)": "it sets batch_size = micro_batch_size",
+    "def get_config(variant=None): return RLOOConfig(num_generation=4)": "Did you mean num_generations",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs=5)": "generation_kwargs = 5: it must be a dict",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={'a': {1}})": r"\['a'\] = .1.: it must be plain",
+    "def get_config(variant=None): return PPOConfig(generation_kwargs={1: 2})": "generation_kwargs = {1: 2}: it must",
+    "def get_config(variant=None): return PPOConfig(reward_weights=('a',))": "reward_weights = 'a': it must be a num",
+    "def get_config(variant=None): return PPOConfig(reward_weights='a')": "reward_weights = 'a': it must be a list of",
+    "def get_config(variant=None): return RLOOConfig(reward_clip_range=True)": "reward_clip_range = True: it must be",
+    "def get_config(variant=None): return Pipeline(ppo=PPOConfig(lam='x'))": "ppo.lam = 'x': it must be a number",
+}
+
+
+@pytest.mark.parametrize("body", BAD_FILES)
+def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
+    path = config_file(tmp_path, body)
+    with pytest.raises(UserError, match=BAD_FILES[body]) as error:
+        config_files.load_config(path)
+    assert path in str(error.value)
+
+
+BAD_JSON = {
+    "{": "is not JSON",
+    "[1]": "'stage' must be one of sft, reward, ppo, rloo, pipeline, not 'list'",
+    '{"stage": "dpo"}': "'stage' must be one of .*, not 'dpo'",
+    '{"stage": "ppo", "kl_cof": 1}': "unknown field kl_cof. Did you mean kl_coef",
+    '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",
+    '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
+    '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
+    '{"stage": "pipeline", "rloo": 3}': "rloo must be a RLOOConfig or None, not int",
+    '{"stage": "pipeline", "reward": null}': "reward must be a RewardConfig, not NoneType",
+    '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig, not int",
+    '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam = 'x': it must be a number",
+    '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",
+}
+
+
+@pytest.mark.parametrize("text", BAD_JSON)
+def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=BAD_JSON[text]) as error:
+        config_files.load_config(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_folder_without_a_config_json_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"the folder has no config\.json"):
+        config_files.load_config(str(tmp_path))
+
+
+# --- dry runs
+
+SCRATCH = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
+SCRATCH |= {"sft_model_path": None, "reward_model_path": None, "run_dir": "nowhere/run", "dry_run": True}
+ROLES = [
+    (RLOOConfig(**SCRATCH), "policy reference"),
+    (RLOOConfig(**SCRATCH, beta=0.0), "policy"),
+    (PPOConfig(**SCRATCH), "policy value reference"),
+    (PPOConfig(**SCRATCH, value_model="shared_backbone"), "policy reference"),
+]
+
+
+@pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
+def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
+    validation.check(config)
+    report.show(config)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()
+    assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
+
+
+def test_a_dry_run_counts_every_reward_model(tmp_path):
+    model, params = tiny_reward_model()
+    hf.save(tmp_path / "rm", model, params, kind="scalar")
+    data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
+    rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
+    rloo, ppo = (
+        report.roles(memory.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        for config in (RLOOConfig, PPOConfig)
+    )
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert rloo[2:] == [("reward", count, False), ("reward 2", count, False)]
+    assert ppo[1] == ("value", count, True)
+
+
+def tiny_reward_model():
+    model = models.custom_shape("1x16x2", 128)
+    return model, model.init(jax.random.key(0), heads=("scalar",))
+
+
+def test_a_dry_run_of_the_rloo_quickstart_waits_for_the_stages_before_it(capsys, tmp_path):
+    for stage in stages_of(
+        dataclasses.replace(config_files.load_config("quickstart_rloo"), run_dir=str(tmp_path))
+    ).values():
+        report.show(stage)
+    out = capsys.readouterr().out
+    assert "update: 128 episodes = 32 prompts x 4 responses" in out
+    assert f"memory: not known before {tmp_path}/sft/policy exists" in out
+
+
+# --- fields
+
+
+def test_every_field_has_a_line_of_meaning():
+    documented = set()
+    for path in (PACKAGE / "config").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                for field, doc in zip(node.body, node.body[1:], strict=False):
+                    if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                        documented.add((node.name, field.target.id))
+    for config_type in (*STAGES.values(), Pipeline):
+        for name in config_type.__dataclass_fields__:
+            owners = [base.__name__ for base in config_type.__mro__ if name in vars(base).get("__annotations__", {})]
+            assert (owners[0], name) in documented
+
+
+# Functions that read options for whoever calls them.
+READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
+READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
+
+
+def test_every_field_is_read_somewhere():
+    """An option that nothing reads is TRL's max_grad_norm all over again."""
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "config" and path.relative_to(PACKAGE).as_posix() != "dry_run/report.py":
+            tree = ast.parse(path.read_text())
+            names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+            read |= names
+            # getattr(config, "name"), for options that not every stage has
+            calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+            gets = [n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "getattr"]
+            read |= {arg.value for arg in gets if isinstance(arg, ast.Constant)}
+            called = names | {n.func.id for n in calls if isinstance(n.func, ast.Name)}
+            read |= {option for reader, options in READERS.items() if reader in called for option in options}
+    fields = {name for config_type in STAGES.values() for name in config_type.__dataclass_fields__}
+    in_arithmetic_alone = {"total_episodes", "max_steps", "num_train_epochs", "dataset_streaming"}
+    assert fields - read <= in_arithmetic_alone, f"nothing reads {sorted(fields - read - in_arithmetic_alone)}"
+
+
+def test_what_ppo_and_rloo_share_is_declared_once():
+    """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
+    for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
+        assert values.field_types(PPOConfig)[name] == values.field_types(RLOOConfig)[name], name
+    assert issubclass(PolicyConfig, StageConfig)

@@ -1,0 +1,247 @@
+"""Where rows may come from, and what a user is told when they are no good."""
+
+import json
+import types
+
+import datasets
+import pyarrow.feather
+import pytest
+
+from rlhf_jax import data
+from rlhf_jax.data import loading, synthetic
+from rlhf_jax.errors import UserError
+
+ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
+        enumerate(synthetic.demonstrations(6))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.load_tokenizer("synthetic")
+
+
+def write_lines(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def config(**options):
+    defaults = {
+        "dataset_name": "synthetic",
+        "dataset_config": None,
+        "dataset_revision": None,
+        "dataset_train_split": "train",
+        "dataset_test_split": "validation",
+        "eval_dataset_name": None,
+        "dataset_streaming": False,
+        "max_train_samples": None,
+        "max_eval_samples": 256,
+        "prompt_column": "prompt",
+        "completion_column": "completion",
+        "on_bad_row": "raise",
+        "query_length": 96,
+        "query_overflow": "truncate",
+        "length_buckets": None,
+        "max_length": 128,
+        "normalize_dataset_name": None,
+        "normalize_samples": 4,
+    }
+    return types.SimpleNamespace(**{**defaults, **options})
+
+
+# --- where rows come from
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "c.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    write_lines(tmp_path / "d.json", ROWS)
+    table.to_parquet(str(tmp_path / "e.parquet"))
+    table.to_csv(str(tmp_path / "f.csv"))
+    table.save_to_disk(str(tmp_path / "g"))
+    (arrow,) = (tmp_path / "g").glob("*.arrow")
+    pyarrow.feather.write_feather(table.data.table, str(tmp_path / "h.arrow"), compression="uncompressed")
+    sources = [
+        tmp_path / name for name in ("a.jsonl", "b.json", "c.json", "d.json", "e.parquet", "f.csv", "g", "h.arrow")
+    ]
+    for source in (*map(str, sources), str(arrow), ROWS, table, datasets.DatasetDict(train=table)):
+        rows = data.load_rows(source)
+        assert list(rows) == ROWS and rows.column_names == ("prompt", "completion", "id"), source
+        assert list(rows.first(2)) == ROWS[:2]
+
+
+def test_folders_by_split(tmp_path):
+    write_lines(tmp_path / "posts_train.jsonl", ROWS[:4])
+    write_lines(tmp_path / "posts_val.jsonl", ROWS[4:])
+    assert len(data.load_rows(str(tmp_path))) == 4
+    assert len(data.load_rows(str(tmp_path), split="validation")) == 2
+    with pytest.raises(UserError, match="'test'.*train, validation"):
+        data.load_rows(str(tmp_path), split="test")
+    write_lines(tmp_path / "pairs_train.jsonl", ROWS)
+    with pytest.raises(UserError, match="'train'.*pairs_train.jsonl, posts_train.jsonl"):
+        data.load_rows(str(tmp_path))
+
+
+def test_shards_of_a_folder_are_joined_and_named(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "train-00000-of-00002.jsonl", ROWS[:3])
+    write_lines(tmp_path / "data" / "train-00001-of-00002.jsonl", ROWS[3:])
+    rows = data.load_rows(str(tmp_path))
+    assert list(rows) == ROWS and rows.location(3).endswith("train-00001-of-00002.jsonl, line 1")
+
+
+def test_saved_data_sets_have_splits(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=table, test=table.select(range(2))).save_to_disk(str(tmp_path / "x"))
+    assert len(data.load_rows(str(tmp_path / "x"), split="test")) == 2
+    with pytest.raises(UserError, match="'validation'.*train, test"):
+        data.load_rows(str(tmp_path / "x"), split="validation")
+
+
+def test_a_plain_file_is_one_split_and_needs_an_evaluation_file(tmp_path, tokenizer):
+    name = write_lines(tmp_path / "prompts_train.jsonl", ROWS)
+    assert len(data.load_prompts(config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
+    assert data.load_prompts(config(dataset_name=name), tokenizer, evaluation=True) is None
+    found = data.load_prompts(
+        config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer, None, True
+    )
+    assert len(found) == 2
+    assert len(data.load_demonstrations(config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
+
+
+def test_synthetic_by_config(tokenizer):
+    prompts = data.load_prompts(config(max_train_samples=5), tokenizer)
+    assert prompts.columns([0])["completion"] == [synthetic.demonstrations(1)[0]["completion"]]
+    assert data.load_prompts(config(dataset_test_split=None), tokenizer, evaluation=True) is None
+    assert len(data.load_demonstrations(config(max_eval_samples=7), tokenizer, evaluation=True)) == 7
+    assert data.load_normalization_data(config(), tokenizer) is None
+    assert len(data.load_normalization_data(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
+
+
+def test_hub_answers_are_passed_on(monkeypatch):
+    asked = {}
+
+    def load_dataset(name, config, split, revision):
+        asked.update(name=name, config=config, split=split, revision=revision)
+        if split == "dev":
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train', 'validation'].")
+        if config is None:
+            raise ValueError("Config name is missing. Please pick one among the available configs: ['a', 'b']")
+        if revision == "gone":
+            raise ConnectionError("Couldn't reach 'you/posts' on the Hub")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = data.load_rows("you/posts", split="train", dataset_config="a", dataset_revision="v1")
+    assert asked == {"name": "you/posts", "config": "a", "split": "train", "revision": "v1"} and len(rows) == 6
+    assert rows.location(2) == "you/posts (train), row 3"
+    with pytest.raises(UserError, match="you/posts.*'dev'.*'train', 'validation'"):
+        data.load_rows("you/posts", split="dev", dataset_config="a")
+    with pytest.raises(UserError, match="available configs.*Set dataset_config"):
+        data.load_rows("you/posts")
+    with pytest.raises(UserError, match=r"'you/posts' \(revision gone\).*Couldn't reach"):
+        data.load_rows("you/posts", dataset_config="a", dataset_revision="gone")
+
+
+# --- what is refused
+
+
+def test_streams_are_refused():
+    with pytest.raises(UserError, match="dataset_streaming"):
+        data.load_rows("synthetic", streaming=True)
+    with pytest.raises(UserError, match="dataset_streaming is refused"):
+        data.load_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
+
+
+def test_files_that_are_no_data_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "c.json").write_text('{"prompt": \n nonsense}')
+    (tmp_path / "d.parquet").write_text("not parquet")
+    (tmp_path / "e.jsonl").write_text("\n\n")
+    (tmp_path / "f.json").write_text("3")
+    (tmp_path / "g").mkdir()
+    for name, message in {
+        "a.txt": "a.txt: data files end in .jsonl, .json, .parquet, .csv, .arrow, not .txt",
+        "b.jsonl": "b.jsonl: is empty",
+        "c.json": "c.json, line 2: is not JSON",
+        "d.parquet": "d.parquet: cannot be read as parquet",
+        "e.jsonl": "e.jsonl: has no rows",
+        "f.json": "f.json: holds an int, not a list of objects",
+        "g": "g: no data files",
+        "h.jsonl": "h.jsonl: there is no such file or folder",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            data.load_rows(str(tmp_path / name))
+    with pytest.raises(UserError, match="train data.*int"):
+        data.load_rows(3)
+    with pytest.raises(UserError, match="train data.*no rows"):
+        data.load_rows([])
+
+
+def test_missing_columns_are_named_with_the_option(tmp_path, tokenizer):
+    rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [{"prompts": "x", "completion": " y"}]))
+    with pytest.raises(
+        UserError,
+        match="a.jsonl has no column 'prompt'; it has prompts, completion. Set prompt_column to the right one "
+        r"\(did you mean 'prompts'\?\)",
+    ):
+        data.make_prompts(rows, tokenizer)
+    assert len(data.make_prompts(rows, tokenizer, prompt_column="prompts")) == 1
+    with pytest.raises(UserError, match="no column 'summary'.*completion_column"):
+        data.make_demonstrations(rows, tokenizer, prompt_column="prompts", completion_column="summary")
+    with pytest.raises(UserError, match="no column 'chosen'.*chosen_column"):
+        data.make_pairs(rows, tokenizer)
+
+
+BAD = {
+    '{"prompt": "x", ': "is not JSON: ",
+    "[1, 2]": "is a list, not an object",
+    '{"completion": " met anna"}': "'prompt' is missing",
+    '{"prompt": null, "completion": " met anna"}': "'prompt' is null",
+    '{"prompt": 7, "completion": " met anna"}': "'prompt' is an int, not text",
+    '{"prompt": [{"role": "user"}], "completion": " x"}': "'prompt' is a list, not text",
+    '{"prompt": "", "completion": " met anna"}': "'prompt' is empty",
+    '{"prompt": "x", "completion": " \\n"}': "'completion' is empty",
+}
+
+
+@pytest.mark.parametrize("line", list(BAD))
+def test_bad_rows_are_named_by_file_and_line_or_skipped_and_counted(tmp_path, tokenizer, line):
+    rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [ROWS[0], "", line, ROWS[1], line]))
+    with pytest.raises(UserError) as error:
+        data.make_demonstrations(rows, tokenizer)
+    assert f"a.jsonl, line 3: {BAD[line]}" in str(error.value)
+    assert "2 of 4 rows are bad" in str(error.value) and "on_bad_row=skip" in str(error.value)
+    made = data.make_demonstrations(rows, tokenizer, on_bad_row="skip")
+    assert (len(made), made.report.read, made.report.bad) == (2, 4, 2)
+    assert "2 bad" in str(made.report) and "line 3" in str(made.report)
+
+
+def test_no_good_row_is_an_error_even_when_skipping(tokenizer):
+    with pytest.raises(UserError, match="No row is usable"):
+        data.make_prompts(data.load_rows([{"prompt": ""}]), tokenizer, on_bad_row="skip")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"rejected": " met anna"}, "'chosen' and 'rejected' are the same"),
+        ({"rejected": None}, "'rejected' is null"),
+        ({"margin": "much"}, "'margin' is 'much', not a number"),
+        ({"margin": float("nan")}, "'margin' is nan, not a number"),
+    ],
+)
+def test_bad_pairs_are_named(tokenizer, extra, message):
+    good = {"prompt": ROWS[0]["prompt"], "chosen": " met anna", "rejected": " met omar", "margin": 1}
+    rows = data.load_rows([good, {**good, **extra}])
+    with pytest.raises(UserError, match=f"row 2: {message}"):
+        data.make_pairs(rows, tokenizer, margin_column="margin")
+    assert data.make_pairs(rows, tokenizer, margin_column="margin", on_bad_row="skip").report.bad == 1
+
+
+def test_rows_are_iterated_in_chunks_without_loss():
+    table = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(2500)])
+    assert [row["prompt"] for row in loading.load_rows(table)] == [str(i) for i in range(2500)]

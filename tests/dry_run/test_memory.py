@@ -1,0 +1,185 @@
+"""--dry_run's memory: from the stage's own programs, compiled and never run."""
+
+import dataclasses
+import sys
+
+import jax
+import pytest
+
+from rlhf_jax import train
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import sharding
+
+TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic", "dry_run": True}
+POLICY = {"sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
+POLICY |= {"batch_size": 16, "micro_batch_size": 8, **TINY}
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def stage():
+    return memory.planned_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def programs(stage):
+    return {program.name: program for program in memory.programs(stage)}
+
+
+def test_parts_are_the_bytes_of_params_and_moments(stage):
+    parts = memory.parts(stage)
+    heads = {"policy": "causal", "value": "scalar"}
+    made = lambda head: jax.eval_shape(lambda: stage.opened.policy.init(jax.random.key(0), heads=(head,)))  # noqa: E731
+    counts = {role: sum(x.size for x in jax.tree.leaves(made(head))) for role, head in heads.items()}
+    assert {role: parts[role] for role in heads} == {role: 4 * count for role, count in counts.items()}
+    # Adam's two moments and its count of steps.
+    assert parts["optimizer"] == 8 * sum(counts.values()) + 4
+    assert parts["reference"] == 4 * counts["policy"]
+
+
+def test_the_programs_are_those_of_an_update(programs):
+    assert list(programs) == ["generate", "experience", "update"]
+    assert not any(program.refused for program in programs.values())
+
+
+def test_the_update_takes_the_place_of_the_state_that_it_is_given(stage, programs):
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((stage.state.params, stage.state.opt_state)))
+    assert state <= programs["update"].aliased <= state + 1024
+
+
+def test_what_a_program_does_not_see_counts_too(stage, programs):
+    held = memory.parts(stage)
+    assert programs["generate"].beside == sum(held.values()) - held["policy"]
+    # The reference is all that an update does not see, but for the few scalars of the state.
+    assert abs(programs["update"].beside - held["reference"]) < 64
+    program = dataclasses.replace(programs["update"], arguments=100, outputs=50, temporary=30, aliased=40, beside=7)
+    assert program.peak == 7 + 100 + 30 + 50 - 40
+
+
+def test_a_larger_micro_batch_takes_more(programs):
+    whole = dataclasses.replace(PPOConfig(**POLICY), micro_batch_size=16)
+    stage = memory.planned_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
+    (update,) = memory.programs(stage, only=("update",))
+    assert 1.3 < update.temporary / programs["update"].temporary < 3
+
+
+def test_offloaded_models_take_nothing_on_the_device():
+    away = RLOOConfig(**POLICY, num_generations=2, offload_frozen="pinned_host")
+    parts = memory.parts(memory.planned_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
+    assert parts["reference"] == 0 and parts["policy"] > 0
+
+
+def test_a_model_that_comes_back_for_a_program_counts_while_it_runs():
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    here, away = (RLOOConfig(**POLICY, num_generations=2, offload_frozen=where) for where in ("none", "pinned_host"))
+    peaks = [memory.programs(memory.planned_stage(config, mesh), only=("experience",))[0] for config in (here, away)]
+    assert peaks[0].beside == peaks[1].beside and peaks[0].peak == peaks[1].peak
+
+
+def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
+    assert memory.cache_bytes(stage) == 2 * 2 * 16 * (32 + 8) * 32 * 4
+
+
+def test_a_reward_stage_from_scratch_has_a_plan():
+    lengths = {"query_length": 16, "max_length": 32, "batch_size": 8}
+    config = RewardConfig(**TINY, **lengths, model_name_or_path=None, margin_column="margin")
+    planned = memory.planned_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert [program.name for program in memory.programs(planned)] == ["update"]
+
+
+def test_adams_first_moment_may_be_kept_in_half():
+    half = SFTConfig(**TINY, model_name_or_path=None, adam_mu_dtype="bfloat16", max_length=32, batch_size=8)
+    stage = memory.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
+    parts = memory.parts(stage)
+    assert parts["optimizer"] == 6 * parts["model"] // 4 + 4
+    assert [p.name for p in memory.programs(stage)] == ["update"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "limit", "refused", "words"),
+    [
+        (3 * MIB, 4 * MIB, False, "memory: fits: 3.0 MiB of 4.0 MiB a device at the highest, in update"),
+        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: 5.0 MiB of 4.0 MiB"),
+        (3 * MIB, 4 * MIB, True, "memory: does NOT fit; split"),
+        (3 * MIB, None, False, "memory: 3.0 MiB a device at the highest, in update"),
+    ],
+)
+def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
+    program = memory.Program("update", 0.0, peak, 0, 0, 0, 0)
+    assert report.verdict(program, limit, refused).startswith(words)
+
+
+def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
+    config = PPOConfig(**POLICY)
+    validation.check(config)
+    report.show(config)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
+    assert rows[:6] == ["policy", "value", "optimizer", "reference", "together", "cache"]
+    assert rows[6:10] == ["generate", "experience", "update", "memory:"]
+    assert "memory: fits" in lines[-2]
+
+
+def test_a_topology_is_for_dry_runs():
+    with pytest.raises(UserError, match="--topology v5e:4x4 is for --dry_run"):
+        train.run(PPOConfig(**{**POLICY, "dry_run": False}, topology="v5e:4x4"))
+
+
+def test_without_libtpu_a_topology_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    flags = ["--topology", "v5e:4x4", "--dry_run"]
+    assert train.main(["--config", "quickstart.py", *flags]) == 2
+    assert "pip install '.[tpu-aot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, size, said",
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (16.95G) exceeds available HBM (15.75G). HLO module: jit_update.",
+            int(16.95 * 2**30),
+            "needs 16.95 GiB of 15.75 GiB",
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.2G of 15.7G hbm.", int(18.2 * 2**30), ""),
+        ("RESOURCE_EXHAUSTED: no room\nfor more", 0, "RESOURCE_EXHAUSTED: no room"),
+    ],
+)
+def test_a_program_that_the_compiler_refuses_says_what_it_needs(error, size, said):
+    class Refused:
+        def lower(self):
+            raise jax.errors.JaxRuntimeError(error)
+
+    program = memory.compiled("update", Refused(), beside=7)
+    assert program.peak == 7 + size and said in program.refused and program.refused
+
+
+def test_another_error_of_the_compiler_is_not_hidden():
+    class Broken:
+        def lower(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+        memory.compiled("update", Broken(), beside=0)
+
+
+@pytest.mark.parametrize(
+    "kind, says, bytes_of_it",
+    [
+        ("TPU v5 lite", None, int(15.75 * 2**30)),  # not there: what libtpu gives programs
+        ("TPU v5 lite", 15 * 2**30, 15 * 2**30),  # there: what it says itself
+        ("TPU v99", None, None),
+    ],
+)
+def test_the_memory_of_a_chip_is_what_it_says_or_what_is_known_of_its_kind(kind, says, bytes_of_it):
+    class Chip:
+        platform, device_kind = "tpu", kind
+
+        def memory_stats(self):
+            if says is None:
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+            return {"bytes_limit": says}
+
+    assert memory.capacity(Chip()) == bytes_of_it

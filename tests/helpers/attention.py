@@ -1,0 +1,18 @@
+"""Attention as its formula, differentiated by JAX."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def plain_attention(query, key, value, keep):
+    """[B, H, Q, K], [B, H, S, K], keep [B, 1, Q, S]."""
+    scores = jnp.einsum("bhqk,bhsk->bhqs", query, key) / math.sqrt(query.shape[-1])
+    return jnp.einsum("bhqs,bhsk->bhqk", jax.nn.softmax(jnp.where(keep, scores, -1e9), axis=-1), value)
+
+
+def plain_causal(query, key, value, mask):
+    length = mask.shape[1]
+    keep = mask[:, None, None, :] & (jnp.arange(length)[:, None] >= jnp.arange(length)[None, :])[None, None]
+    return plain_attention(*(x.swapaxes(1, 2) for x in (query, key, value)), keep).swapaxes(1, 2)

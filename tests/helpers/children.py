@@ -1,0 +1,48 @@
+"""Processes that see several (forced host) devices, and what they are given."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.helpers.paths import ROOT
+
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Flags of XLA for programs that run once, as those of most tests: making them fast takes longer than all else."""
+
+
+def child(module: str, *arguments, devices: int, optimized: bool = False, **env) -> subprocess.Popen:
+    """Begins `python -m module arguments` in a process of so many devices; what it prints comes back by stdout."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags += "" if optimized else f" {QUICK}"
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        # XLA's pool has a thread a device, and collectives hold theirs until all devices have come: with two of them at
+        # once it deadlocks on few cores. NPROC is the number of threads that it takes instead.
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(4 * max(devices, 8)), **env},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def last_line(process: subprocess.Popen, timeout: float = 900):
+    """The JSON object that a child prints last, when it is done."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output[-5000:]
+    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+
+
+def reward_checkpoint(folder: pathlib.Path) -> None:
+    """folder/reward: a reward model of random weights with the built-in tokenizer."""
+    import jax
+
+    from rlhf_jax import data, models
+    from rlhf_jax.models.io import hf
+
+    model = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
+    params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))
+    hf.save(folder / "reward", model, params, kind="scalar")
+    data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))

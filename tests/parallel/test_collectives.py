@@ -1,0 +1,146 @@
+"""What the update and the decode step send between eight devices, read from the compiled programs, against what each
+layout needs. Nothing is run."""
+
+import json
+
+import pytest
+
+from tests.helpers.children import child, last_line
+
+LAYERS, WIDTH, HEADS, VOCABULARY = 4, 64, 8, 128
+ROWS, MICRO, COLUMNS, T = 32, 16, 16, 8
+LAYER = 12 * WIDTH**2  # numbers in the four kernels of a layer
+SMALL = 13 * WIDTH  # and in its biases and norms
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
+pytestmark = pytest.mark.processes
+
+
+NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value": "shared", "load_in_8bit": True}
+
+
+def compiled(mesh: tuple[int, int, int], **more) -> dict:
+    """Collectives and largest arrays of the programs of a PPO update on a mesh."""
+    from rlhf_jax.config import PPOConfig
+    from rlhf_jax.dry_run import memory
+    from rlhf_jax.parallel import sharding
+    from scripts.scaling import compiling, hlo
+
+    config = PPOConfig(
+        scratch_model=f"{LAYERS}x{WIDTH}x{HEADS}",
+        sft_model_path=None,
+        reward_model_path=None,
+        tokenizer_name_or_path="synthetic",
+        dataset_name="synthetic",
+        query_length=COLUMNS,
+        length_buckets=(COLUMNS,),
+        response_length=T,
+        batch_size=ROWS,
+        micro_batch_size=MICRO,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
+        **more,
+    )
+    stage = memory.planned_stage(config, sharding.make_mesh(*mesh))
+    found = {}
+    for program in memory.programs(stage, only=("generate", "update"), make=compiling.whole):
+        text = program.text
+        once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
+        found[program.name] = {
+            "sent": sum(c.sent * c.times for c in once),
+            "step": sum(c.sent * c.times for c in twice) - sum(c.sent * c.times for c in once),
+            "gathers": sum(c.times for c in twice if c.kind == "all-gather" and c.sent > 4 * WIDTH**2)
+            - sum(c.times for c in once if c.kind == "all-gather" and c.sent > 4 * WIDTH**2),
+            "largest": hlo.largest_array(text)[0],
+            "gathered": sorted({c.shape.split("{")[0] for c in once if c.kind == "all-gather"}),
+        }
+    return found
+
+
+def gathered(size: float, devices: int) -> float:
+    """Bytes a device sends so that all have an array of so many numbers; as much to deal it out again."""
+    return 4 * size * (devices - 1) / devices
+
+
+def summed(size: float, devices: int) -> float:
+    """And so that all have the sum of theirs."""
+    return 2 * gathered(size, devices)
+
+
+def update_needs(data: int, fsdp: int, tensor: int) -> float:
+    """Bytes a device must send in an update, micro-batch by micro-batch, of policy and value model.
+
+    fsdp: a layer's kernels are gathered for the forward and again for the backward pass; embeddings and hidden states
+    are dealt out between the devices' columns and their rows. tensor: activations are summed twice a layer forward and
+    twice backward. Gradients are summed over all rows. XLA has no reduce-scatter for CPUs: it sums whole gradients over
+    fsdp and keeps a part, where others send half.
+    """
+    rows = MICRO // (data * fsdp)
+    states = rows * (COLUMNS + T) * WIDTH
+    both = 2 * (  # policy and value model
+        2 * LAYERS * gathered(LAYER / tensor, fsdp)
+        + LAYERS * (summed(LAYER / tensor, fsdp) + summed(LAYER / tensor / fsdp, data))
+        + LAYERS * summed(SMALL, data * fsdp)
+        + 4 * LAYERS * summed(states, tensor)
+        + 2 * gathered(states, fsdp)  # of the embedding, forward and backward
+        + summed(states, tensor)
+        + summed(VOCABULARY * WIDTH / fsdp / tensor, data)
+    )
+    answered = MICRO // data * T
+    head = gathered(answered * WIDTH, fsdp) + summed(answered * WIDTH, fsdp * tensor)
+    head += 6 * summed(answered, fsdp * tensor) + summed(VOCABULARY * WIDTH / fsdp / tensor, data)
+    return ROWS / MICRO * (both + head)
+
+
+def decode_needs(data: int, fsdp: int, tensor: int) -> float:
+    """Bytes a device must send for one token a row: activations summed twice a layer and once for the embedding, the
+    logits dealt out so that each device draws for rows of its own. What fsdp splits was gathered before."""
+    rows = ROWS // (data * fsdp)
+    return (2 * LAYERS + 1) * summed(rows * WIDTH, tensor) + gathered(rows * VOCABULARY / tensor, tensor)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return last_line(child("tests.parallel.test_collectives", devices=8, optimized=True))
+
+
+def name_of(mesh):
+    return "x".join(map(str, mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+def test_an_update_sends_what_its_layout_needs(found, mesh):
+    sent = found[name_of(mesh)]["update"]["sent"]
+    assert 0.98 < sent / update_needs(*mesh) < 1.02
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+def test_a_decode_step_sends_activations_and_never_weights(found, mesh):
+    program, needs = found[name_of(mesh)]["generate"], decode_needs(*mesh)
+    assert program["gathers"] == 0
+    # A flag, whether all rows have ended, and the drawn tokens come on top.
+    assert needs <= program["step"] < 1.2 * needs + 4 * ROWS + 16
+
+
+def test_under_fsdp_training_makes_no_array_larger_than_a_layer_or_the_activations_of_its_own_rows(found):
+    rows = MICRO // 8
+    kept = 4 * LAYERS * rows * (COLUMNS + T) * 4 * WIDTH  # the hidden units of all layers, which no remat makes again
+    gathered_kernel = 4 * 4 * WIDTH**2
+    assert found["1x8x1"]["update"]["largest"] == max(kept, gathered_kernel)
+    whole = 4 * LAYERS * 4 * WIDTH**2  # the stacked kernel that a mistake would gather
+    assert found["1x8x1"]["update"]["largest"] < whole
+
+
+def test_kernels_of_an_int8_base_are_sent_as_int8(found):
+    kernels = {f"{WIDTH},{3 * WIDTH}", f"{WIDTH},{WIDTH}", f"{WIDTH},{4 * WIDTH}", f"{4 * WIDTH},{WIDTH}"}
+    for program, layers in (("update", 1), ("generate", LAYERS)):
+        sent = found["int8"][program]["gathered"]
+        assert {f"s8[{layers},{kernel}]" for kernel in kernels} <= set(sent)
+        assert not [
+            shape for shape in sent if any(shape.endswith(f",{kernel}]") for kernel in kernels) and "s8" not in shape
+        ]
+
+
+if __name__ == "__main__":
+    everywhere = {name_of(mesh): compiled(mesh) for mesh in MESHES}
+    print(json.dumps({**everywhere, "int8": compiled((1, 8, 1), **NARROW)}))

@@ -1,0 +1,96 @@
+"""--push_to_hub against a hub on loopback: what arrives there, what is refused before a run and what only warned of."""
+
+import pathlib
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+
+import rlhf_jax
+from rlhf_jax import train
+from rlhf_jax.config import SFTConfig
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import hub_upload
+from tests.helpers.hub import Hub
+
+TOKEN = "hf_0a1b2c3d4e"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with Hub() as hub:
+        hub.users[TOKEN] = "maya"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield hub
+
+
+def config(folder, **options):
+    fixed = {
+        "run_dir": str(folder),
+        "model_name_or_path": None,
+        "scratch_model": "1x16x2",
+        "dataset_name": "synthetic",
+        "tokenizer_name_or_path": "synthetic",
+        "query_length": 44,
+        "max_length": 56,
+        "length_buckets": (56,),
+        "max_train_samples": 16,
+        "max_eval_samples": 8,
+        "batch_size": 8,
+        "max_steps": 2,
+        "report_to": (),
+        "push_to_hub": True,
+    }
+    return SFTConfig(**{**fixed, **options})
+
+
+def named(run_dir, **options):
+    given = {"push_to_hub": True, "hub_model_id": None, "run_dir": run_dir, **options}
+    return hub_upload.repository(SimpleNamespace(**given))
+
+
+def test_a_finished_run_uploads_its_policy_with_tokenizer_and_card(hub, tmp_path, capsys):
+    result = rlhf_jax.run(config(tmp_path / "my_sft", hub_private_repo=True))
+    _, files = hub.find("model", "maya/my_sft", "main")
+    folder = pathlib.Path(result.paths["policy"])
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(files)
+    assert all((folder / name).read_bytes() == content for name, content in files.items())
+    assert hub.private == {"maya/my_sft"}
+    said = capsys.readouterr()
+    assert f"uploaded {folder} to {hub.endpoint}/maya/my_sft" in said.out
+    assert TOKEN not in said.out + said.err + (tmp_path / "my_sft" / "config.json").read_text()
+
+
+def test_names_are_those_given_or_the_folders(hub):
+    assert named("runs/tldr") == "maya/tldr"
+    assert named("runs/quickstart/ppo") == "maya/quickstart-ppo"
+    assert named("runs/x", hub_model_id="y") == "maya/y" and named("runs/x", hub_model_id="lab/y") == "lab/y"
+    assert named("runs/x", push_to_hub=False) is None
+    with pytest.raises(UserError, match="--hub_model_id lab/a b"):
+        named("runs/x", hub_model_id="lab/a b")
+
+
+@pytest.mark.parametrize("token", [None, "hf_wrong"])
+def test_a_run_without_a_token_that_the_hub_knows_does_not_begin(hub, tmp_path, monkeypatch, token):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match="--push_to_hub: .*hf auth login") as refused:
+        rlhf_jax.run(config(tmp_path / "run"))
+    assert not (tmp_path / "run").exists() and "hf_wrong" not in str(refused.value)
+    assert train.run(config(tmp_path / "run", push_to_hub=False)).paths  # nobody is asked
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"), [({}, 500, "tired"), ({"hub_model_id": "noah/policy"}, None, "rights")]
+)
+def test_an_upload_that_fails_costs_a_warning_and_says_how_to_do_it_later(hub, tmp_path, capsys, options, status, said):
+    hub.refused = status
+    result = rlhf_jax.run(config(tmp_path / "run", **options))
+    warning = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    name = options.get("hub_model_id", "maya/run")
+    assert len(warning) == 1 and said in warning[0] and f"hf upload {name} {tmp_path}/run/policy" in warning[0]
+    assert (tmp_path / "run" / "finished.json").exists() and pathlib.Path(result.paths["policy"]).is_dir()

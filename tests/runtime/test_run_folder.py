@@ -1,0 +1,183 @@
+"""A run's folder: whose it is, what is refused, what a resume forgets."""
+
+import json
+import os
+
+import pytest
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime.run_folder import RunFolder
+
+CONFIG = {"stage": "ppo", "seed": 1, "kl_coef": 0.05, "report_to": ("tensorboard",), "save_steps": 10, "run_dir": "x"}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return str(tmp_path / "run")
+
+
+def entered(*args, **options):
+    """A run's folder, left again."""
+    run = RunFolder.open(*args, **options)
+    run.close()
+    return run
+
+
+def used(run_dir, **changes):
+    run = entered(run_dir, {**CONFIG, **changes})
+    os.makedirs(os.path.join(run.checkpoints, "5"))
+    return run
+
+
+def test_a_new_run_leaves_its_config(run_dir):
+    run = entered(run_dir, CONFIG)
+    with open(run.config, encoding="utf-8") as file:
+        assert json.load(file) == {**CONFIG, "report_to": ["tensorboard"]}
+    assert run.finished() is None and not run.has_checkpoint()
+
+
+def test_checking_touches_nothing(run_dir):
+    assert run_folder.check(run_dir, CONFIG) is None
+    assert not os.path.exists(run_dir)
+
+
+def test_the_same_config_may_enter_again(run_dir):
+    used(run_dir)
+    entered(run_dir, dict(CONFIG, report_to=["tensorboard"]))
+    entered(run_dir, CONFIG, resume="must")
+
+
+def test_options_that_change_no_result_may_differ(run_dir):
+    used(run_dir)
+    changed = {**CONFIG, "report_to": (), "save_steps": 3, "run_dir": "./x", "resume": "must", "logging_steps": 9}
+    run = entered(run_dir, changed, resume="must")
+    with open(run.config, encoding="utf-8") as file:
+        assert json.load(file)["save_steps"] == 3
+
+
+def test_another_config_is_refused_with_old_and_new_values(run_dir):
+    used(run_dir, model={"layers": 2})
+    with pytest.raises(UserError) as error:
+        entered(run_dir, {**CONFIG, "seed": 2, "kl_coef": None, "gamma": 1.0, "model": {"layers": 4}})
+    message = str(error.value)
+    assert message.startswith(f"--run_dir {run_dir} contains a run with another config")
+    assert message.splitlines()[1:] == [
+        "  seed: 1 -> 2",
+        "  kl_coef: 0.05 -> null",
+        "  gamma: (no such option) -> 1.0",
+        "  model.layers: 2 -> 4",
+    ]
+
+
+def test_an_unreadable_config_is_refused(run_dir):
+    run = used(run_dir)
+    with open(run.config, "w") as file:
+        file.write("{")
+    with pytest.raises(UserError, match="config.json is not JSON"):
+        run_folder.check(run_dir, CONFIG)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    for name in ("thesis.tex", "photos.zip", "a", "b"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"not empty and not a run's folder \(it contains a, b, photos.zip, ...\)"):
+        run_folder.check(str(tmp_path), CONFIG)
+    with pytest.raises(UserError, match="is a file"):
+        run_folder.check(str(tmp_path / "a"), CONFIG)
+
+
+def test_an_empty_folder_and_hidden_files_are_welcome(tmp_path):
+    (tmp_path / ".DS_Store").write_text("")
+    (tmp_path / "config.json.tmp").write_text("{")
+    entered(str(tmp_path), CONFIG)
+
+
+def test_never_refuses_a_used_folder(run_dir):
+    entered(run_dir, CONFIG, resume="never")
+    entered(run_dir, CONFIG, resume="never")  # nothing of a run is there yet
+    used(run_dir)
+    with pytest.raises(UserError, match="already contains a run, and --resume is never"):
+        entered(run_dir, CONFIG, resume="never")
+
+
+def test_must_refuses_a_folder_without_a_checkpoint(run_dir):
+    with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
+        entered(run_dir, CONFIG, resume="must")
+    assert not os.path.exists(run_dir)
+    entered(run_dir, CONFIG)
+    with pytest.raises(UserError, match="--resume is must.*no checkpoint"):
+        entered(run_dir, CONFIG, resume="must")
+
+
+def test_a_finished_run_says_so(run_dir):
+    run = used(run_dir)
+    run.finish(7, {"loss": 0.5, "kl": float("inf")}, {"policy": "p"})
+    found = {"step": 7, "metrics": {"loss": 0.5, "kl": float("inf")}, "paths": {"policy": "p"}}
+    assert run_folder.check(run_dir, CONFIG) == found
+    assert run_folder.check(run_dir, CONFIG, resume="must") == found
+    with pytest.raises(UserError, match="seed: 1 -> 2"):
+        run_folder.check(run_dir, {**CONFIG, "seed": 2})
+
+
+def test_a_resume_forgets_what_came_after_its_step(run_dir):
+    run = used(run_dir)
+    kept = '{"step": 1, "x": 0.1}\n{"step": 2,  "x": "NaN"}\n'
+    for path in (run.metrics, run.timings):
+        with open(path, "w") as file:
+            file.write(kept + '{"step": 3, "x": 1}\n{"step": 10, "x": 1}\n{"step": 2, "x"')
+    for step in (2, 3, 10):
+        run.write_completions(step, [{"prompt": "p\u2028q", "score": float("nan")}], tokens=[{"tokens": ["a"]}])
+        run.write_completions(step, [{"prompt": "p"}], "training", [{"tokens": ["a"]}])
+        run.write_calibration(step, [{"pairs": 1}])
+    run.cut(2)
+    for path in (run.metrics, run.timings):
+        with open(path) as file:
+            assert file.read() == kept
+    names = [f"{kind}2{part}.jsonl" for kind in ("", "training_") for part in ("", ".tokens")]
+    calibration = os.path.join(run.path, "calibration")
+    assert set(os.listdir(run.completions)) == set(names) and os.listdir(calibration) == ["2.jsonl"]
+    run.cut(0)
+    assert os.path.getsize(run.metrics) == 0 and os.listdir(run.completions) == os.listdir(calibration) == []
+
+
+def test_a_cut_that_takes_nothing_leaves_the_files_alone(run_dir):
+    run = used(run_dir)
+    run.cut(5)
+    assert not os.path.exists(run.metrics)
+    with open(run.metrics, "w") as file:
+        file.write('{"step": 5}\n')
+    before = os.stat(run.metrics).st_ino
+    run.cut(5)
+    assert os.stat(run.metrics).st_ino == before
+
+
+def test_completions_are_json_lines(run_dir):
+    run = used(run_dir)
+    run.write_completions(3, [{"prompt": "a\nb", "score": 1.5}, {"prompt": "é", "score": float("nan")}])
+    with open(os.path.join(run.completions, "3.jsonl"), encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == [
+            {"prompt": "a\nb", "score": 1.5},
+            {"prompt": "é", "score": "NaN"},
+        ]
+    run.write_completions(4, [])
+    assert os.listdir(run.completions) == ["3.jsonl"]
+
+
+def test_a_recipe_is_what_the_run_began_with(run_dir):
+    run = entered(run_dir, CONFIG)
+    for name in ("first.py", "second.py"):  # nothing was saved: it begins anew
+        run.write_recipe(name, {"lr": 0.1})
+    os.makedirs(os.path.join(run.checkpoints, "1"))
+    run.write_recipe("config.json", {"lr": 0.2})
+    with open(os.path.join(run.path, "recipe.json"), encoding="utf-8") as file:
+        assert json.load(file) == {"config": "second.py", "options": {"lr": 0.1}}
+
+
+def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
+    monkeypatch.setattr(run_folder, "is_main", lambda: False)
+    run = entered(run_dir, CONFIG)
+    run.finish(1, {}, {})
+    run.write_completions(1, [{"a": 1}])
+    run.cut(0)
+    assert not os.path.exists(run_dir)

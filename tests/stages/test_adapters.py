@@ -1,0 +1,276 @@
+"""Stages with adapters: nothing is held twice, the reference is what it should be, what is written can be read."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import rlhf_jax
+from rlhf_jax import data
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
+from rlhf_jax.dry_run import memory, report
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import custom_shape, lora
+from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.placement import AbstractWeights
+from rlhf_jax.stages import open_stage
+from tests.helpers.arrays import distance
+from tests.helpers.runs import RLOO_OPTIONS
+
+PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
+GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
+OPTIONS = {**RLOO_OPTIONS, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
+
+
+def checked(config):
+    validation.check(config)
+    return config
+
+
+def leaves(tree):
+    return jax.tree.leaves(jax.device_get(tree))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A base and two adapters on it, of another rank than the options', as folders."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = data.load_tokenizer("synthetic")
+    model = custom_shape("2x32x2", 128 * -(-tokenizer.vocab_size // 128))
+    params = model.init(jax.random.key(0), heads=("causal", "scalar"))
+    for name, kind in (("base", "causal"), ("reward", "scalar")):
+        hf.save(folder / name, model, params, kind=kind)
+        data.save_tokenizer(tokenizer, str(folder / name))
+    for number, name in enumerate(("one", "two")):
+        form = lora.Lora(r=3, alpha=6, dropout=0.0, target_modules=("query_key_value", "dense_4h_to_h"))
+        adapted = dataclasses.replace(model, lora=form)
+        adapters = lora.init(adapted, jax.random.key(number), params)
+        adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters)
+        peft.save(folder / name, adapted, adapters, kind="causal", base=str(folder / "base"))
+        data.save_tokenizer(tokenizer, str(folder / name))
+    return folder
+
+
+def rloo_stage(models, start="base", **options):
+    given = {**OPTIONS, "sft_model_path": str(models / start), "num_generations": 2, "beta": 0.05, **options}
+    return open_stage(checked(RLOOConfig(**given)))
+
+
+def ppo_stage(models, start="base", **options):
+    given = {**OPTIONS, "sft_model_path": str(models / start), "reward_model_path": str(models / "reward"), **options}
+    return open_stage(checked(PPOConfig(**given)))
+
+
+def first_kl(stage):
+    """Mean KL to the reference of the responses that the first update would learn from."""
+    state = stage.state
+    prompts = stage.train_data.batch(0, 0, stage.rows_per_update)
+    rollout = stage.runner.generate_rollout(
+        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+    )
+    return float(stage.runner.token_kl(state.params["policy"], rollout, state).sum(axis=1).mean())
+
+
+def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):
+    stage = ppo_stage(models, lora_value="own")
+    base = leaves(stage.models.base)
+    assert all(
+        x is y for x, y in zip(*map(jax.tree.leaves, (stage.models.base["value"], stage.scorer.models[0].params)))
+    )
+    before = jax.tree.map(np.array, jax.device_get(stage.state.params))
+    assert lora.get_path(before, ("policy", "backbone", "layers", "attention", "query_key_value")).keys() == {
+        "lora_a",
+        "lora_b",
+    }
+    assert set(before["policy"]) == {"backbone"} and set(before["value"]) == {"backbone", "score"}
+    state, metrics, _ = stage.train_step(stage.state, 0)
+    assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
+    state, metrics, _ = stage.train_step(state, 1)
+    assert float(metrics["objective/kl"]) > 0 or float(metrics["policy/approxkl_avg"]) > 0
+    for old, new in zip(leaves(before), leaves(state.params), strict=True):
+        assert not np.array_equal(old, new)
+    for old, new in zip(base, leaves(stage.models.base), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert (
+        stage.programs.generate._cache_size(),
+        stage.programs.experience._cache_size(),
+        stage.programs.update._cache_size(),
+    ) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("value", "copies"), [("shared", 1), ("own", 2), ("full", 2)])
+def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
+    """Bytes of policy, reference, value and reward model; the reward model is counted where the value stands on it."""
+
+    def held(**options):
+        given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
+        config = checked(PPOConfig(**{**given, **options}))
+        stage = memory.planned_stage(config, report.mesh_of(config))
+        assert isinstance(stage.weights, AbstractWeights)
+        found = memory.parts(stage)
+        return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))
+
+    backbone = held(use_peft=False)[0]["reference"]
+    found, total = held(lora_value=value)
+    assert "reference" not in found and found["base"] == backbone
+    if value != "full":
+        assert total < 1.1 * backbone
+        assert found["optimizer"] < 0.2 * backbone
+    assert total + (0 if value == "shared" else found["reward"]) < (copies + 1 + (value == "full")) * backbone
+
+
+def test_rloo_trains_on_with_an_adapter_against_its_frozen_copy(models):
+    stage = rloo_stage(models, "one")
+    assert stage.opened.policy.lora.r == 3 and any("trains adapter default" in line for line in stage.messages)
+    jax.tree.map(np.testing.assert_array_equal, stage.state.params["policy"], stage.models.reference.params)
+    assert abs(first_kl(stage)) < 1e-4
+    against_base = first_kl(rloo_stage(models, "one", ref_adapter_name="base"))
+    assert abs(against_base) > 1e-2
+
+
+def test_ppo_merges_an_adapter_and_trains_a_new_one_on_it(models):
+    stage = ppo_stage(models, "one")
+    assert stage.opened.policy.lora.r == 2 and not stage.models.reference.params
+    assert abs(first_kl(stage)) < 1e-4
+    _, merged = hf.load(models / "one")
+    for a, b in zip(leaves(stage.models.base["policy"]), jax.tree.leaves(merged), strict=True):
+        np.testing.assert_array_equal(a, b)
+    trained_on = ppo_stage(models, "one", start_adapter="continue")
+    assert trained_on.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2  # TRL's PPO: the base is the reference
+
+
+def test_named_adapters_are_trained_and_are_the_reference(models):
+    named = (f"a={models / 'one'}", f"b={models / 'two'}")
+    same = rloo_stage(models, adapters=named, model_adapter_name="a")
+    assert abs(first_kl(same)) < 1e-4
+    other = ppo_stage(models, adapters=named, model_adapter_name="a", ref_adapter_name="b")
+    assert abs(first_kl(other)) > 1e-2
+    base, model = other.base["policy"], other.nets.ref
+    _, whole = hf.load(models / "two")
+    found = lora.merge_lora(jax.device_get(model.with_lora(base, other.ref_params)))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ref_adapter_name": "c"}, "ref_adapter_name 'c' is no adapter of this run"),
+        ({"model_adapter_name": "default"}, "model_adapter_name 'default'"),
+        ({"start_adapter": "continue"}, "is no adapter to train on with"),
+        ({"adapters": ("one",)}, "NAME=PATH"),
+        ({"adapters": ("base=x",)}, "'base' has a meaning of its own"),
+        ({"lora_target_modules": ("c_attn",)}, "lora_target_modules: 'c_attn'"),
+        ({"modules_to_save": ("score",)}, "modules_to_save: 'score'"),
+        ({"sync_ref_model": True}, "sync_ref_model with use_peft"),
+        ({"use_peft": False, "ref_adapter_name": "a"}, "without use_peft there are no adapters"),
+        ({"ref_model_path": "x", "ref_adapter_name": "base"}, "both name the reference"),
+        ({"lora_r": 0}, "lora_r is 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named_before_a_weight_is_read(models, options, words):
+    with pytest.raises(UserError, match=words):
+        rloo_stage(models, **options)
+
+
+def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_path):
+    shared = {"run_dir": str(tmp_path / "run"), "max_train_samples": 16, "total_episodes": 8}
+    given = {**OPTIONS, "sft_model_path": str(models / "base"), **shared}
+    paths = rlhf_jax.run(checked(RLOOConfig(**given, num_generations=2))).paths
+    assert set(paths) == {"policy", "policy_adapter"}
+    config = json.loads((pathlib.Path(paths["policy_adapter"]) / peft.CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(models / "base") and config["r"] == 2
+    merged, read = (hf.load(path)[1] for path in (paths["policy"], paths["policy_adapter"]))
+    _, base = hf.load(models / "base")
+    for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(read), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    moved = lora.get_path(merged, ("backbone", "layers", "attention", "query_key_value", "kernel"))
+    assert distance(moved, lora.get_path(base, ("backbone", "layers", "attention", "query_key_value", "kernel"))) > 1e-5
+    card = (pathlib.Path(paths["policy_adapter"]) / "README.md").read_text()
+    assert "library_name: peft" in card and "AutoPeftModelForCausalLM" in card
+
+
+def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(models):
+    held = lambda base: sum(x.nbytes for x in jax.tree.leaves(base["policy"]["backbone"]["layers"]))  # noqa: E731
+    plain = ppo_stage(models, lora_value="shared")
+    stages = [ppo_stage(models, lora_value="shared", load_in_8bit=True) for _ in range(2)]
+    for first, second in zip(*(leaves(stage.models.base) for stage in stages), strict=True):
+        np.testing.assert_array_equal(first, second)  # what a continued run stands on
+    stage = stages[0]
+    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < 0.35 * held(plain.base)
+    base, before = leaves(stage.models.base), leaves(stage.state.params)
+    state, metrics, _ = stage.train_step(stage.state, 0)
+    assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
+    state, metrics, _ = stage.train_step(state, 1)
+    for old, new in zip(before, leaves(state.params), strict=True):
+        assert not np.array_equal(old, new)
+    for old, new in zip(base, leaves(stage.models.base), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert (
+        stage.programs.generate._cache_size(),
+        stage.programs.experience._cache_size(),
+        stage.programs.update._cache_size(),
+    ) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("value", ["full", "own", "shared"])
+def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(models, value):
+    """Though the frozen ones are rounded as they are read."""
+    stage = ppo_stage(models, lora_value=value, dtype="bfloat16", load_in_8bit=True, modules_to_save=("embed_in",))
+    policy, reward = (hf.load(models / name, kind=kind)[1] for name, kind in (("base", "causal"), ("reward", "scalar")))
+    started = jax.device_get(stage.state.params)
+    embedding = ("backbone", "embed_in", "embedding")
+    for found, wanted in (("policy", policy), ("value", policy if value == "shared" else reward)):
+        exact = lora.get_path(wanted, embedding)
+        assert not np.array_equal(exact, exact.astype(jax.numpy.bfloat16).astype(np.float32))
+        np.testing.assert_array_equal(lora.get_path(started[found], embedding), exact)
+    if value == "full":
+        jax.tree.map(np.testing.assert_array_equal, started["value"], reward)
+    if value == "own":
+        jax.tree.map(np.testing.assert_array_equal, started["value"]["score"], reward["score"])
+    frozen = jax.tree.leaves(stage.scorer.models[0].params["backbone"]["embed_in"])
+    assert [x.dtype for x in frozen] == ["bfloat16"]
+
+
+def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
+    given = {**OPTIONS, "run_dir": str(tmp_path), "max_train_samples": 16, "total_episodes": 8, "load_in_8bit": True}
+    given |= {"reward_model_path": str(models / "reward"), "value_model_path": str(models / "reward")}
+    # The start is an adapter, merged: what the new one stands on is written beside it, as it stood there.
+    config = checked(PPOConfig(**{**given, "sft_model_path": str(models / "one"), "lora_value": "own"}))
+    paths = rlhf_jax.run(config).paths
+    assert set(paths) == {"policy", "policy_adapter", "policy_base", "value", "value_adapter"}
+    merged, read = (hf.load(paths[name])[1] for name in ("policy", "policy_adapter"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), merged, read)
+    path = ("backbone", "layers", "mlp", "dense_h_to_4h", "kernel")
+    model, params = hf.load(models / "one")
+    exact, base = lora.get_path(params, path), lora.get_path(hf.load(paths["policy_base"])[1], path)
+    stood = lora.merge_lora(model.quantize_int8(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32))
+    np.testing.assert_allclose(base, lora.get_path(stood, path), rtol=1e-6, atol=1e-8)
+    assert 1e-4 < distance(base, exact) < 0.02
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_path, stage):
+    shared = {
+        name: RLOO_OPTIONS[name] for name in ("tokenizer_name_or_path", "dataset_name", "query_length", "report_to")
+    }
+    shared |= {"dataset_test_split": None, "max_train_samples": 16, "batch_size": 8, "max_steps": 2, "max_length": 64}
+    shared |= {"model_name_or_path": str(models / "one"), "run_dir": str(tmp_path), "learning_rate": 1e-2}
+    config_type, name, kind = {
+        "sft": (SFTConfig, "policy", "causal"),
+        "reward": (RewardConfig, "reward_model", "scalar"),
+    }[stage]
+    more = {"normalize_dataset_name": "synthetic", "normalize_samples": 8} if stage == "reward" else {}
+    paths = rlhf_jax.run(checked(config_type(**shared, **PEFT, **more, export_merged=False))).paths
+    # The start was an adapter itself, merged: what the new one stands on is written beside it.
+    assert set(paths) == {name, f"{name}_base"}
+    assert hf.is_adapter(paths[name])
+    model, params = hf.load(paths[name], kind=kind)
+    _, base = hf.load(paths[f"{name}_base"], kind=kind)
+    path = ("backbone", "layers", "attention", "query_key_value", "kernel")
+    assert distance(lora.get_path(params, path), lora.get_path(base, path)) > 1e-4
+    np.testing.assert_array_equal(lora.get_path(base, path), lora.get_path(hf.load(models / "one")[1], path))

@@ -1,0 +1,466 @@
+"""RLOO as a run, and the rewards that it shares with PPO: tiny models on the built-in task."""
+
+import collections
+import json
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlhf_jax
+from rlhf_jax import data, stages
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.errors import UserError
+from rlhf_jax.metrics import catalog, logger
+from rlhf_jax.models import custom_shape
+from rlhf_jax.models.io import hf
+from rlhf_jax.rewards import scorer as scoring
+from rlhf_jax.rewards.python_functions import RewardFailure
+from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime.callbacks import Callback
+from tests.data.test_chat import bytes_tokenizer
+from tests.helpers.models_common import random_params
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, lines, tensors
+
+# A template of words that the synthetic tokenizer knows.
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}POST: {{ m.content }}\n\n{% else %}TL;DR:{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}TL;DR:{% endif %}"
+)
+
+
+def config(where=None, **options):
+    return RLOOConfig(**{**RLOO_OPTIONS, "run_dir": str(where), "num_generations": 2, **options})
+
+
+def rows_of(result, name):
+    with open(os.path.join(result.run_dir, "completions", name), encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def assert_same_tensors(a, b):
+    for x, y in zip(tensors(a), tensors(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+class Evaluations(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_evaluate(self, step, metrics, control):
+        self.steps.append(step)
+
+
+def brevity(completions, **_):
+    return [-0.1 * len(text.split()) for text in completions]
+
+
+@rlhf_jax.jax_reward
+def early_end(tokens, lengths):
+    """Dense: minus a tenth for each token inside."""
+    return jnp.where(jnp.arange(tokens.shape[1])[None] < lengths[:, None], -0.1, 0.0)
+
+
+class LikesA:
+    """An async object that keeps quiet of some rows, logs, and remembers how it was called."""
+
+    name = "likes_a"
+
+    def __init__(self):
+        self.calls = []
+
+    async def __call__(self, prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+        self.calls.append((trainer_state.global_step, trainer_state.is_eval, len(prompts), sorted(columns)))
+        assert [len(ids) > 0 for ids in completion_ids] == [True] * len(prompts)
+        counts = [text.count("a") for text in completions]
+        log_metric("a_share", sum(counts) / len(counts))
+        log_extra("a_count", counts)
+        return [None if i % 4 == 3 else 0.1 * count for i, count in enumerate(counts)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders: a policy with dropout, two reward models of its tokenizer, one that reads bytes."""
+    path = tmp_path_factory.mktemp("models")
+    tokenizer = data.load_tokenizer("synthetic")
+    rows = 128 * -(-tokenizer.vocab_size // 128)
+    policy = custom_shape("1x32x2", rows, 256, hidden_dropout=0.1, attention_dropout=0.1)
+    hf.save(path / "policy", policy, random_params(policy), kind="causal")
+    for number in (1, 2):
+        model = custom_shape("1x16x2", rows, 256)
+        hf.save(path / f"judge{number}", model, random_params(model, ("scalar",), number), kind="scalar")
+    model, own = custom_shape("1x16x2", 384, 1024), bytes_tokenizer()
+    hf.save(path / "bytes", model, random_params(model, ("scalar",), 3), kind="scalar")
+    for name, its in (("policy", tokenizer), ("judge1", tokenizer), ("judge2", tokenizer), ("bytes", own)):
+        data.save_tokenizer(its, str(path / name))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- one long run
+
+EVAL_SETS = {
+    "near": [{"prompt": f"POST: i met {who}.\n\nTL;DR:", "who": who} for who in ("anna", "omar", "lena")],
+    "far": [{"prompt": "POST: i lost keys.\n\nTL;DR:"}] * 2,
+}
+
+
+def long_config(models, where):
+    return config(
+        where,
+        sft_model_path=str(models / "policy"),
+        scratch_model=None,
+        dataset_test_split="validation",
+        total_episodes=32,
+        num_iterations=2,
+        num_mini_batches=2,
+        num_generations_eval=4,
+        sync_ref_model=True,
+        ref_model_sync_steps=3,
+        eval_on_start=True,
+        eval_steps=0.5,
+        save_steps=1,
+        log_completions=True,
+        num_sample_generations=2,
+        num_completions_to_print=2,
+        temperature=1.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def long_run(models, tmp_path_factory):
+    """4 updates with dropout, a moving reference, three kinds of reward and two evaluation sets."""
+    likes_a, seen = LikesA(), Evaluations()
+    given = {"reward_funcs": [brevity, likes_a, early_end], "eval_dataset": EVAL_SETS}
+    result = rlhf_jax.run(long_config(models, tmp_path_factory.mktemp("runs") / "long"), callbacks=[seen], **given)
+    return result, likes_a, seen
+
+
+def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
+    result, _, _ = long_run
+    found = lines(result.run_dir)
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4]
+    names = "reward reward_std frac_reward_zero_std entropy kl loss num_tokens a_share".split()
+    names += [f"completions/{end}_{of}length" for end in ("mean", "min", "max") for of in ("", "terminated_")]
+    names += ["completions/clipped_ratio"]
+    names += [f"rewards/{name}/{of}" for name in ("brevity", "likes_a", "early_end") for of in ("mean", "std")]
+    names += [f"clip_ratio/{name}" for name in "low_mean low_min high_mean high_max region_mean".split()]
+    line = found[-1]
+    assert not {*names, "grad_norm", "learning_rate", "epoch"} - set(line)
+    assert not {f"eval_{of}_{name}" for of in EVAL_SETS for name in names} - set(line)
+    assert {"eval/scores", "eval/kl", "eval/response_length", "eval/eos_rate"} <= set(line)
+    unexplained = {name for name in line if catalog.explain(name) is None}
+    assert unexplained == {"a_share", *(f"eval_{of}_a_share" for of in EVAL_SETS)}  # which a reward function logs
+
+
+def test_trls_step_time_is_among_the_timings(long_run):
+    assert all("step_time" in line for line in lines(long_run[0].run_dir, "timings.jsonl")[1:])
+
+
+def test_evaluations_come_at_the_start_and_at_each_share_of_the_run(long_run):
+    result, _, seen = long_run
+    assert seen.steps == [0, 2, 4]
+    with_eval = [line["step"] for line in lines(result.run_dir) if "eval_near_reward" in line]
+    assert with_eval == [0, 2, 4]
+
+
+def test_rewards_know_where_the_run_is_and_see_only_real_rows(long_run):
+    _, likes_a, _ = long_run
+    training = [call for call in likes_a.calls if call[2] == 8 and call[3] == ["completion"]]
+    assert [call[:2] for call in training] == [(0, False), (1, False), (2, False), (3, False)]
+    others = [call for call in likes_a.calls if call not in training]
+    assert sum(rows for *_, rows, columns in others if columns == ["who"]) == 3 * 3 * 4 + 2 * 3
+    assert all(is_eval for _, is_eval, _, _ in others)
+
+
+def test_the_rate_is_that_of_the_optimizer_step(long_run):
+    rates = [line["learning_rate"] for line in lines(long_run[0].run_dir)[1:]]
+    np.testing.assert_allclose(rates, 1e-3 * (1 - np.array([0, 4, 8, 12]) / 16), rtol=1e-5)
+
+
+def test_rewards_add_up_in_metrics_and_tables(long_run):
+    result, _, _ = long_run
+    for line in lines(result.run_dir)[1:]:
+        rows = rows_of(result, f"training_{line['step']}.jsonl")
+        assert list(rows[0]) == ["prompt", "completion", "brevity", "likes_a", "early_end", "a_count", "advantage"]
+        each = {name: np.array([float(row[name]) for row in rows]) for name in ("brevity", "likes_a", "early_end")}
+        assert np.isnan(each["likes_a"]).tolist() == [False, False, False, True] * 2
+        total = np.nansum(list(each.values()), axis=0)
+        np.testing.assert_allclose(line["objective/scores"], total.mean(), rtol=1e-4)
+        np.testing.assert_allclose(line["reward"], total.mean(), rtol=1e-4)
+        np.testing.assert_allclose(line["reward_std"], total.std(ddof=1), rtol=1e-4)
+        for name, values in each.items():
+            np.testing.assert_allclose(line[f"rewards/{name}/mean"], np.nanmean(values), rtol=1e-4)
+            np.testing.assert_allclose(line[f"rewards/{name}/std"], np.nanstd(values, ddof=1), rtol=1e-4, atol=1e-6)
+        advantages = np.array([row["advantage"] for row in rows]).reshape(-1, 2)
+        np.testing.assert_allclose(advantages.sum(1), 0, atol=1e-5)
+        assert [row["a_count"] for row in rows] == [row["completion"].count("a") for row in rows]
+        assert all(a["prompt"] == b["prompt"] for a, b in zip(rows[::2], rows[1::2]))
+    samples = rows_of(result, "4.jsonl")
+    assert list(samples[0]) == ["query", "model response", "score", "length", "ended"]
+
+
+def test_a_killed_run_continues_to_the_same_bits(long_run, models, tmp_path):
+    given = {"eval_dataset": EVAL_SETS}
+    with pytest.raises(KeyboardInterrupt):
+        functions = [brevity, LikesA(), early_end]
+        rlhf_jax.run(
+            long_config(models, tmp_path / "cut"),
+            reward_funcs=functions,
+            callbacks=[KillAt(2, KeyboardInterrupt)],
+            **given,
+        )
+    again = rlhf_jax.run(long_config(models, tmp_path / "cut"), reward_funcs=[brevity, LikesA(), early_end], **given)
+    whole = long_run[0]
+    assert lines(again.run_dir) == lines(whole.run_dir)
+    assert_same_tensors(again.paths["policy"], whole.paths["policy"])
+    files = sorted(os.listdir(os.path.join(whole.run_dir, "completions")))
+    assert {"training_1.jsonl", "training_4.jsonl", "4.jsonl"} <= set(files)
+    assert sorted(os.listdir(tmp_path / "cut" / "completions")) == files
+    for name in files:
+        assert rows_of(again, name) == rows_of(whole, name)
+
+
+def test_a_run_that_begins_again_forgets_the_evaluation_at_its_start(tmp_path):
+    run = run_folder.RunFolder.open(str(tmp_path / "run"), {"stage": "rloo"}, "auto")
+    with open(run.metrics, "w", encoding="utf-8") as file:
+        file.write('{"step": 0, "eval_reward": 1.0}\n')
+    run.cut(0)
+    assert logger.read_metrics(run.metrics) == []
+
+
+# ------------------------------------------------------------------------------------------------- the stage by itself
+
+
+def rloo_stage(**options):
+    functions = options.pop("reward_funcs", [brevity])
+    given = {name: options.pop(name) for name in ("train_dataset", "eval_dataset") if name in options}
+    return stages.open_stage(config(**options), reward_funcs=functions, **given)
+
+
+def test_programs_compile_once_and_shared_prompts_change_nothing():
+    options = {"micro_batch_size": 4, "num_iterations": 2, "eval_dataset": EVAL_SETS["near"] * 2}
+    runs, tokens, policies = [], [], []
+    for shared in (True, False):
+        stage = rloo_stage(shared_prompts=shared, **options)
+        state, prompts = stage.state, stage.train_data.batch(42, 0, 4)
+        rollout = stage.runner.generate_rollout(
+            state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+        )
+        tokens.append(np.asarray(rollout.response))
+        found = []
+        for step in range(3):
+            state, of_step, seconds = stage.train_step(state, step)
+            found.append(jax.device_get(of_step))
+            assert {"generate", "score", "experience", "update"} <= set(seconds)
+            stage.evaluate(state)  # 6 prompts x 2: a whole batch, and one that is filled up
+        names = ("generate", "experience", "eval_metrics", "update")
+        assert [getattr(stage.programs, name)._cache_size() for name in names] == [1, 1, 1, 1]
+        runs.append(found)
+        policies.append(state.params["policy"])
+        stage.close()
+    np.testing.assert_array_equal(tokens[0], tokens[1])
+    for first, second in zip(*runs):
+        assert set(first) == set(second)
+        for name, value in first.items():
+            if not name.startswith("val/ratio_") and name not in ("val/first_ratio_error", "policy/first_approxkl"):
+                np.testing.assert_allclose(second[name], value, rtol=1e-3, atol=2e-5, err_msg=name)
+    for a, b in zip(*map(jax.tree.leaves, policies), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)  # Adam makes rounding visible where a gradient is near 0
+
+
+def test_an_evaluation_with_another_group_size_fits_any_rollout_batch():
+    options = {"batch_size": 10, "rollout_batch_size": 10, "num_generations_eval": 3}
+    stage = rloo_stage(**options, eval_dataset=EVAL_SETS["near"] * 4)
+    assert stage.evaluate(stage.state)["eval_completions/mean_length"] > 0
+
+
+def test_a_metric_that_only_some_evaluation_batches_log_is_their_mean():
+    calls = []
+
+    def now_and_then(completions, log_metric, **_):
+        calls.append(len(completions))
+        if len(calls) % 2:
+            log_metric("odd", len(calls))
+        else:
+            log_metric("even", len(calls))
+        return brevity(completions)
+
+    stage = rloo_stage(reward_funcs=[now_and_then], eval_dataset=EVAL_SETS["near"] * 4)
+    found = stage.evaluate(stage.state)
+    assert len(calls) == 3 and found["eval_odd"] == 2 and found["eval_even"] == 2
+
+
+def test_as_many_prompts_as_an_update_takes_are_enough(tmp_path):
+    rows = [{"prompt": f"POST: i met {who}.\n\nTL;DR:"} for who in ("anna", "omar")]
+    options = {"num_generations": 4, "total_episodes": 8}
+    result = rlhf_jax.run(config(tmp_path / "run", **options), train_dataset=rows, reward_funcs=brevity)
+    assert [line["epoch"] for line in lines(result.run_dir)] == [1.0]
+    with pytest.raises(UserError, match="1 usable rows"):
+        rlhf_jax.run(config(tmp_path / "less", **options), train_dataset=rows[:1], reward_funcs=brevity)
+
+
+# ------------------------------------------------------------------------------------------------------------ rewards
+
+
+def test_a_batch_without_any_score_teaches_nothing_and_the_run_goes_on(tmp_path):
+    def shy(completions, trainer_state, **_):
+        return [None if trainer_state.global_step != 1 else float(len(text)) for text in completions]
+
+    with pytest.warns(UserWarning) as said:
+        result = rlhf_jax.run(config(tmp_path / "run", total_episodes=24), reward_funcs=shy)
+    texts = [str(warning.message) for warning in said]
+    assert any("returned None for 8 of 8 rows" in text for text in texts)
+    assert sum("nothing is learned from it" in text for text in texts) == 2
+    found = lines(result.run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3] and [line["episode"] for line in found] == [8, 16, 24]
+    assert np.isnan(found[0]["rewards/shy/mean"]) and "loss" in found[1] and "loss" not in found[2]
+    assert found[2]["learning_rate"] == pytest.approx(1e-3 / 3)
+
+
+def test_rows_that_a_function_fails_on_are_dropped_and_counted(tmp_path):
+    def fragile(completions, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            raise ZeroDivisionError("no luck")
+        return [float("nan") if i in (1, 4, 5) else 0.5 * i for i in range(len(completions))]
+
+    options = {"reward_failure": "drop", "log_completions": True, "log_unique_prompts": True, "reward_weights": (2, 1)}
+    with pytest.warns(UserWarning) as said:
+        result = rlhf_jax.run(config(tmp_path / "run", **options), reward_funcs=[fragile, brevity])
+    texts = [str(warning.message) for warning in said]
+    assert any("fragile returned nan for row 1 (and 2 more bad values)" in text for text in texts)
+    assert any("fragile raised ZeroDivisionError: no luck" in text and "dropped" in text for text in texts)
+    first, second = lines(result)
+    assert first["rewards/dropped"] == 3 and second["rewards/dropped"] == 8 and "loss" not in second
+    kept = np.array([0, 2, 3, 6, 7])
+    assert first["rewards/fragile/mean"] == pytest.approx(0.5 * kept.mean())
+    table = rows_of(result, "training_1.jsonl")
+    assert len(table) == len({row["prompt"] for row in table}) == 4
+    by_group = [row["advantage"] for row in table]
+    # Rows 1, 4 and 5 are out: row 0 is alone in its group, and of the third group nothing is left.
+    assert by_group[0] == by_group[2] == 0 and by_group[1] != 0 and by_group[3] != 0
+
+
+def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
+    def fragile(completions, **_):
+        return [1.0] * (len(completions) - 1) + [float("inf")]
+
+    with pytest.raises(RewardFailure, match="fragile.*inf.*row 7.*prompt 'SUBREDDIT"):
+        rlhf_jax.run(config(tmp_path / "run"), reward_funcs=[brevity, fragile])
+    with pytest.raises(UserError, match="reward_weights.*1.*2.*brevity, fragile"):
+        rlhf_jax.run(config(tmp_path / "other", reward_weights=(1.0,)), reward_funcs=[brevity, fragile])
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """A stage, a rollout of one of its batches, and the rows of that."""
+    stage = rloo_stage()
+    prompts, state = stage.train_data.batch(42, 0, 4), stage.state
+    rollout = stage.runner.generate_rollout(
+        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
+    )
+    return stage, rollout, np.repeat(prompts.rows, stage.group_size)
+
+
+def scored(sampled, functions=(), **options):
+    """(names, Scored) of the same rollout by other rewards."""
+    stage, rollout, rows = sampled
+    c = config(**options)
+    models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
+    scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
+    scorer.set_params([stage.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
+    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group_size, stage.runner.trainer_state(0))
+
+
+def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
+    pair = {"reward_model_path": str(models / "judge1"), "more_reward_models": (str(models / "judge2"),)}
+    names, each = scored(sampled, **pair)
+    assert names == ("judge1", "judge2")
+    one, two = np.asarray(each.each).T
+    np.testing.assert_allclose(each.scores, one + two, rtol=1e-5)
+    assert np.abs(one - two).min() > 0
+    wanted = {
+        "mean": (one + two) / 2,
+        "min": np.minimum(one, two),
+        "mean_minus_std": (one + two) / 2 - 0.5 * np.abs(one - two) / 2,
+    }
+    for kind, together in wanted.items():
+        options = {"reward_ensemble": kind, "reward_ensemble_std_coef": 0.5, "reward_weights": (3.0, 1.0)}
+        names, found = scored(sampled, [brevity], **pair, **options)
+        assert names == (f"ensemble_{kind}", "brevity")
+        np.testing.assert_allclose(np.asarray(found.each)[:, 0], together, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.scores, 3 * together + np.asarray(found.each)[:, 1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.metrics[f"rewards/ensemble_{kind}/mean"], together.mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("text_eos", [True, False])
+def test_a_reward_model_with_another_tokenizer_reads_text(models, sampled, text_eos):
+    stage, rollout, rows = sampled
+    _, found = scored(sampled, reward_model_path=str(models / "bytes"), reward_text_eos=text_eos)
+    own, (model, params) = bytes_tokenizer(), hf.load(str(models / "bytes"), kind="scalar")
+    texts = []
+    for i, prompt in enumerate(stage.train_data.display_texts(rows)):
+        answer = np.asarray(rollout.response[i])[: int(rollout.lengths[i])]
+        ids = own.encode(prompt + stage.tokenizer.decode(answer, skip_special_tokens=True))
+        texts.append(ids + [own.eos_id] * bool(text_eos and rollout.ended[i]))
+    lengths = np.array([len(ids) for ids in texts])
+    tokens = np.array([ids + [0] * (lengths.max() - len(ids)) for ids in texts])
+    alone = jax.jit(lambda *args: reward_model.score_texts(model, *args, dtype=jnp.float32))(params, tokens, lengths)
+    np.testing.assert_allclose(found.scores, alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="tokenizer of .*bytes.*policy"):
+        scored(sampled, reward_model_path=str(models / "bytes"), reward_input="ids")
+
+
+def test_conversations_reach_rewards_as_messages(models, tmp_path):
+    seen = []
+
+    def polite(prompts, completions, **columns):
+        seen.append((prompts, completions, columns))
+        return [float(len(answer[0]["content"])) for answer in completions]
+
+    talk = [[{"role": "user", "content": f"i met {who}."}] for who in ("anna", "omar", "lena", "igor")]
+    options = {"chat_template_kwargs": {"chat_template": TEMPLATE}, "log_completions": True, "total_episodes": 8}
+    options["reward_model_path"] = str(models / "judge1")  # of the same tokenizer, yet conversations go as text
+    result = rlhf_jax.run(
+        config(tmp_path / "run", **options, dataset_test_split="validation"),
+        train_dataset=[{"prompt": messages, "id": i} for i, messages in enumerate(talk)] * 2,
+        eval_dataset=[{"prompt": messages} for messages in talk[:3]],
+        reward_funcs=polite,
+    )
+    prompts, completions, columns = seen[0]
+    assert [talk[i] for i in columns["id"]] == prompts and len(prompts) == 8
+    assert all(len(answer) == 1 and answer[0]["role"] == "assistant" for answer in completions)
+    table = rows_of(result, "training_1.jsonl")
+    assert [row["prompt"] for row in table] == [f"POST: {p[0]['content']}\n\nTL;DR:" for p in prompts]
+    assert [row["completion"] for row in table] == [answer[0]["content"] for answer in completions]
+    assert len(seen[1][0]) == 6 and seen[1][0][::2] == talk[:3]
+    assert {"rewards/judge1/mean", "rewards/polite/mean", "eval_rewards/polite/mean"} <= set(lines(result.run_dir)[0])
+
+
+def test_ppo_takes_plain_async_and_dense_rewards(tmp_path):
+    likes_a = LikesA()
+    options = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "num_ppo_epochs": 2}
+    options |= {"log_completions": True, "dataset_test_split": "validation", "max_eval_samples": 3}
+    result = rlhf_jax.run(PPOConfig(**options), reward_funcs=[brevity, likes_a, early_end])
+    assert collections.Counter(rows for _, _, rows, _ in likes_a.calls) == {8: 2, 3: 1}
+    for line in lines(result.run_dir):
+        rows = rows_of(result, f"training_{line['step']}.jsonl")
+        total = np.nansum([[float(row[name]) for name in ("brevity", "likes_a", "early_end")] for row in rows], axis=1)
+        assert np.isfinite(line["loss/policy_avg"]) and line["a_share"] >= 0
+        # One reward in three ways: a dense one is no less a part of the score.
+        np.testing.assert_allclose(line["objective/scores"], total.mean(), rtol=1e-4)
+        rlhf_reward = total.mean() + line["objective/non_score_reward"]
+        np.testing.assert_allclose(line["objective/rlhf_reward"], rlhf_reward, rtol=1e-4)
+    assert line["eval_objective/scores"] == pytest.approx(line["eval/scores"], rel=1e-4)
+
+
+def test_ppo_skips_a_batch_without_scores(tmp_path):
+    options = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "total_episodes": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = rlhf_jax.run(PPOConfig(**options), reward_funcs=lambda completions, **_: [None] * len(completions))
+    assert lines(result.run_dir)[0]["episode"] == 8
