@@ -47,7 +47,7 @@ REASONS = (  # (parts of words of a command, why it is skipped)
         ("scripts/scaling/", "scripts/parity/"),
         "takes hours, or needs TRL",
     ),
-    (("venv",), "covered by .ci/run"),
+    (("venv", "scripts/newest_python.sh"), "covered by .ci/run"),
 )
 
 

@@ -16,9 +16,12 @@ from rlhf_jax.config import files as config_files
 from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "scripts" / "launch"))
 
 from launch_local import end_with_parent, free_port  # noqa: E402
+
+from tests.helpers.children import QUICK  # noqa: E402
 
 UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or its remaining processes, counts as hung
@@ -121,7 +124,7 @@ class Leg:
         env |= {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "JAX_NUM_CPU_DEVICES": str(devices)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         if short:
-            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+            env["XLA_FLAGS"] = QUICK
         address = f"127.0.0.1:{free_port()}"
         self.began, self.processes, self.reader = time.monotonic(), [], None
         folder.mkdir(parents=True, exist_ok=True)
