@@ -1,4 +1,4 @@
-"""The commands in README and docs/, for the test that reads them and for `try_docs.py`, which runs them."""
+"""The commands documented in README and docs/, for the tests that check them and `try_docs.py`, which runs them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.M | re.S)
 STANDS_FOR = {"$COMMON": "", "CONFIG": "quickstart.py", "my_ppo.py": "tldr_ppo.py"}
-"""What a command leaves to the reader, and what may stand there."""
+"""Placeholders in commands, and a value for each."""
 
 
 def text_of(page: pathlib.Path) -> str:
-    """A page."""
+    """Text of a page."""
     return page.read_text(encoding="utf-8")
 
 
 def words_of(text: str) -> list[list[str]]:
-    """The words of each command in shell text; one that is inside quotes comes by itself, after the one around it."""
-    found, line = [], ""
+    """The words of each command in shell text; a command inside quotes follows the one around it."""
+    commands, line = [], ""
     for part in re.split(r"\n|&&", re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))):
         line = f"{line} && {part}" if line else part
         try:
             words = shlex.split(line)
-        except ValueError:  # within quotes, which end further on
+        except ValueError:  # an open quote, which ends on a later line
             continue
-        found += [words, *(inner for word in words if " " in word for inner in words_of(word))]
+        commands += [words, *(inner for word in words if " " in word for inner in words_of(word))]
         line = ""
-    return found
+    return commands
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of every command of ours in a block of the docs."""
-    found = []
+    """(page, words) of every command of this project in a code block of the docs."""
+    commands = []
     for page in PAGES:
         for block in FENCE.findall(text_of(page)):
             if not re.match(r"```(?!bash|sh|$)\w", block):
-                found += [(page.name, words) for words in words_of(block.strip("`\n")) if is_ours(words)]
-    return found
+                commands += [(page.name, words) for words in words_of(block.strip("`\n")) if is_ours(words)]
+    return commands
 
 
 def is_ours(words: list[str]) -> bool:
-    """Whether a command is of this package or of scripts/."""
+    """Whether a command runs this package or a script of scripts/."""
     modules = {"rlhf_jax.train", "rlhf_jax.evaluate", "rlhf_jax.report"}
     return bool(modules & {*words}) or any(re.match(r"(\S*/)?scripts/\w", word) for word in words)

@@ -1,9 +1,9 @@
-"""Feeds damaged and made-up configs, command lines, rows, checkpoints and server answers to their readers, at length.
+"""Fuzzes the readers of configs, command lines, rows, checkpoints and server answers with malformed input.
 
     python scripts/fuzz.py --examples 10000
 
-Each may be read, or refused by a UserError; anything else is a finding, shown at its smallest. The tests are those of
-tests/robustness/test_fuzz.py, which the suite runs with few examples.
+Each input must be read or refused by a UserError; anything else is a finding, shown in minimized form. The tests are in
+tests/robustness/test_fuzz.py, which the test suite runs with few examples.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Exit status of pytest: 0 when nothing was found."""
+    """The command; returns pytest's exit code, 0 if there are no findings."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--examples", type=int, default=10_000, help="inputs of each of the readers")
-    parser.add_argument("--only", default="", help="of the tests with this in their name: safetensors, answer, ...")
+    parser.add_argument("--examples", type=int, default=10_000, help="inputs for each reader")
+    parser.add_argument("--only", default="", help="only tests with this in their name: safetensors, answer, ...")
     args = parser.parse_args()
     if args.examples < 1:
         parser.error(f"--examples is {args.examples}; it must be at least 1")

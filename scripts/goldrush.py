@@ -1,10 +1,10 @@
-"""The over-optimisation study: all stages of configs/goldrush.py in order, then one report of its policies.
+"""Runs the over-optimisation study: all stages of configs/goldrush.py in order, then a report of its policies.
 
-    python scripts/goldrush.py                      # about half an hour on two cores; goes on where it was stopped
-    python scripts/goldrush.py --folder runs/short --short        # a few updates of each, to see that it works
+    python scripts/goldrush.py                      # half an hour on two cores; rerun to resume
+    python scripts/goldrush.py --folder runs/short --short        # a few updates of each, as a test
 
-Each policy learns from a learned reward model, or an ensemble of them; the gold reward is measured beside it and weighs
-nothing. The report (FOLDER/report.html) draws both against the root of the KL, with the fit of Gao et al. 2022.
+Each policy is trained on a reward model or an ensemble of them; the gold reward is measured but not used for training.
+The report (FOLDER/report.html) plots both against the square root of the KL, with the fit of Gao et al. 2022.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SHORT = {"max_steps": 4, "total_episodes": 512, "max_eval_samples": 64, "max_tra
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0 when done, 2 with one line of explanation."""
+    """The command. Exit code 2: wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/goldrush"), help="of all runs")
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/goldrush"), help="folder of all runs")
     parser.add_argument("--only", nargs="+", default=[], help="variants of the config; default: all")
-    parser.add_argument("--short", action="store_true", help="a few updates of each")
+    parser.add_argument("--short", action="store_true", help="a few updates per run")
     options = parser.parse_args(argv)
     compile_cache.enable()
     scope = runpy.run_path(str(config_files.config_folder() / "goldrush.py"))
     try:
         if unknown := [name for name in options.only if name not in scope["VARIANTS"]]:
-            raise UserError(f"--only {unknown[0]}: there are {', '.join(scope['VARIANTS'])}")
+            raise UserError(f"--only {unknown[0]}: choose among {', '.join(scope['VARIANTS'])}")
         for name in options.only or scope["VARIANTS"]:
             print(f"== {name}", flush=True)
             train.run(placed(config_files.load_config(f"goldrush.py:{name}"), scope["RUNS"], options))
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def placed(config, runs: str, options: argparse.Namespace):
-    """The config with the study's folder in the place of the default one; with --short, a few updates."""
+    """The config with --folder instead of the default folder; with --short, a few updates."""
     changed = {} if not options.short else {name: v for name, v in SHORT.items() if hasattr(config, name)}
     for name, value in vars(config).items():
         if isinstance(value, str) and value.startswith(f"{runs}/"):

@@ -1,4 +1,4 @@
-"""Writes docs/options.md: every option with its type, its default and its meaning, from the dataclasses themselves.
+"""Prints docs/options.md: every option with its type, default and help text, from the config dataclasses.
 
 python scripts/options_page.py > docs/options.md
 """
@@ -19,8 +19,8 @@ INTRODUCTION = """# Options
 
 Every option of `python -m rlhf_jax.train` and `python -m rlhf_jax.evaluate`. On the command line `--name value` (in a
 pipeline `--ppo.name value`), in a config file `PPOConfig(name=value)`; `--config CONFIG --help` prints them with the
-defaults of that config. A boolean is `--name true` or, alone, `--name` and `--no_name`; a list is its words, a dict
-JSON. TRL's other names and what became of them: [migrating.md](migrating.md).
+defaults of that config. Booleans are `--name true` and `--name false`, or `--name` and `--no_name`; lists are separated
+by spaces or commas; dicts are JSON. TRL's other names: [migrating.md](migrating.md).
 
 Written by `python scripts/options_page.py > docs/options.md`.
 """
@@ -38,25 +38,26 @@ PAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option as the source has it: the part it stands in, its name and what it says of itself."""
+    """An option in the source: the section that it is in, its name and its help text."""
 
-    part: str
+    section: str
     name: str
     meaning: str
 
 
 def options_of(config: type) -> list[Option]:
-    """The options that a class itself defines, in order; of one that it only gives another default, no meaning."""
+    """The options that a class itself defines, in order; without a help text if it only changes a default."""
     source = textwrap.dedent(inspect.getsource(config))
-    parts = {n: line.strip()[5:].strip() for n, line in enumerate(source.splitlines(), 1) if "# --- " in line}
-    found = []
+    sections = {n: line.strip()[5:].strip() for n, line in enumerate(source.splitlines(), 1) if "# --- " in line}
+    options = []
     body = ast.parse(source).body[0].body
     for node, after in zip(body, [*body[1:], None]):
         if isinstance(node, ast.AnnAssign):
-            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            part = next((parts[n] for n in sorted(parts, reverse=True) if n < node.lineno), "")
-            found.append(Option(part, node.target.id, " ".join(after.value.value.split()) if said else ""))
-    return found
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            section = next((sections[n] for n in sorted(sections, reverse=True) if n < node.lineno), "")
+            meaning = " ".join(after.value.value.split()) if documented else ""
+            options.append(Option(section, node.target.id, meaning))
+    return options
 
 
 def inherited(config: type, name: str) -> Option | None:
@@ -68,7 +69,7 @@ def inherited(config: type, name: str) -> Option | None:
 
 
 def default_of(config: type, name: str) -> str:
-    """The default as one would write it."""
+    """The default as written on the command line."""
     field = next(field for field in dataclasses.fields(config) if field.name == name)
     if field.default is dataclasses.MISSING:
         return "see below" if field.default_factory is not dataclasses.MISSING else "must be given"
@@ -85,12 +86,12 @@ def cell(text: str) -> str:
 
 
 def page() -> str:
-    """docs/options.md."""
+    """The text of docs/options.md."""
     lines = [INTRODUCTION]
     for config, title in PAGES:
         lines += [f"## {title}", "", f"`{config.__name__}`: {' '.join(config.__doc__.split())}", ""]
-        for part, options in itertools.groupby(options_of(config), key=lambda option: option.part):
-            lines += [f"### {title}: {part}", ""] if part else []
+        for section, options in itertools.groupby(options_of(config), key=lambda option: option.section):
+            lines += [f"### {title}: {section}", ""] if section else []
             lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
             lines += [row(config, option) for option in options]
             lines.append("")
@@ -100,7 +101,7 @@ def page() -> str:
 def row(config: type, option: Option) -> str:
     """A line of a table."""
     above = inherited(config, option.name)
-    meaning = option.meaning or (f"Another default than above: {above.meaning}" if above else "")
+    meaning = option.meaning or (f"Overrides the default above: {above.meaning}" if above else "")
     kind = values.describe_type(values.field_types(config)[option.name]).partition(" (on the")[0]
     cells = (f"`{option.name}`", kind, default_of(config, option.name), meaning)
     return f"| {' | '.join(map(cell, cells))} |"

@@ -1,10 +1,10 @@
-"""Runs the commands of README and docs/ as they stand, where a CPU without network can, and tells why of each other.
+"""Runs the documented commands that need only a CPU and no network, and gives the reason for each skipped one.
 
-    python scripts/try_docs.py                     # in a temporary folder; some ten minutes on two cores
-    python scripts/try_docs.py --only tutorial     # the pages whose names begin so
+    python scripts/try_docs.py                     # in a temporary folder; ten minutes on two cores
+    python scripts/try_docs.py --only tutorial     # pages whose names start with this
 
-Runs of the quickstart are cut to a few updates by further flags; what a page has the reader write (my_rewards.py,
-posts.jsonl) is written first. Exit status 1 when a command failed; its output is printed.
+Extra flags cut the quickstart to a few updates. Files that a page asks the reader to write (my_rewards.py, posts.jsonl)
+are written first. Prints the output of failing commands. Exit code 1: a command failed.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ SHORT_SCRIPTS = {
     "fuzz.py": "--examples 50",
 }
 TINY = "--model_name_or_path none --scratch_model 1x16x2 --tokenizer_name_or_path synthetic --max_steps 4"
-REASONS = (  # what a command's words hold, and why it is not run
-    (("real/sft", "real/ppo", "real/rloo", "XDG_CACHE_HOME"), "measures on real posts, or compiling: its page"),
-    (("EleutherAI", "MODEL", "NAME", "REWARD_MODEL", "runs/tldr"), "needs a model or a judge of the reader's"),
+REASONS = (  # (parts of words of a command, why it is skipped)
+    (("real/sft", "real/ppo", "real/rloo", "XDG_CACHE_HOME"), "a measurement; see its page"),
+    (("EleutherAI", "MODEL", "NAME", "REWARD_MODEL", "runs/tldr"), "needs the reader's model or judge"),
     (("tldr_ppo", "tldr_reward", "tldr_rloo", "tldr_sft", "my_ppo.py"), "needs the hub"),
     (("sbatch", "srun", "kubectl", "mpirun"), "needs a cluster, or scripts/launch/*_one_machine.sh"),
     (("JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK", "FIRST_MACHINE:12345"), "needs several machines"),
     (
         ("scripts/bench/", "PYTHIA"),
-        "measures: docs/benchmarks.md",
+        "a measurement; see docs/benchmarks.md",
     ),
     (
         ("scripts/scaling/", "scripts/parity/"),
-        "hours, or TRL: docs/ has its result",
+        "takes hours, or needs TRL",
     ),
-    (("venv",), "the page's own tests: .ci/run"),
+    (("venv", "scripts/newest_python.sh"), "covered by .ci/run"),
 )
 
 
 def why_not(words: list[str]) -> str | None:
-    """Why a command is not run; None: it is."""
+    """Why a command is skipped; None: it runs."""
     if "posts.jsonl" in words:
         return None
     for parts, reason in REASONS:
@@ -64,25 +64,25 @@ def why_not(words: list[str]) -> str | None:
 def runnable(words: list[str]) -> list[str]:
     """The command with this Python, few updates and absolute paths of scripts."""
     words = [STANDS_FOR.get(word, word) for word in words if STANDS_FOR.get(word, word) and "=" not in word[:20]]
-    found = [sys.executable if word in ("python", "python3") else word for word in words]
-    found = [str(ROOT / word) if word.startswith("scripts/") else word for word in found]
-    config = found[found.index("--config") + 1] if "--config" in found else None
+    words = [sys.executable if word in ("python", "python3") else word for word in words]
+    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in words]
+    config = words[words.index("--config") + 1] if "--config" in words else None
     if config in SHORT:
-        given = found[: found.index("--config") + 2]
-        found = [*given, *SHORT[config].split(), *found[len(given) :]]
-    if any(word.endswith("launch_local.py") for word in found):
-        found += ["--run_dir", "runs/two"]
-    if "posts.jsonl" in found:
-        at = found.index("--model_name_or_path")
-        found = [*found[:at], *TINY.split(), *found[at + 2 :]]
+        given = words[: words.index("--config") + 2]
+        words = [*given, *SHORT[config].split(), *words[len(given) :]]
+    if any(word.endswith("launch_local.py") for word in words):
+        words += ["--run_dir", "runs/two"]
+    if "posts.jsonl" in words:
+        at = words.index("--model_name_or_path")
+        words = [*words[:at], *TINY.split(), *words[at + 2 :]]
     for name, flags in SHORT_SCRIPTS.items():
-        if any(pathlib.PurePath(word).name == name for word in found):
-            found = [*found[:2], *flags.split()]
-    return found
+        if any(pathlib.PurePath(word).name == name for word in words):
+            words = [*words[:2], *flags.split()]
+    return words
 
 
 def write_what_readers_write(folder: pathlib.Path) -> None:
-    """The files that pages ask for."""
+    """Files that pages ask the reader to write."""
     reward = (
         "def brevity(prompts, completions, **columns):\n    return [-0.1 * len(text.split()) for text in completions]\n"
     )
@@ -95,14 +95,14 @@ def write_what_readers_write(folder: pathlib.Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0 when all that was run did not fail."""
+    """The command. Exit code 1: a command failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="pages whose names begin so")
+    parser.add_argument("--only", default="", help="pages whose names start with this")
     options = parser.parse_args(argv)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = failed = left = 0
-    with tempfile.TemporaryDirectory() as room:
-        folder = pathlib.Path(room)
+    done = failed = skipped = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
         write_what_readers_write(folder)
         known = set()
         for page, words in [(".", ["python", "-m", "rlhf_jax.train", "--config", "quickstart.py"]), *commands()]:
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
             known.add(tuple(words))
             shown = f"{page}: {' '.join(words)}"[:150]
             if reason := why_not(words):
-                left += 1
+                skipped += 1
                 print(f"-    {shown}  ({reason})", flush=True)
                 continue
             began = time.monotonic()
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{'ok ' if run.returncode == 0 else 'BAD'} {time.monotonic() - began:4.0f} s  {shown}", flush=True)
             if run.returncode:
                 print(run.stdout[-2000:] + run.stderr[-4000:], flush=True)
-    print(f"{done} commands were run, {failed} failed; {left} were not run")
+    print(f"{done} commands ran, {failed} of them failed; {skipped} were skipped")
     return int(failed > 0)
 
 

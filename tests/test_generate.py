@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 from transformers import GenerationConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -15,7 +14,9 @@ from rlhf_jax import generate as gen
 from rlhf_jax.models import custom_shape
 from rlhf_jax.models.io.hf import load
 from rlhf_jax.types import PromptBatch
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 V = 97
 
 

@@ -128,21 +128,21 @@ def test_chat_answers_each_line_as_generate_does(monkeypatch, capsys, checkpoint
     options = ["--max_new_tokens", 5, "--temperature", 1.0]
     status, said, told = chat(monkeypatch, capsys, typed, "--model", checkpoint.parent.parent, *options)
     answers = [policy.generate(TEXTS[-1], max_new_tokens=5, seed=seed) for seed in (0, 9)]
-    assert status == 0 and said.splitlines() == answers and "each text by itself" in told
+    assert status == 0 and said.splitlines() == answers and "each text is completed on its own" in told
 
 
 def test_chat_takes_whole_posts(monkeypatch, capsys, checkpoint, policy):
     arguments = ["--model", checkpoint, "--multiline", "--max_new_tokens", 5, "--temperature", 0.0]
     status, said, told = chat(monkeypatch, capsys, f"{TEXTS[0]}\n\n\n{TEXTS[1]}", *arguments)
     assert status == 0 and said.splitlines() == policy.generate(TEXTS[:2], max_new_tokens=5, temperature=0.0)
-    assert "two empty lines end a text" in told and "ended at once" not in told
+    assert "two empty lines end an input" in told and "empty response" not in told
 
 
 def test_chat_tells_an_empty_answer_from_a_hang(monkeypatch, capsys, checkpoint, policy):
     begins = policy.generate(TEXTS[-1], max_new_tokens=5, temperature=0.0)[:2]
     arguments = ["--model", checkpoint, "--max_new_tokens", 5, "--temperature", 0.0, "--stop", begins]
     status, said, told = chat(monkeypatch, capsys, f"{TEXTS[-1]}\n", *arguments)
-    assert status == 0 and said == "\n" and "(it ended at once" in told
+    assert status == 0 and said == "\n" and "(empty response)" in told
 
 
 def test_chat_says_what_is_wrong(monkeypatch, capsys, checkpoint):

@@ -304,7 +304,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     _, groups = report_of_runs.read([str(tmp_path / "run")])
     assert [group.label for group in groups] == ["run/sft", "run/reward", "run/ppo", "run/rloo"]
     assert not [note for group in groups for run in group.runs for note in run.notes]
-    text = page.page(groups, "run")
+    text = page.render_page(groups, "run")
     assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 

@@ -1,7 +1,7 @@
 """The command line: `--config` names a config, every other flag one of its fields.
 
-tyro prints the help. The flags are parsed here, since tyro has no `--flag true` beside `--flag`, no `a,b` for lists, no
-JSON for dicts, no `none`, and no errors of one line that say what became of TRL's option.
+tyro prints the help. Flags are parsed here, since tyro accepts no `--flag true` in addition to `--flag`, no `a,b` for
+lists, no JSON for dicts and no `none`, and its errors are boxes that do not know TRL's options.
 """
 
 from __future__ import annotations

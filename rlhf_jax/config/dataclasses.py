@@ -1,6 +1,6 @@
 """The config dataclasses, one per stage, and Pipeline. Names are TRL's. Every field is a flag of the same name.
 
-A field's type says its range (`PositiveInt`, `Annotated[int, Range(...)]`), the string below it is its help text.
+A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`), the string below it is its help text.
 """
 
 from __future__ import annotations
@@ -281,10 +281,10 @@ class PolicyConfig(StageConfig):
     adapters: tuple[str, ...] = ()
     """With use_peft: named adapters on the policy's base model, each NAME=PATH; sft_model_path's is named default."""
     model_adapter_name: str | None = None
-    """Name of the adapter to continue training; None: as start_adapter says, or a new one."""
+    """Name of the adapter to continue training; None: see start_adapter, or a new one."""
     ref_adapter_name: str | None = None
-    """Name of the adapter whose frozen copy is the reference; base: the base model; None: the base model, or as
-    start_adapter says."""
+    """Name of the adapter whose frozen copy is the reference; base: the base model; None: the base model, or see
+    start_adapter."""
 
     # --- rewards
     reward_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"

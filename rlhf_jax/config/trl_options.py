@@ -1,6 +1,6 @@
 """TRL's options and their counterparts here: the same name, another name, other options, or unsupported with a reason.
 
-The tables are in trl_options.toml. An option that is a field here is the same option; NOTES says what differs. The
+The tables are in trl_options.toml. An option that is a field here is the same option; NOTES has the differences. The
 command line reads `answer`, and `python -m rlhf_jax.config.trl_options` prints docs/migrating.md.
 """
 
@@ -88,11 +88,11 @@ def _row(name: str, stages: tuple[str, ...]) -> str:
     """One line of the page: the answers of the table's stages, equal ones together."""
     stages_of_cell: dict[str, list[str]] = {}
     for stage in stages:
-        found = answer(name, stage)
-        assert found is not None, f"TRL's {name} has no answer in {stage}"
-        kind = f"`{found.renamed.to}`" if found.renamed else found.kind
-        colon = ": " if found.kind in ("unsupported", "translated") else "; "
-        stages_of_cell.setdefault(kind + colon + found.text if found.text else kind, []).append(stage)
+        option = answer(name, stage)
+        assert option is not None, f"TRL's {name} has no answer in {stage}"
+        kind = f"`{option.renamed.to}`" if option.renamed else option.kind
+        colon = ": " if option.kind in ("unsupported", "translated") else "; "
+        stages_of_cell.setdefault(kind + colon + option.text if option.text else kind, []).append(stage)
     cells = [*stages_of_cell]
     if len(cells) > 1:
         cells = [f"**{', '.join(stages_of_cell[cell])}** {cell.rstrip('.')}" for cell in cells]

@@ -61,8 +61,8 @@ Decay = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 StepsOrFraction = Annotated[
     float,
     Range(
-        "0 (only at the end), between 0 and 1 (a fraction of the run) or a whole number of updates",
-        lambda v: 0 <= v < 1 or (v >= 1 and float(v).is_integer()),
+        "0 (only at the end), between 0 and 1 (a fraction of the run) or a whole number of updates below 2^31",
+        lambda v: 0 <= v < 1 or (1 <= v < 2**31 and float(v).is_integer()),
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""python -m rlhf_jax.evaluate: see docs/evaluation.md."""
+"""The command `python -m rlhf_jax.evaluate`; see docs/evaluation.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_jax.utils import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when done, 2 with one line of explanation when something the user gave is wrong."""
+    """Runs the command. Returns its exit status: 0, 2 after a user error (one line on stderr), 130 if interrupted."""
     text.escape_unencodable_output()
     try:
         config = options.parse(sys.argv[1:] if argv is None else argv)

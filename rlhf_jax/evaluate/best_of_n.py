@@ -1,4 +1,4 @@
-"""Best-of-n: what is gained by drawing n responses and keeping the best, and how far from the policy that goes."""
+"""Best-of-n sampling: the expected reward of the best of n responses, and a bound on its KL to the policy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 
 def weights(samples: int, n: int) -> np.ndarray:
-    """Probability that each of N ranked samples is the greatest of n drawn without replacement.
+    """Probability that each of N ranked samples is the largest of n drawn without replacement.
 
-    C(i - 1, n - 1) / C(N, n) for rank i = 1..N, the least first.
+    C(i - 1, n - 1) / C(N, n) for rank i = 1..N, smallest first.
 
     Args:
       samples: N.
       n: 1..N.
 
     Returns:
-      [N] float64, of sum 1.
+      [N] float64 with sum 1.
 
     Raises:
       ValueError: n is not in 1..N.
@@ -28,16 +28,15 @@ def weights(samples: int, n: int) -> np.ndarray:
 
 
 def best_of_n(rewards: np.ndarray, n: int, measured: np.ndarray | None = None) -> np.ndarray:
-    """The expected reward of the best of n responses to each prompt, from N samples of each, without bias.
+    """Unbiased estimate of the expected reward of the best of n responses to each prompt, from N samples.
 
-    The mean over all subsets of n of the N samples: of N independent samples it is unbiased for n independent ones.
-    With `measured` the best by `rewards` is chosen and the other reward of the chosen one is told; samples of equal
-    reward are equally likely to be it.
+    It is the mean over all subsets of n of the N samples. With `measured`, the best response by `rewards` is selected
+    and its `measured` reward is averaged; ties are broken uniformly.
 
     Args:
-      rewards: [P, N], finite: what is chosen by.
+      rewards: [P, N], finite; the reward to select by.
       n: 1..N.
-      measured: [P, N]; None: `rewards`.
+      measured: [P, N], the reward to average; None: `rewards`.
 
     Returns:
       [P] float64.
@@ -49,24 +48,24 @@ def best_of_n(rewards: np.ndarray, n: int, measured: np.ndarray | None = None) -
     measured = rewards if measured is None else np.asarray(measured, np.float64)
     if rewards.ndim != 2 or measured.shape != rewards.shape:
         raise ValueError(
-            f"rewards must be [prompts, samples], twice the same, not {rewards.shape} and {measured.shape}"
+            f"rewards and measured must both be [prompts, samples], not {rewards.shape} and {measured.shape}"
         )
-    chance, order = weights(rewards.shape[1], n), np.argsort(rewards, axis=1, kind="stable")
+    probabilities, order = weights(rewards.shape[1], n), np.argsort(rewards, axis=1, kind="stable")
     ranked, values = np.take_along_axis(rewards, order, 1), np.take_along_axis(measured, order, 1)
     if measured is rewards:
-        return ranked @ chance
-    found = np.zeros(len(rewards))
-    for row, (of, value) in enumerate(zip(ranked, values)):
-        _, tie = np.unique(of, return_inverse=True)
-        found[row] = (np.bincount(tie, chance) * np.bincount(tie, value) / np.bincount(tie)).sum()
-    return found
+        return ranked @ probabilities
+    expected = np.zeros(len(rewards))
+    for row, (row_rewards, row_values) in enumerate(zip(ranked, values)):
+        _, tie = np.unique(row_rewards, return_inverse=True)
+        expected[row] = (np.bincount(tie, probabilities) * np.bincount(tie, row_values) / np.bincount(tie)).sum()
+    return expected
 
 
 def kl_bound(n: int) -> float:
-    """log n - (n - 1) / n in nats: the KL from the policy to its best of n is never more.
+    """log n - (n - 1) / n in nats, an upper bound of the KL from the best-of-n policy to the policy.
 
-    An upper bound, reached where no two responses score the same and none is likely (Beirami et al. 2024, Theoretical
-    Guarantees on the Best-of-n Alignment Policy, theorem 3.1); often quoted as the KL itself.
+    It is reached in the limit of distinct scores and unlikely responses (Beirami et al. 2024, Theoretical Guarantees on
+    the Best-of-n Alignment Policy, theorem 3.1); often quoted as the KL itself.
 
     Args:
       n: at least 1.

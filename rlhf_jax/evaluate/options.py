@@ -1,4 +1,4 @@
-"""The options of `python -m rlhf_jax.evaluate`, from the command line, and what is wrong with them."""
+"""The options of `python -m rlhf_jax.evaluate`: parsing and validation."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ ALIASES = {
     "limit": "max_eval_samples",
     "judge_base_url": "judge_url",
 }
-"""Other names that are accepted."""
+"""Accepted option names -> names in `EvaluateConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluation of a policy on held-out prompts, and of a reward model on pairs. An option that is None is the run's
-    (with run_dir), else that of PPO's defaults."""
+    """Evaluation of a policy on held-out prompts, and of a reward model on pairs. Options that are None default to
+    those of the run in run_dir, or to PPO's defaults."""
 
-    # --- what is evaluated
+    # --- policies
     run_dir: str | None = None
-    """Folder of a finished run, a stage's or a pipeline's: its policy, data, rewards and options where not given."""
+    """Folder of a finished run, of one stage or a pipeline: default for the policy, data, rewards and options."""
     model: str | None = None
-    """Policy to evaluate: a checkpoint's folder, a run's folder or a hub name; default: that of run_dir."""
+    """Policy to evaluate: checkpoint folder, run folder or hub name; default: that of run_dir."""
     model_revision: str | None = None
     """Hub revision of the policy."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer, where the policy has none of its own; 'synthetic' is the built-in one."""
+    """Tokenizer, if the policy has none; 'synthetic' is the built-in one."""
     against: tuple[str, ...] | None = None
-    """Whom the policy is compared with: 'reference' (the data's own answers), 'ref_model', checkpoints; default:
-    the first two, where they are there. none: nobody."""
+    """Opponents of the policy: 'reference' (reference answers of the data), 'ref_model', checkpoints, or 'none';
+    default: reference and ref_model, if available."""
     ref_model_path: str | None = None
-    """Reference model of the KL; default: what the run started from."""
+    """Reference model of the KL; default: the model that the run started from."""
     ref_model_revision: str | None = None
     """Hub revision of the reference model."""
 
@@ -67,95 +67,95 @@ class EvaluateConfig:
     split: str = "validation"
     """Split of data."""
     max_eval_samples: PositiveInt | None = None
-    """Only the first so many prompts (and pairs); default: the run's, or 256."""
+    """Maximum number of prompts (and pairs); default: the run's, or 256."""
     prompt_column: str | None = None
     """Column with the prompt."""
     completion_column: str = "completion"
     """Column with the reference answer."""
     query_length: PositiveInt | None = None
-    """Most prompt tokens."""
+    """Maximum prompt length in tokens."""
     query_overflow: Literal["truncate", "drop"] | None = None
-    """Longer prompts: cut the post paragraph-wise, or drop the row."""
+    """Longer prompts: truncate the post by paragraphs, or drop the row."""
     on_bad_row: Literal["raise", "skip"] | None = None
-    """A row with a missing, mistyped or empty field: stop and name it, or skip and count it."""
+    """A row with a missing, mistyped or empty field: stop with an error, or skip and count it."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments for the tokenizer's chat template, where prompts are conversations."""
+    """Arguments for the tokenizer's chat template, if prompts are conversations."""
 
     # --- responses
     num_generations: PositiveInt | None = None
-    """Responses to each prompt; default: the largest of best_of_n, or 1. Win rates and ROUGE take the first."""
+    """Responses to each prompt; default: the largest best_of_n, or 1. Win rates and ROUGE use the first."""
     response_length: PositiveInt | None = None
-    """Most tokens of a response."""
+    """Maximum response length in tokens."""
     temperature: NonNegativeFloat | None = None
-    """Sampling temperature; 0 takes the likeliest token, and there is no KL then."""
+    """Sampling temperature; 0: greedy decoding, without KL."""
     top_k: NonNegativeInt | None = None
-    """Sample among the k likeliest tokens only; 0: all."""
+    """Sample from the k most likely tokens; 0: all."""
     top_p: TopP | None = None
-    """Sample among the likeliest tokens that make up this probability; 1: all."""
+    """Sample from the smallest set of most likely tokens with this probability (nucleus); 1: all."""
     min_p: Fraction | None = None
-    """Leave out tokens less likely than this share of the likeliest."""
+    """Exclude tokens with a probability below this share of the most likely token's."""
     repetition_penalty: PositiveFloat | None = None
-    """Divide (multiply) positive (negative) logits of tokens already seen; 1: off."""
+    """Divide (multiply) positive (negative) logits of tokens that occurred; 1: off."""
     seed: Seed = 42
-    """What is drawn, responses and resamples, is a function of the seed."""
+    """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64
-    """Responses generated and scored at a time, over all devices; never changes what is drawn."""
+    """Responses generated and scored at a time, over all devices; does not change the results."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision."""
 
     # --- rewards
     reward_model_path: str | None = None
-    """Reward model; also measured on pairs."""
+    """Reward model; also evaluated on pairs."""
     reward_model_revision: str | None = None
     """Hub revision of the reward model."""
     more_reward_models: tuple[str, ...] | None = None
     """Further reward models."""
     reward_ensemble: Literal["sum", "mean", "min", "mean_minus_std"] | None = None
-    """Several reward models: each a reward with its own weight, or one reward by their mean, minimum, mean - std."""
+    """Several reward models: separate weighted rewards, or one reward by their mean, minimum, or mean - std."""
     reward_input: Literal["auto", "ids", "text"] | None = None
-    """What reward models read: the sampled ids, or the text by their own tokenizer; auto: ids where the two agree."""
+    """Input of reward models: the sampled ids, or text in their own tokenizer; auto: ids if the tokenizers agree."""
     reward_funcs: tuple[str, ...] | None = None
     """Reward functions, 'module:function' or 'file.py:function'."""
     reward_weights: tuple[float, ...] | None = None
-    """Weight of each reward in the score: models, functions, server, in this order; default: 1 each."""
+    """Weights of the rewards in the score, in the order models, functions, server; default: 1 each."""
     reward_timeout: PositiveFloat | None = None
-    """Most seconds of one call of a Python function, a reward's or a judge's."""
+    """Timeout in seconds for a call of a Python reward or judge function."""
     reward_server: str | None = None
-    """URL of a reward server; its other options are the run's."""
+    """URL of a reward server; its other options are those of the run."""
     reward_server_token_env: str | None = None
     """Environment variable with the reward server's bearer token."""
 
     # --- judges
     judge_funcs: tuple[str, ...] = ()
-    """Functions of (prompts, completions: a pair each) -> 0 or 1, the better one's place; 0.5: a tie; None: none."""
+    """Functions of (prompts, completions: pairs) -> index of the better one, 0 or 1; 0.5: tie; None: no verdict."""
     judge_url: str | None = None
-    """Base URL of an OpenAI-compatible API, as http://localhost:8000/v1: its chat model judges pairs in both orders."""
+    """Base URL of an OpenAI-compatible API, as http://localhost:8000/v1, of a chat model that judges in both orders."""
     judge_model: str | None = None
-    """The judging model's name there."""
+    """Name of the judge model in the API."""
     judge_api_key_env: str = "RLHF_JAX_JUDGE_API_KEY"
-    """Environment variable with the API key, where one is needed; the key is no option and is written nowhere."""
+    """Environment variable with the API key, if one is needed; the key is not an option and is never written."""
     judge_prompt: str | None = None
-    """File with the question: {prompt}, {answer_a}, {answer_b}; the answer must hold [[A]], [[B]] or [[C]] (a tie)."""
+    """File with the judge's prompt: {prompt}, {answer_a}, {answer_b}; replies need [[A]], [[B]] or [[C]] (tie)."""
     judge_kwargs: dict[str, Any] | None = None
-    """Further fields of a request; default: temperature 0, max_tokens 512. null leaves one of these out."""
+    """Further request fields; default: temperature 0, max_tokens 512. null removes a field."""
     judge_timeout: PositiveFloat = 60.0
-    """Most seconds of one request to the judge."""
+    """Timeout in seconds for a request to the judge."""
     judge_retries: NonNegativeInt = 5
-    """Tries again after a lost connection, a timeout, 429 or a 5xx status."""
+    """Retries after a connection error, a timeout, status 429 or 5xx."""
     judge_concurrency: PositiveInt = 8
-    """Requests at a time."""
+    """Concurrent requests to the judge."""
 
     # --- statistics
     rouge: bool = False
     """ROUGE of the answers against the reference answers (needs the extra rouge)."""
     best_of_n: tuple[int, ...] = ()
-    """Expected reward of the best of so many responses, as 1,2,4,8."""
+    """Values of n for the expected reward of the best of n responses, as 1,2,4,8."""
     bootstrap_resamples: Annotated[int, Range("at least 100", lambda v: v >= 100)] = 2000
-    """Resamples of the 95 % intervals."""
+    """Bootstrap resamples for 95 % intervals."""
 
     # --- the reward model on pairs
     pairs: str | None = None
-    """Preference pairs to measure reward models on; default: a pipeline's or a reward run's evaluation pairs."""
+    """Preference pairs to evaluate the reward model on; default: the evaluation pairs of a pipeline or reward run."""
     pairs_split: str = "validation"
     """Split of pairs."""
     chosen_column: str | None = None
@@ -163,45 +163,45 @@ class EvaluateConfig:
     rejected_column: str | None = None
     """Column with the other completion."""
     max_length: PositiveInt | None = None
-    """Most tokens of prompt and completion; longer pairs are dropped. Default for pairs: the model's context."""
+    """Maximum length of prompt + completion; longer pairs are dropped. Default for pairs: the model's context."""
     calibration_bins: PositiveInt = 10
-    """Bins of the confidence, 0.5 to 1, in the expected calibration error."""
+    """Confidence bins from 0.5 to 1 for the expected calibration error."""
 
-    # --- what is written
+    # --- output
     output_dir: str | None = None
     """Folder of evaluation.json and samples.jsonl; default: RUN_DIR/evaluation, or runs/evaluation."""
     num_completions_to_print: NonNegativeInt | None = 3
-    """Prompts shown side by side in the terminal; None: all. samples.jsonl has all."""
+    """Prompts printed with answers side by side; None: all. samples.jsonl has all."""
 
 
 def parse(argv: Sequence[str]) -> EvaluateConfig:
-    """The options of a command line. Prints help and raises SystemExit on --help or no flag at all.
+    """The config of a command line. Prints help and raises SystemExit for --help or without any flag.
 
     Raises:
-      UserError: an option is unknown, or of another type or range, or needs another one.
+      UserError: an option is unknown, has the wrong type or range, or needs another option.
     """
     flags = command_line.split_flags(argv)
     if not flags or any(name in ("help", "h") for name, _ in flags):
         command_line.print_help(EvaluateConfig(), PROG)
         raise SystemExit(0 if flags else 2)
     hints, values = field_types(EvaluateConfig), {}
-    for given, words in flags:
-        name = ALIASES.get(given, given)
-        if name != given:
-            print(f"note: --{given} is --{name} here.", file=sys.stderr)
+    for flag, words in flags:
+        name = ALIASES.get(flag, flag)
+        if name != flag:
+            print(f"note: --{flag} is --{name} here.", file=sys.stderr)
         name, words = command_line.positive(name, words, hints)
         if name not in hints:
-            hint = nearest(given, [*hints, *ALIASES])
-            raise UserError(f"unknown option --{given}.{hint} (--help lists all.)")
-        nobody = name == "against" and [word.lower() for word in words] == ["none"]
-        values[name] = () if nobody else value_from_words(f"--{name}", hints[name], words)
+            hint = nearest(flag, [*hints, *ALIASES])
+            raise UserError(f"unknown option --{flag}.{hint} (--help lists all.)")
+        no_opponents = name == "against" and [word.lower() for word in words] == ["none"]
+        values[name] = () if no_opponents else value_from_words(f"--{name}", hints[name], words)
     config = EvaluateConfig(**values)
     check(config)
     return config
 
 
 def check(config: EvaluateConfig) -> None:
-    """UserError, a line a problem, for values that cannot be. Needs no file, model or network."""
+    """UserError with one line for each invalid option. Reads no file, model or network."""
     if problems := [*_problems(config)]:
         raise UserError("\n".join(problems))
 
@@ -210,26 +210,26 @@ def _problems(config: EvaluateConfig) -> Iterator[str]:
     yield from validation.out_of_range(config)
     for name, value in vars(config).items():
         if isinstance(value, str) and has_password(value):
-            yield f"{name} is a URL with a user name or a password in it: evaluation.json would hold it. Take it out."
+            yield f"{name} is a URL with a user name or a password, and evaluation.json would contain it. Remove it."
     if config.run_dir is None and config.model is None and config.pairs is None:
-        yield "nothing to evaluate: give --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path --pairs."
+        yield "nothing to evaluate: set --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path --pairs."
     if config.model is not None and config.run_dir is None and config.data is None:
-        yield "--model needs --data (or --run_dir, whose data it then answers)."
+        yield "--model needs --data, or --run_dir for the data of a run."
     if config.pairs is not None and config.reward_model_path is None and config.run_dir is None:
-        yield "--pairs needs --reward_model_path: the reward model to measure on them."
+        yield "--pairs needs --reward_model_path: the reward model to evaluate on them."
     if config.model is None and config.run_dir is None and config.data is not None:
-        yield "--data needs --model, a policy to answer it (or --run_dir)."
-    most = max(config.best_of_n, default=1)
+        yield "--data needs --model, or --run_dir for the policy of a run."
+    largest = max(config.best_of_n, default=1)
     if any(n < 1 for n in config.best_of_n):
         yield f"best_of_n is {', '.join(map(str, config.best_of_n))}; each must be at least 1."
-    if config.num_generations is not None and most > config.num_generations:
-        yield f"best_of_n {most} needs as many responses to a prompt; num_generations is {config.num_generations}."
+    if config.num_generations is not None and largest > config.num_generations:
+        yield f"best_of_n {largest} needs as many responses to a prompt; num_generations is {config.num_generations}."
     if (config.judge_url is None) != (config.judge_model is None):
-        there, missing = ("judge_url", "judge_model") if config.judge_model is None else ("judge_model", "judge_url")
-        yield f"--{there} needs --{missing}: the API's address and the model's name there."
+        present, missing = ("judge_url", "judge_model") if config.judge_model is None else ("judge_model", "judge_url")
+        yield f"--{present} needs --{missing}: set both the API's URL and its model."
     if config.judge_url is None:
         for name in ("judge_prompt", "judge_kwargs"):
             if getattr(config, name) is not None:
-                yield f"--{name} needs --judge_url: it is about a remote judge."
+                yield f"--{name} needs --judge_url: it is an option of the remote judge."
     for name in set(config.judge_kwargs or ()) & {"model", "messages", "stream", "n"}:
-        yield f"judge_kwargs[{name!r}] cannot be set: it is the judge's own."
+        yield f"judge_kwargs[{name!r}] cannot be set: evaluation sets it."

@@ -1,8 +1,9 @@
-"""A reward model on preference pairs: opened without a weight, then scored and counted."""
+"""Evaluation of a reward model on preference pairs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,48 +14,63 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import RewardConfig
 from rlhf_jax.errors import UserError
-from rlhf_jax.evaluate.answers import batch_prompts, in_batches
+from rlhf_jax.evaluate.answers import iterate_batches, prompts_per_batch
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.metrics.calibration import calibration
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import base
+from rlhf_jax.stages import context
 
 
-class Pairs:
-    """A reward model and preference pairs. Opening them reads configs, the tokenizer and data."""
+class PairEvaluation:
+    """Evaluates a reward model on preference pairs. The constructor loads the model's config, tokenizer and data; `run`
+    loads its weights.
 
-    def __init__(self, c: RewardConfig, config: EvaluateConfig, weights: Weights):
-        self.c, self.bins, self.size, self.weights = c, config.calibration_bins, config.batch_size, weights
-        self.model = hf.load_model(c.model_name_or_path, revision=c.model_revision).on(weights.mesh)
+    Args:
+      reward_config: model and data of the pairs.
+      config: options of the command.
+      weights: loader of params.
+    """
+
+    def __init__(self, reward_config: RewardConfig, config: EvaluateConfig, weights: Weights):
+        path, revision = reward_config.model_name_or_path, reward_config.model_revision
+        self.model = hf.load_model(path, revision=revision).on(weights.mesh)
         if config.pairs is not None and config.max_length is None:
-            self.c = c = dataclasses.replace(c, max_length=self.model.config.max_position_embeddings)
-        base.check_context(self.model, c.max_length, "--max_length", c.model_name_or_path)
-        tokenizer = base.open_tokenizer(c, c.model_name_or_path, self.model.config.vocab_size)
+            max_length = self.model.config.max_position_embeddings
+            reward_config = dataclasses.replace(reward_config, max_length=max_length)
+        self.reward_config, self.weights = reward_config, weights
+        self.bins, self.batch_size = config.calibration_bins, config.batch_size
+        context.check_context(self.model, reward_config.max_length, "--max_length", path)
+        tokenizer = context.open_tokenizer(reward_config, path, self.model.config.vocab_size)
         if config.pairs is None:
-            sets = data.load_eval_pairs(c, tokenizer)
+            sets = data.load_eval_pairs(reward_config, tokenizer)
             if not sets:
-                raise UserError(f"--run_dir {config.run_dir}: the reward stage has no evaluation data; give --pairs")
+                raise UserError(f"--run_dir {config.run_dir}: the reward stage has no evaluation data; set --pairs")
             self.source = next(iter(sets.values()))
             return
         rows = data.load_rows(
-            c.dataset_name, split=c.dataset_test_split, kind="pairs", max_samples=c.max_eval_samples, label="pairs"
+            reward_config.dataset_name,
+            split=reward_config.dataset_test_split,
+            kind="pairs",
+            max_samples=reward_config.max_eval_samples,
+            label="pairs",
         )
-        self.source = data.pairs_from_rows(rows, c, tokenizer)
+        self.source = data.pairs_from_rows(rows, reward_config, tokenizer)
 
-    def run(self, options: dict[str, Any], say) -> dict[str, Any]:
-        """What evaluation.json holds of the reward model."""
-        say(str(self.source.report))
-        params = self.weights.load(self.model, self.c.model_name_or_path, "scalar", self.c.model_revision)
-        dtype = jnp.dtype(self.c.dtype)
+    def run(self, bootstrap_options: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+        """The metrics of the reward model for evaluation.json."""
+        log(str(self.source.report))
+        path = self.reward_config.model_name_or_path
+        params = self.weights.load(self.model, path, "scalar", self.reward_config.model_revision)
+        dtype = jnp.dtype(self.reward_config.dtype)
         pair_scores = jax.jit(lambda params, batch: reward_model.pair_scores(self.model, params, batch, dtype=dtype))
-        size = batch_prompts(self.size, 1, len(self.source), sharding.row_shards(self.weights.mesh))
-        parts = []
-        for batch, real in in_batches(self.source, size):
+        size = prompts_per_batch(self.batch_size, 1, len(self.source), sharding.row_shards(self.weights.mesh))
+        scores = []
+        for batch, real in iterate_batches(self.source, size):
             placed = sharding.shard_batch(batch, self.weights.mesh)
-            parts.append([x[:real] for x in jax.device_get(pair_scores(params, placed))])
-        chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
+            scores.append([x[:real] for x in jax.device_get(pair_scores(params, placed))])
+        chosen, rejected = map(np.concatenate, zip(*scores, strict=True))
         if not (np.isfinite(chosen).all() and np.isfinite(rejected).all()):
-            raise UserError(f"reward model {self.c.model_name_or_path} gives scores that are not finite")
-        return {"data": self.source.report.name} | calibration(chosen, rejected, self.bins, **options)
+            raise UserError(f"reward model {path} gives scores that are not finite")
+        return {"data": self.source.report.name} | calibration(chosen, rejected, self.bins, **bootstrap_options)

@@ -1,4 +1,4 @@
-"""From options and a run's folder to what is evaluated: policies, data, rewards. Of these it reads configs alone."""
+"""The plan of an evaluation: options and a run's folder resolved to policies, data and rewards. Reads configs only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A policy by its name in tables and its place."""
+    """A policy: its name in tables, and its folder or hub name."""
 
     name: str
     path: str
@@ -36,18 +36,18 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be done.
+    """The resolved inputs of an evaluation.
 
     Attributes:
-      prompts: data, sampling and rewards of the policies, as a config of PPO's; None: no policy is evaluated.
-      greedy: temperature 0 was asked for; that of `prompts` is then 1.
-      policy: the one evaluated.
-      ref: the KL's reference.
+      prompts: data, sampling and rewards of the policies, as a PPO config; None: no policy is evaluated.
+      greedy: greedy decoding (temperature 0); the temperature of `prompts` is then 1.
+      policy: the evaluated policy.
+      ref: the reference model of the KL.
       others: checkpoints that the policy is compared with.
-      reference: whether it is compared with the data's answers: None where they are there.
+      reference: whether it is compared with the reference answers of the data; None: if there are any.
       samples: responses to each prompt.
-      pairs: data of the pairs, as a config of the reward stage's; None: no reward model is measured.
-      output_dir: where results go.
+      pairs: model and data of the pairs, as a reward-stage config; None: no reward model is evaluated.
+      output_dir: folder of the results.
     """
 
     prompts: PPOConfig | None
@@ -60,32 +60,32 @@ class Plan:
     pairs: RewardConfig | None
     output_dir: str
 
-    def shown(self) -> dict[str, Any]:
-        """As evaluation.json tells it."""
+    def as_json(self) -> dict[str, Any]:
+        """The plan in evaluation.json."""
         return dataclasses.asdict(dataclasses.replace(self, prompts=None, pairs=None))
 
 
-def make(config: EvaluateConfig) -> Plan:
+def make_plan(config: EvaluateConfig) -> Plan:
     """The plan of a command.
 
     Raises:
-      UserError: the run is not finished or has nothing to evaluate, an option of it or of the command cannot be.
+      UserError: the run is not finished or has nothing to evaluate, or an option of the run or the command is invalid.
     """
-    stages = _stages(config.run_dir) if config.run_dir is not None else {}
-    own = next((stages[name] for name in ("ppo", "rloo", "sft") if name in stages), None)
-    if stages and own is None and config.model is None and config.data is not None:
-        raise UserError(f"--run_dir {config.run_dir} holds a reward model and no policy: --data needs --model too")
+    stages = _finished_stages(config.run_dir) if config.run_dir is not None else {}
+    stage = next((stages[name] for name in ("ppo", "rloo", "sft") if name in stages), None)
+    if stages and stage is None and config.model is None and config.data is not None:
+        raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
     prompts = policy = ref = None
     others: tuple[Checkpoint, ...] = ()
     reference: bool | None = False
-    if own is not None or config.model is not None:
-        path = policy_folder(config.model if config.model is not None else own.run_dir)
+    if stage is not None or config.model is not None:
+        path = policy_folder(config.model if config.model is not None else stage.run_dir)
         policy = Checkpoint(POLICY, path, config.model_revision)
-        prompts = _prompts(config, own, policy)
-        ref = _ref(config, own)
-        others, reference = _against(config, policy, ref)
-    pairs = _pairs(config, stages.get("reward"), prompts)
-    if prompts is not None and "reward" in stages and own is not None and not isinstance(own, PolicyConfig):
+        prompts = _prompts_config(config, stage, policy)
+        ref = _reference_model(config, stage)
+        others, reference = _opponents(config, ref)
+    pairs = _pairs_config(config, stages.get("reward"), prompts)
+    if prompts is not None and "reward" in stages and stage is not None and not isinstance(stage, PolicyConfig):
         prompts = prompts if config.reward_model_path else _with_reward(prompts, stages["reward"])
     default = os.path.join(config.run_dir, "evaluation") if config.run_dir is not None else "runs/evaluation"
     plan = Plan(
@@ -106,59 +106,59 @@ def make(config: EvaluateConfig) -> Plan:
 # --- the run
 
 
-def _stages(run_dir: str) -> dict[str, StageConfig]:
-    """The finished stages in a folder: one, or those of a pipeline, with paths that hold where the run was moved."""
+def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
+    """The configs of the finished stage or stages in a folder, by stage name, with paths adapted to a moved folder."""
     if not os.path.isdir(run_dir):
         raise UserError(f"--run_dir {run_dir}: there is no such folder")
     single = os.path.isfile(os.path.join(run_dir, "config.json"))
     folders = [run_dir] if single else [os.path.join(run_dir, name) for name in ("sft", "reward", "ppo", "rloo")]
-    found = {}
-    for place in folders:
-        if not os.path.isfile(os.path.join(place, "config.json")):
+    stages = {}
+    for folder in folders:
+        if not os.path.isfile(os.path.join(folder, "config.json")):
             continue
-        config = config_files.load_config(place)
+        config = config_files.load_config(folder)
         if not isinstance(config, StageConfig):
             raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage_name(config)}, not of one stage")
-        if run_folder.RunFolder(os.path.abspath(place)).finished() is None:
+        if run_folder.RunFolder(os.path.abspath(folder)).finished() is None:
             raise UserError(
-                f"--run_dir {run_dir}: the run in {place} is not finished, so its model is not written yet. Let the "
-                "same command finish it, or give a checkpoint by --model"
+                f"--run_dir {run_dir}: the run in {folder} is not finished, so its model is not written yet. Rerun its "
+                "command to finish it, or set --model to a checkpoint"
             )
-        found[stage_name(config)] = _moved(config, place)
-    if not found:
+        stages[stage_name(config)] = _relocated(config, folder)
+    if not stages:
         raise UserError(
             f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo or rloo"
         )
-    return found
+    return stages
 
 
-def _moved(config: StageConfig, place: str) -> StageConfig:
-    """The config with its folder where it is now; paths into the pipeline's folder go along."""
-    old, new = os.path.dirname(os.path.abspath(config.run_dir or "")), os.path.dirname(os.path.abspath(place))
-    changed: dict[str, Any] = {"run_dir": place}
+def _relocated(config: StageConfig, folder: str) -> StageConfig:
+    """The config with run_dir set to `folder`, and paths within a moved pipeline folder adapted."""
+    old, new = os.path.dirname(os.path.abspath(config.run_dir or "")), os.path.dirname(os.path.abspath(folder))
+    changed: dict[str, Any] = {"run_dir": folder}
     for name, value in vars(config).items():
         if isinstance(value, str) and name.endswith("_path") and not os.path.exists(value):
-            inside = os.path.relpath(os.path.abspath(value), old)
-            if not inside.startswith("..") and os.path.exists(os.path.join(new, inside)):
-                changed[name] = os.path.join(new, inside)
+            relative = os.path.relpath(os.path.abspath(value), old)
+            if not relative.startswith("..") and os.path.exists(os.path.join(new, relative)):
+                changed[name] = os.path.join(new, relative)
     return dataclasses.replace(config, **changed)
 
 
 # --- policies and their data
 
 
-def _fields(of: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(of)}
+def _fields(config_type: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_type)}
 
 
-def _given(config: EvaluateConfig, target: type) -> dict[str, Any]:
-    """The options of a command that a stage's config has too."""
+def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
+    """The options that are set and that a stage's config also has."""
     skip = {"run_dir", "seed", "batch_size", "num_generations", "num_completions_to_print"}
     names = (_fields(EvaluateConfig) & _fields(target)) - skip
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
 
-_PLAIN = {
+_NEUTRAL = {
     **dict.fromkeys(("micro_batch_size", "rollout_batch_size", "length_buckets", "scratch_model")),
     **dict.fromkeys(("early_stop", "report_to"), ()),
     **dict.fromkeys(("whiten_rewards", "gradient_checkpointing", "log_completions"), False),
@@ -167,41 +167,41 @@ _PLAIN = {
     **{"use_peft": False, "load_in_8bit": False, "lora_value": "full", "start_adapter": "auto", "adapters": ()},
     **dict.fromkeys(("lora_target_modules", "modules_to_save", "model_adapter_name", "ref_adapter_name")),
 }
-"""Options of training, as they neither matter nor get in the way."""
+"""Training options without effect on an evaluation, at values that pass validation."""
 
 
-def _prompts(config: EvaluateConfig, run: StageConfig | None, policy: Checkpoint) -> PPOConfig:
-    """Data, sampling and rewards: the run's, with the command's options over them."""
+def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Checkpoint) -> PPOConfig:
+    """Data, sampling and rewards: those of the run, overridden by options of the command."""
     base: dict[str, Any] = {"reward_model_path": None, "dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
         base |= {name: getattr(run, name) for name in _fields(PolicyConfig) & _fields(type(run))}
     if isinstance(run, SFTConfig):
         base["response_length"] = run.max_length - run.query_length
-    base |= {**_PLAIN, "sft_model_path": policy.path, "model_revision": policy.revision or "main"}
+    base |= {**_NEUTRAL, "sft_model_path": policy.path, "model_revision": policy.revision or "main"}
     base["tokenizer_name_or_path"] = None
-    given = _given(config, PPOConfig)
-    if given.get("temperature") == 0:
-        given["temperature"] = 1.0
+    options = _set_options(config, PPOConfig)
+    if options.get("temperature") == 0:
+        options["temperature"] = 1.0
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        if name in given and base.get("generation_kwargs"):
+        if name in options and base.get("generation_kwargs"):
             base["generation_kwargs"] = {k: v for k, v in base["generation_kwargs"].items() if k != name}
-    if {"reward_model_path", "reward_funcs", "reward_server"} & given.keys() and "reward_weights" not in given:
-        base["reward_weights"] = None  # of other rewards
-    if "reward_model_path" in given:
+    if {"reward_model_path", "reward_funcs", "reward_server"} & options.keys() and "reward_weights" not in options:
+        base["reward_weights"] = None  # the run's weights belong to its own rewards
+    if "reward_model_path" in options:
         base |= {"more_reward_models": (), "reward_ensemble": "sum", "reward_model_revision": "main"}
     if config.data is not None:
         base |= {"dataset_name": config.data, "dataset_test_split": config.split, "eval_dataset_name": None}
         base |= {"dataset_config": None, "dataset_revision": None}
-    return PPOConfig(**(base | given))
+    return PPOConfig(**(base | options))
 
 
 def _with_reward(prompts: PPOConfig, reward: RewardConfig) -> PPOConfig:
-    """A pipeline without its policy stage: its reward model scores."""
+    """The config with the reward model of a pipeline that has no PPO or RLOO stage."""
     return dataclasses.replace(prompts, reward_model_path=os.path.join(reward.run_dir, "reward_model"))
 
 
-def _ref(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
-    """The KL's reference: the one given, else the run's."""
+def _reference_model(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
+    """The reference model of the KL: ref_model_path, or that of the run."""
     if config.ref_model_path is not None:
         return Checkpoint(REF_MODEL, policy_folder(config.ref_model_path), config.ref_model_revision)
     if not isinstance(run, PolicyConfig):
@@ -213,15 +213,13 @@ def _ref(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
     path, revision = run.sft_model_path, run.model_revision
     if run.use_peft:
         start = adapters.start_of(run, ALGORITHMS[stage_name(run)].continues_adapter)
-        named = start.reference is not None
-        path, revision = (start.paths[start.reference], None) if named else (start.path, start.revision)
+        has_adapter = start.reference is not None
+        path, revision = (start.paths[start.reference], None) if has_adapter else (start.path, start.revision)
     return Checkpoint(REF_MODEL, path, revision)
 
 
-def _against(
-    config: EvaluateConfig, policy: Checkpoint, ref: Checkpoint | None
-) -> tuple[tuple[Checkpoint, ...], bool | None]:
-    """(checkpoints to compare with, whether the data's answers are compared with: None where they are there)."""
+def _opponents(config: EvaluateConfig, ref: Checkpoint | None) -> tuple[tuple[Checkpoint, ...], bool | None]:
+    """(checkpoints to compare with, whether to compare with the reference answers; None: if there are any)."""
     if config.against is None:
         return (() if ref is None else (ref,)), None
     others, names = [], {POLICY, REFERENCE, REF_MODEL}
@@ -230,13 +228,13 @@ def _against(
             continue
         if spec == REF_MODEL:
             if ref is None:
-                raise UserError(f"--against {REF_MODEL}: there is no reference model; give --ref_model_path")
+                raise UserError(f"--against {REF_MODEL}: there is no reference model; set --ref_model_path")
             others.append(ref)
             continue
         path = policy_folder(spec)
         parts = [part for part in path.rstrip("/").split("/") if part not in (".", "")]
         name = next((n for i in range(1, len(parts) + 1) if (n := "/".join(parts[-i:])) not in names), path)
-        if parts[-1] == POLICY and len(parts) > 1:  # every run's is called so
+        if parts[-1] == POLICY and len(parts) > 1:  # runs all write their policy to a folder of this name
             name = "/".join(parts[-2:])
         while name in names:
             name += "'"
@@ -248,44 +246,45 @@ def _against(
 # --- pairs
 
 
-def _pairs(config: EvaluateConfig, run: RewardConfig | None, prompts: PPOConfig | None) -> RewardConfig | None:
-    """The pairs to measure reward models on: those given, else the reward stage's, where its model is the one."""
+def _pairs_config(config: EvaluateConfig, run: RewardConfig | None, prompts: PPOConfig | None) -> RewardConfig | None:
+    """The reward model to evaluate and its pairs: the option pairs, or the evaluation pairs of the reward stage."""
     if config.pairs is None and run is None:
         return None
     model = config.reward_model_path or (prompts.reward_model_path if prompts is not None else None)
     if run is not None and model is None:
         model = os.path.join(run.run_dir, "reward_model")
     if model is None:
-        raise UserError("--pairs needs --reward_model_path: the reward model to measure on them")
+        raise UserError("--pairs needs --reward_model_path: the reward model to evaluate on them")
     base = {"dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
         base = {name: getattr(run, name) for name in _fields(RewardConfig)}
     elif prompts is not None:
         base |= {"query_length": prompts.query_length, "dtype": prompts.dtype}
-    base |= {**{k: v for k, v in _PLAIN.items() if k in _fields(RewardConfig)}, "normalize_dataset_name": None}
+    base |= {**{k: v for k, v in _NEUTRAL.items() if k in _fields(RewardConfig)}, "normalize_dataset_name": None}
     base |= {"model_name_or_path": model, "model_revision": config.reward_model_revision or "main"}
     if config.pairs is not None:
         base |= {"dataset_name": config.pairs, "dataset_test_split": config.pairs_split, "eval_dataset_name": None}
         base |= {"dataset_config": None, "dataset_revision": None, "margin_column": None}
-    given = _given(config, RewardConfig)
+    options = _set_options(config, RewardConfig)
     for name in ("model_revision", "dataset_config", "dataset_revision", "tokenizer_name_or_path"):
-        given.pop(name, None)  # of the policy and of the prompts
-    return RewardConfig(**(base | {"tokenizer_name_or_path": None} | given))
+        options.pop(name, None)  # they are options of the policy and the prompts
+    return RewardConfig(**(base | {"tokenizer_name_or_path": None} | options))
 
 
-# --- what cannot be
+# --- validation
 
 
 def _check(plan: Plan) -> None:
+    """UserError for invalid options, or an output folder that cannot be written."""
     problems = []
     for config in (plan.prompts, plan.pairs):
         if config is not None:
             problems += [*validation.out_of_range(config)] or [*validation.combinations(config)]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    nearest = os.path.abspath(plan.output_dir)
-    while not os.path.exists(nearest):
-        nearest = os.path.dirname(nearest)
-    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "is no folder" if not os.path.isdir(nearest) else "cannot be written to"
-        raise UserError(f"--output_dir {plan.output_dir}: {nearest} {what}. Give another folder")
+    existing = os.path.abspath(plan.output_dir)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not a folder" if not os.path.isdir(existing) else "cannot be written to"
+        raise UserError(f"--output_dir {plan.output_dir}: {existing} {reason}. Set another folder")

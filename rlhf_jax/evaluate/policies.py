@@ -1,8 +1,9 @@
-"""Policies on held-out prompts: opened without a weight, then answered, scored, judged and counted."""
+"""Evaluation of policies on held-out prompts: sampling, rewards, win rates, judges."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,189 +13,237 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import aggregate, rouge
 from rlhf_jax.evaluate import plan as planning
-from rlhf_jax.evaluate.answers import Answers, Sampler, reference_answers, reference_texts
-from rlhf_jax.evaluate.answers import score as add_scores
-from rlhf_jax.evaluate.judge import Judged
+from rlhf_jax.evaluate.answers import Answers, Sampler, add_scores, reference_answers, reference_texts
+from rlhf_jax.evaluate.judge import JudgeResult
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import write_atomically
-from rlhf_jax.stages import base
+from rlhf_jax.stages import context
 from rlhf_jax.utils.strict_json import json_text
 
 
-class Policies:
-    """The policy, whom it is compared with, and their rewards. Opening them reads configs, tokenizers and data."""
+class PolicyEvaluation:
+    """Evaluates a policy and its opponents. The constructor loads configs, tokenizers and data; `run` loads weights.
+
+    Args:
+      config: options of the command.
+      plan: the resolved inputs, with prompts.
+      weights: loader of params.
+    """
 
     def __init__(self, config: EvaluateConfig, plan: planning.Plan, weights: Weights):
         self.config, self.plan, self.weights = config, plan, weights
-        c = plan.prompts
         self.policy = self._open(plan.policy)
         self.ref = None if plan.ref is None else self._open(plan.ref)
-        same = {} if plan.ref is None else {plan.ref: self.ref}
-        self.others = {other: same.get(other) or self._open(other) for other in plan.others}
+        opened = {} if plan.ref is None else {plan.ref: self.ref}
+        self.others = {other: opened.get(other) or self._open(other) for other in plan.others}
         tokenizer = self.policy.tokenizer
-        for place in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
-            data.check_same_tokenizer(tokenizer, place.path, place.revision)
-        self.source = self._prompts(c, tokenizer)
-        self.references = None
-        if plan.reference is not False or config.rouge:
-            self.references = reference_texts(self.source, config.completion_column)
-        if self.references is None and (plan.reference or config.rouge):
-            asked = "--rouge" if config.rouge else "--against reference"
-            there = ", ".join(self.source.columns([0])) or "no other column"
-            raise UserError(
-                f"{asked}: {self.source.report.name} has no column {config.completion_column!r} with reference "
-                f"answers; it has {there}. Name it by --completion_column"
-            )
-        self.opponents = [*(["reference"] if self.references and plan.reference is not False else [])]
-        self.opponents += [other.name for other in plan.others]
-        self.scorer = self._scorer(c, tokenizer)
+        for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
+            data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
+        self.source = self._load_prompts(tokenizer)
+        self.references = self._load_references()
+        has_references = bool(self.references) and plan.reference is not False
+        self.opponents = [*(["reference"] if has_references else []), *(other.name for other in plan.others)]
+        self.scorer = self._open_scorer(tokenizer)
         if config.best_of_n and self.scorer is None:
             raise UserError(
-                "--best_of_n needs a reward to choose by: --reward_model_path, --reward_funcs, --reward_server"
+                "--best_of_n needs a reward to select by: set --reward_model_path, --reward_funcs or --reward_server"
             )
-        self.gold = c.dataset_name == "synthetic"
+        self.has_gold_reward = plan.prompts.dataset_name == "synthetic"
 
-    def _open(self, place: planning.Checkpoint) -> Policy:
-        c, tokenizer = self.plan.prompts, self.config.tokenizer_name_or_path
-        policy = Policy(place.path, revision=place.revision, tokenizer=tokenizer, dtype=c.dtype, weights=self.weights)
-        needed = c.query_length + c.response_length
-        base.check_context(policy.model, needed, "--query_length + --response_length", place.path)
+    def _open(self, checkpoint: planning.Checkpoint) -> Policy:
+        policy = Policy(
+            checkpoint.path,
+            revision=checkpoint.revision,
+            tokenizer=self.config.tokenizer_name_or_path,
+            dtype=self.plan.prompts.dtype,
+            weights=self.weights,
+        )
+        self._check_context(policy.model, checkpoint.path)
         return policy
 
-    def _prompts(self, c, tokenizer) -> data.PromptData:
+    def _check_context(self, model: Any, path: str) -> None:
+        tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
+        context.check_context(model, tokens, "--query_length + --response_length", path)
+
+    def _load_prompts(self, tokenizer: data.Tokenizer) -> data.PromptData:
+        prompts_config = self.plan.prompts
         if self.config.data is not None:
             rows = data.load_rows(
-                c.dataset_name,
-                split=c.dataset_test_split,
+                prompts_config.dataset_name,
+                split=prompts_config.dataset_test_split,
                 kind="demonstrations",
-                dataset_config=c.dataset_config,
-                dataset_revision=c.dataset_revision,
-                max_samples=c.max_eval_samples,
+                dataset_config=prompts_config.dataset_config,
+                dataset_revision=prompts_config.dataset_revision,
+                max_samples=prompts_config.max_eval_samples,
                 label="evaluation data",
             )
-            return data.prompts_from_rows(rows, c, tokenizer)
-        sets = data.load_eval_prompts(c, tokenizer)
+            return data.prompts_from_rows(rows, prompts_config, tokenizer)
+        sets = data.load_eval_prompts(prompts_config, tokenizer)
         if not sets:
-            raise UserError(f"--run_dir {self.config.run_dir}: the run has no evaluation data; give --data")
+            raise UserError(f"--run_dir {self.config.run_dir}: the run has no evaluation data; set --data")
         return next(iter(sets.values()))
 
-    def _scorer(self, c, tokenizer) -> scoring.Scorer | None:
-        if c.reward_model_path is None and not c.reward_funcs and c.reward_server is None:
+    def _load_references(self) -> list[str] | None:
+        config, plan = self.config, self.plan
+        if plan.reference is False and not config.rouge:
             return None
-        models = scoring.open_models(c, tokenizer, self.source.conversational)
+        references = reference_texts(self.source, config.completion_column)
+        if references is None and (plan.reference or config.rouge):
+            option = "--rouge" if config.rouge else "--against reference"
+            columns = ", ".join(self.source.columns([0])) or "no other column"
+            raise UserError(
+                f"{option}: {self.source.report.name} has no column {config.completion_column!r} with reference "
+                f"answers; it has {columns}. Set --completion_column"
+            )
+        return references
+
+    def _open_scorer(self, tokenizer: data.Tokenizer) -> scoring.Scorer | None:
+        config = self.plan.prompts
+        if config.reward_model_path is None and not config.reward_funcs and config.reward_server is None:
+            return None
+        models = scoring.open_models(config, tokenizer, self.source.conversational)
         for model in models:
             model.model = model.model.on(self.weights.mesh)
-            needed = c.query_length + c.response_length
-            base.check_context(model.model, needed, "--query_length + --response_length", model.path)
-        scorer = scoring.Scorer(c, tokenizer, models, [], self.weights.mesh)
+            self._check_context(model.model, model.path)
+        scorer = scoring.Scorer(config, tokenizer, models, [], self.weights.mesh)
         scorer.check_columns(tuple(self.source.columns([0])))
         return scorer
 
-    # --- the work
+    def run(
+        self, judges: list, bootstrap_options: dict[str, Any], log: Callable[[str], None]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Samples, scores and judges.
 
-    def run(self, judges: list, options: dict[str, Any], say) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """(what evaluation.json holds of policies, the rows of samples.jsonl)."""
-        say(str(self.source.report))
-        everyone = self._answers(say)
-        names = () if self.scorer is None else self.scorer.names
-        self._measure(everyone, say)
-        mine, others = everyone[0], everyone[1:]
+        Args:
+          judges: of answers, see `evaluate.judge`.
+          bootstrap_options: of `bootstrap`.
+          log: called with each line of progress.
+
+        Returns:
+          (metrics of the policies for evaluation.json, rows of samples.jsonl)
+        """
+        log(str(self.source.report))
+        all_answers = self._sample(log)
+        rewards = () if self.scorer is None else self.scorer.names
+        self._add_metrics(all_answers, log)
+        policy, others = all_answers[0], all_answers[1:]
         prompts = self.source.display_texts(range(len(self.source)))
-        samples = aggregate.sample_rows(prompts, everyone, names, {})
-        self._write(samples)  # a judge may fail, and answers cost more than verdicts
-        verdicts: dict[str, Judged] = {}
+        samples = aggregate.sample_rows(prompts, all_answers, rewards, {})
+        self._write(samples)  # before the judges, which may fail after the expensive sampling
+        judge_results: dict[str, JudgeResult] = {}
         win_rates = []
         for other in others:
-            win_rates += aggregate.score_wins(mine, other, names, **options)
+            win_rates += aggregate.win_rates_by_score(policy, other, rewards, **bootstrap_options)
             for judge in judges:
-                say(f"{judge.name}: {2 * len(prompts)} questions about {mine.name} and {other.name}")
-                judged = judge.compare(prompts, mine.first, other.first)
-                verdicts[f"{judge.name} against {other.name}"] = judged
-                for problem in judged.problems:
-                    say(f"{judge.name}: {problem}")
-                win_rates.append(aggregate.wins(judge.name, judged.preference, mine, other, judged, **options))
-        if verdicts:
-            samples = aggregate.sample_rows(prompts, everyone, names, verdicts)
+                log(f"{judge.name}: {2 * len(prompts)} questions about {policy.name} and {other.name}")
+                result = judge.compare(prompts, policy.first, other.first)
+                judge_results[f"{judge.name} against {other.name}"] = result
+                for problem in result.problems:
+                    log(f"{judge.name}: {problem}")
+                win_rates.append(
+                    aggregate.win_rate_row(judge.name, result.preference, policy, other, result, **bootstrap_options)
+                )
+        if judge_results:
+            samples = aggregate.sample_rows(prompts, all_answers, rewards, judge_results)
             self._write(samples)
-        c = self.plan.prompts
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "data": {"name": self.source.report.name, "prompts": len(prompts), "fingerprint": self.source.fingerprint},
-            "sampling": {
-                "temperature": 0.0 if self.plan.greedy else c.temperature,
-                **{name: getattr(c, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
-                **{"generation_kwargs": c.generation_kwargs, "response_length": c.response_length},
-                **{"query_length": c.query_length, "seed": self.config.seed, "samples": self.plan.samples},
-            },
-            "rewards": list(names),
-            "policies": [aggregate.policy_row(answers, names, **options) for answers in everyone],
+            "sampling": self._sampling_options(),
+            "rewards": list(rewards),
+            "policies": [aggregate.policy_row(answers, rewards, **bootstrap_options) for answers in all_answers],
             "win_rates": win_rates,
         }
         if self.config.best_of_n:
-            found["best_of_n"] = aggregate.best(mine, names, self.config.best_of_n, **options)
-        return found, samples
+            results["best_of_n"] = aggregate.best_of_n_rows(policy, rewards, self.config.best_of_n, **bootstrap_options)
+        return results, samples
 
-    def _answers(self, say) -> list[Answers]:
-        """Everybody's, one policy's weights (and the reference's) at a time."""
-        c, everyone = self.plan.prompts, []
+    def _sampling_options(self) -> dict[str, Any]:
+        config = self.plan.prompts
+        return {
+            "temperature": 0.0 if self.plan.greedy else config.temperature,
+            **{name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
+            "generation_kwargs": config.generation_kwargs,
+            "response_length": config.response_length,
+            "query_length": config.query_length,
+            "seed": self.config.seed,
+            "samples": self.plan.samples,
+        }
 
-        def tick(name: str, done: int, of: int) -> None:
-            if done == of or (done * 10) // of > ((done - 1) * 10) // of:
-                say(f"{name}: {done} of {of} prompts answered")
+    def _sample(self, log: Callable[[str], None]) -> list[Answers]:
+        """Answers of the policy, then of its opponents. One policy's weights (and the reference model's) are loaded at
+        a time."""
+
+        def log_progress(name: str, done: int, total: int) -> None:
+            if done == total or (done * 10) // total > ((done - 1) * 10) // total:
+                log(f"{name}: {done} of {total} prompts answered")
 
         if self.ref is not None:
             self.ref.load()
         sampler = Sampler(
-            c,
+            self.plan.prompts,
             self.source,
             self.plan.samples,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             greedy=self.plan.greedy,
             ref=self.ref,
-            tick=tick,
+            on_progress=log_progress,
         )
-        todo = [(self.plan.policy.name, self.policy), *((other.name, policy) for other, policy in self.others.items())]
-        for number, (name, policy) in enumerate(todo):
+        policies = [(self.plan.policy.name, self.policy)]
+        policies += [(other.name, policy) for other, policy in self.others.items()]
+        all_answers = []
+        for policy_index, (name, policy) in enumerate(policies):
             policy.load()
-            everyone.append(sampler.answers(name, policy, number))
+            all_answers.append(sampler.answers(name, policy, policy_index))
             if policy is not self.ref:
                 policy.release()
         if self.ref is not None:
             self.ref.release()
         if "reference" in self.opponents:
-            shards = sharding.row_shards(self.weights.mesh)
-            readers = [self.policy.model, *(m.model for m in (self.scorer.models if self.scorer else ()))]
-            most = min(model.config.max_position_embeddings for model in readers) - c.query_length
-            size = self.config.batch_size
-            given = ("reference", self.references, self.source, self.policy.tokenizer, size, shards, most)
-            answers, cut = reference_answers(*given)
-            if cut:
-                say(f"reference: {cut} of {len(self.references)} answers are cut to {most} tokens for the rewards")
-            everyone.insert(1, answers)
-        return everyone
+            all_answers.insert(1, self._reference_answers(log))
+        return all_answers
 
-    def _measure(self, everyone: list[Answers], say) -> None:
-        """Rewards, the built-in task's gold reward, ROUGE."""
+    def _reference_answers(self, log: Callable[[str], None]) -> Answers:
+        """The reference answers, truncated to the context of the models that read them."""
+        models = [self.policy.model, *(reward.model for reward in (self.scorer.models if self.scorer else ()))]
+        max_context = min(model.config.max_position_embeddings for model in models)
+        max_tokens = max_context - self.plan.prompts.query_length
+        answers, truncated = reference_answers(
+            self.references,
+            self.source,
+            self.policy.tokenizer,
+            batch_size=self.config.batch_size,
+            shards=sharding.row_shards(self.weights.mesh),
+            max_tokens=max_tokens,
+        )
+        if truncated:
+            count = f"{truncated} of {len(self.references)}"
+            log(f"reference: {count} answers are truncated to {max_tokens} tokens for the rewards")
+        return answers
+
+    def _add_metrics(self, all_answers: list[Answers], log: Callable[[str], None]) -> None:
+        """Adds rewards, the built-in task's gold reward, and ROUGE."""
         if self.scorer is not None:
-            self.scorer.load_weights(self.weights)
+            models = self.scorer.models
+            self.scorer.set_params([self.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
             try:
-                for answers in everyone:
+                for answers in all_answers:
                     add_scores(answers, self.scorer, self.source, self.weights.mesh)
             finally:
                 self.scorer.close()
-            say(f"rewards: {', '.join(self.scorer.names)}")
-        for answers in everyone:
-            if self.gold:
+            log(f"rewards: {', '.join(self.scorer.names)}")
+        for answers in all_answers:
+            if self.has_gold_reward:
                 prompts, group = self.source.display_texts(range(len(self.source))), answers.lengths.shape[1]
-                told = [synthetic.gold_reward([p] * group, row) for p, row in zip(prompts, answers.texts)]
-                answers.more["gold"] = np.asarray(told)
+                gold = [synthetic.gold_reward([p] * group, texts) for p, texts in zip(prompts, answers.texts)]
+                answers.extra["gold"] = np.asarray(gold)
             if self.config.rouge and answers.path is not None:
-                found = rouge.scores(self.references, answers.first)
-                answers.more |= {name: values[:, None] for name, values in found.items()}
+                scores = rouge.scores(self.references, answers.first)
+                answers.extra |= {name: values[:, None] for name, values in scores.items()}
 
     def _write(self, samples: list[dict[str, Any]]) -> None:
         text = "".join(json_text(row) + "\n" for row in samples)

@@ -1,10 +1,11 @@
-"""The course of an evaluation: check, open, answer, score, judge, count, write. Everything that can be refused is,
-before a weight is read."""
+"""Runs an evaluation: validate, load configs and data, sample, score, judge, aggregate, write. All user errors that can
+be detected early are raised before weights are loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 from rlhf_jax.errors import UserError
@@ -12,8 +13,8 @@ from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate import rouge, terminal
 from rlhf_jax.evaluate.judge import PROMPT, FunctionJudge, RemoteJudge, check_prompt
 from rlhf_jax.evaluate.options import EvaluateConfig, check
-from rlhf_jax.evaluate.pairs import Pairs
-from rlhf_jax.evaluate.policies import Policies
+from rlhf_jax.evaluate.pairs import PairEvaluation
+from rlhf_jax.evaluate.policies import PolicyEvaluation
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.python_functions import resolve
@@ -21,54 +22,54 @@ from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
-def run(config: EvaluateConfig, say=print) -> dict[str, Any]:
-    """An evaluation, written to its output_dir and printed.
+def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs an evaluation, prints its tables and writes evaluation.json and samples.jsonl.
 
     Args:
       config: the options.
-      say: takes a line of progress or of the report.
+      log: called with each line of progress and each table.
 
     Returns:
-      What evaluation.json holds.
+      The content of evaluation.json.
 
     Raises:
-      UserError: an option, a file, a row or a tensor is wrong, or a judge or reward failed; says which.
+      UserError: an option, a file, a row or a tensor is invalid, or a judge or reward failed.
     """
     check(config)
-    plan = planning.make(config)
+    plan = planning.make_plan(config)
     judges = _judges(config)
     if config.rouge:
         rouge.check()
-    options = {"resamples": config.bootstrap_resamples, "seed": config.seed}
+    bootstrap_options = {"resamples": config.bootstrap_resamples, "seed": config.seed}
     weights = Weights(sharding.make_mesh())
-    policies = None if plan.prompts is None else Policies(config, plan, weights)
-    pairs = None if plan.pairs is None else Pairs(plan.pairs, config, weights)
+    policies = None if plan.prompts is None else PolicyEvaluation(config, plan, weights)
+    pairs = None if plan.pairs is None else PairEvaluation(plan.pairs, config, weights)
     if policies is not None and judges and not policies.opponents:
         raise UserError(
-            "a judge compares two answers: give --against a checkpoint, or 'reference' and data with answers"
+            "a judge compares two answers: set --against to a checkpoint, or to 'reference' with data that has answers"
         )
     for judge in judges:
         if isinstance(judge, RemoteJudge) and policies is not None:
             judge.probe()
-    found: dict[str, Any] = {"config": dataclasses.asdict(config), "plan": plan.shown()}
+    results: dict[str, Any] = {"config": dataclasses.asdict(config), "plan": plan.as_json()}
     os.makedirs(plan.output_dir, exist_ok=True)
     samples: list[dict[str, Any]] = []
     if policies is not None:
-        answered, samples = policies.run(judges, options, say)
-        found |= answered
+        policy_results, samples = policies.run(judges, bootstrap_options, log)
+        results |= policy_results
     if pairs is not None:
-        found["reward_model"] = {"path": plan.pairs.model_name_or_path} | pairs.run(options, say)
+        results["reward_model"] = {"path": plan.pairs.model_name_or_path} | pairs.run(bootstrap_options, log)
     path = os.path.join(plan.output_dir, "evaluation.json")
-    write_atomically(path, json_text(found, indent=2) + "\n")
-    for block in terminal.blocks(found, samples, config.num_completions_to_print):
-        say(block)
+    write_atomically(path, json_text(results, indent=2) + "\n")
+    for block in terminal.blocks(results, samples, config.num_completions_to_print):
+        log(block)
     files = ["evaluation.json"] + (["samples.jsonl"] if samples else [])
-    say(f"written: {' and '.join(os.path.join(plan.output_dir, name) for name in files)}")
-    return found
+    log(f"written: {' and '.join(os.path.join(plan.output_dir, name) for name in files)}")
+    return results
 
 
 def _judges(config: EvaluateConfig) -> list[FunctionJudge | RemoteJudge]:
-    """The judges asked for, each ready to compare."""
+    """The configured judges."""
     timeout = 600.0 if config.reward_timeout is None else config.reward_timeout
     judges: list[FunctionJudge | RemoteJudge] = [FunctionJudge(resolve(spec), timeout) for spec in config.judge_funcs]
     if config.judge_url is None:

@@ -1,4 +1,4 @@
-"""How policies compare on held-out prompts, as text: tables, and samples side by side."""
+"""Comparison of policies on held-out prompts as plain text: tables, and samples side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summarize(
     ended: Sequence[bool] | None = None,
     against: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """One policy's row of the comparison. What is not given is left out.
+    """One policy's row of the comparison, with the columns of the arguments that are not None.
 
     Args:
       name: of the policy.
@@ -34,8 +34,8 @@ def summarize(
       score: [N] reward-model scores.
       kl: [N] KL to the reference, summed over each response, nats.
       lengths: [N] response lengths in tokens.
-      ended: [N] whether each response came to its eos.
-      against: [N] gold rewards of the policy that it is compared with, same prompts.
+      ended: [N] whether each response ended with eos.
+      against: [N] gold rewards of the opponent on the same prompts.
 
     Returns:
       {"name", "samples", "gold_reward", "gold_reward_se", "score", "score_se", "kl", "kl_se", "length", "length_se",
@@ -58,41 +58,41 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
     """The comparison as a table in plain text.
 
     Args:
-      rows: from `summarize`. A column that no row has is left out; an empty cell is a dash.
+      rows: from `summarize`. Columns without a value are omitted; an empty cell is a dash.
 
     Returns:
-      Lines without a final line end.
+      Lines without a final newline.
     """
 
-    def spread(key, digits):
+    def mean_and_error(key, digits):
         return lambda r: f"{r[key]:.{digits}f} ± {r[f'{key}_se']:.{digits}f}" if r.get(key) is not None else "-"
 
-    def wins(r):
+    def win_rate_and_interval(r):
         if r.get("win_rate") is None:
             return "-"
         return f"{100 * r['win_rate']:.1f} % ({100 * r['win_rate_low']:.1f} to {100 * r['win_rate_high']:.1f})"
 
     columns = {
         "": ("name", lambda r: r["name"]),
-        "gold reward": ("gold_reward", spread("gold_reward", 3)),
-        "reward model": ("score", spread("score", 3)),
-        "KL to reference": ("kl", spread("kl", 2)),
-        "length": ("length", spread("length", 1)),
+        "gold reward": ("gold_reward", mean_and_error("gold_reward", 3)),
+        "reward model": ("score", mean_and_error("score", 3)),
+        "KL to reference": ("kl", mean_and_error("kl", 2)),
+        "length": ("length", mean_and_error("length", 1)),
         "eos": ("eos_rate", lambda r: f"{100 * r['eos_rate']:.1f} %" if r.get("eos_rate") is not None else "-"),
-        "win rate (95 %)": ("win_rate", wins),
+        "win rate (95 %)": ("win_rate", win_rate_and_interval),
     }
     columns = {head: cell for head, (key, cell) in columns.items() if any(r.get(key) is not None for r in rows)}
-    return aligned([list(columns)] + [[cell(row) for cell in columns.values()] for row in rows])
+    return format_table([list(columns)] + [[cell(row) for cell in columns.values()] for row in rows])
 
 
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """A table in plain text: the head, a rule, the rows; the first column to the left, the others to the right.
+def format_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table in plain text: header, rule, rows; the first column left-aligned, the others right-aligned.
 
     Args:
-      cells: [rows][columns], the head first.
+      cells: [rows][columns], header first.
 
     Returns:
-      Lines without a final line end.
+      Lines without a final newline.
     """
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
 
@@ -104,30 +104,30 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
 
 
 def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) -> str:
-    """Samples in plain text: each post, and under it the responses in columns, with their gold rewards.
+    """Samples in plain text: each post followed by its responses in columns, with their gold rewards.
 
     Args:
-      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float or absent, "note": what else stands
-        behind the name, or absent}, ...]} each.
-      width: characters a line; default: the terminal's.
+      samples: {"post": str, "responses": [{"name": str, "text": str, "gold": float, "note": str}, ...]} each; "note"
+        and "gold" are optional, and are printed after the name.
+      width: of a line in characters; default: the terminal's.
 
     Returns:
-      Lines without a final line end.
+      Lines without a final newline.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, 40)
     blocks = []
     for number, sample in enumerate(samples, 1):
         responses = sample["responses"]
-        each = (width - 3 * (len(responses) - 1)) // max(len(responses), 1)
+        column_width = (width - 3 * (len(responses) - 1)) // max(len(responses), 1)
         heads, texts = [], []
         for response in responses:
             gold = response.get("gold")
             note = response.get("note") or ("" if gold is None else f"gold {gold:.2f}")
             heads.append(printable(f"{response['name']} ({note})" if note else response["name"]))
-            texts.append(textwrap.wrap(printable(" ".join(response["text"].split())), each) or ["(empty)"])
-        heads = _same_height([textwrap.wrap(head, each) for head in heads])
-        columns = _same_height([[*head, "-" * each, *text] for head, text in zip(heads, texts)])
-        lines = [" | ".join(cell.ljust(each) for cell in line).rstrip() for line in zip(*columns)]
+            texts.append(textwrap.wrap(printable(" ".join(response["text"].split())), column_width) or ["(empty)"])
+        heads = _pad_columns([textwrap.wrap(head, column_width) for head in heads])
+        columns = _pad_columns([[*head, "-" * column_width, *text] for head, text in zip(heads, texts)])
+        lines = [" | ".join(cell.ljust(column_width) for cell in line).rstrip() for line in zip(*columns)]
         post = [
             part for line in printable(sample["post"]).splitlines() for part in (textwrap.wrap(line, width) or [""])
         ]
@@ -135,8 +135,8 @@ def side_by_side(samples: Sequence[dict[str, Any]], width: int | None = None) ->
     return "\n\n".join(blocks)
 
 
-def _same_height(columns: list[list[str]]) -> list[list[str]]:
-    """Columns of lines, the shorter ones filled with empty lines."""
+def _pad_columns(columns: list[list[str]]) -> list[list[str]]:
+    """Columns of lines, padded with empty lines to the same height."""
     height = max(map(len, columns), default=0)
     return [column + [""] * (height - len(column)) for column in columns]
 
@@ -144,13 +144,13 @@ def _same_height(columns: list[list[str]]) -> list[list[str]]:
 def print_comparison(
     rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]] = (), *, title: str = "", stream=None
 ) -> None:
-    """Prints the samples side by side and then the table, so that the table is what the eye meets last.
+    """Prints the samples side by side, then the table.
 
     Args:
       rows: from `summarize`.
-      samples: as `side_by_side` takes them.
+      samples: as for `side_by_side`.
       title: a line above the table.
-      stream: where to; default: standard output.
+      stream: output; default: standard output.
     """
     stream = stream or sys.stdout
     if samples:
@@ -159,13 +159,13 @@ def print_comparison(
 
 
 def write_comparison(
-    path: str, rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]] = (), **facts
+    path: str, rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]] = (), **fields
 ) -> None:
-    """Writes comparison.json: {"rows", "samples", **facts}, with every digit.
+    """Writes comparison.json: {"rows", "samples", **fields}, in full precision.
 
     Args:
-      path: of the file; its folder exists.
-      rows, samples: as `print_comparison`.
-      **facts: anything else worth keeping, of values that JSON has.
+      path: of the file, in an existing folder.
+      rows, samples: as for `print_comparison`.
+      **fields: further JSON values.
     """
-    write_atomically(path, json_text({"rows": list(rows), "samples": list(samples), **facts}, indent=2) + "\n")
+    write_atomically(path, json_text({"rows": list(rows), "samples": list(samples), **fields}, indent=2) + "\n")

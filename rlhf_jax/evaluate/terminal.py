@@ -1,36 +1,37 @@
-"""An evaluation for the terminal: samples side by side, then tables, what matters most last."""
+"""Results of an evaluation as text for the terminal: samples side by side, then tables, most important last."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhf_jax.evaluate.tables import aligned, side_by_side
+from rlhf_jax.evaluate.tables import format_table, side_by_side
 
 
-def blocks(found: dict[str, Any], samples: Sequence[dict[str, Any]], limit: int | None) -> Iterator[str]:
-    """What to print, one text a table.
+def blocks(results: dict[str, Any], samples: Sequence[dict[str, Any]], limit: int | None) -> Iterator[str]:
+    """The texts to print, one for each table.
 
     Args:
-      found: as evaluation.json holds it.
-      samples: as samples.jsonl holds them.
-      limit: prompts to show; None: all.
+      results: content of evaluation.json.
+      samples: rows of samples.jsonl.
+      limit: maximum number of samples; None: all.
     """
-    shown = samples if limit is None else samples[:limit]
-    if shown:
-        yield "\n" + side_by_side([_side(row) for row in shown])
-    if "reward_model" in found:
-        yield "\n" + _reward_model(found["reward_model"])
-    if "policies" in found:
-        yield "\n" + _policies(found)
-    if "best_of_n" in found:
-        yield "\n" + _best(found["best_of_n"])
-    if found.get("win_rates"):
-        yield "\n" + _wins(found["win_rates"])
-        yield from _caveats(found["win_rates"])
+    printed = samples if limit is None else samples[:limit]
+    if printed:
+        yield "\n" + side_by_side([_sample(row) for row in printed])
+    if "reward_model" in results:
+        yield "\n" + _reward_model_table(results["reward_model"])
+    if "policies" in results:
+        yield "\n" + _policies_table(results)
+    if "best_of_n" in results:
+        yield "\n" + _best_of_n_table(results["best_of_n"])
+    if results.get("win_rates"):
+        yield "\n" + _win_rates_table(results["win_rates"])
+        yield from _notes(results["win_rates"])
 
 
-def _side(row: dict[str, Any]) -> dict[str, Any]:
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of samples.jsonl as `side_by_side` takes it: the first answer of each policy."""
     responses = []
     for name, answers in row["answers"].items():
         first = answers[0]
@@ -39,25 +40,25 @@ def _side(row: dict[str, Any]) -> dict[str, Any]:
     return {"post": row["prompt"], "responses": responses}
 
 
-def _number(found: dict[str, Any] | None, digits: int = 3, percent: bool = False) -> str:
-    """'mean ± se' of a `mean_of`; '-' for none."""
-    if found is None or found["mean"] is None:
+def _mean(value: dict[str, Any] | None, digits: int = 3, percent: bool = False) -> str:
+    """'mean ± se' of a `mean_of`; '-' for None."""
+    if value is None or value["mean"] is None:
         return "-"
     scale = 100.0 if percent else 1.0
-    text = f"{scale * found['mean']:.{digits}f}"
-    if found["se"] is not None:
-        text += f" ± {scale * found['se']:.{digits}f}"
+    text = f"{scale * value['mean']:.{digits}f}"
+    if value["se"] is not None:
+        text += f" ± {scale * value['se']:.{digits}f}"
     return f"{text} %" if percent else text
 
 
-def _policies(found: dict[str, Any]) -> str:
-    rows, rewards = found["policies"], found["rewards"]
+def _policies_table(results: dict[str, Any]) -> str:
+    rows, rewards = results["policies"], results["rewards"]
     columns: dict[str, Any] = {"": lambda r: r["name"]}
     if any("score" in row for row in rows):
-        columns[rewards[0] if len(rewards) == 1 else "score"] = lambda r: _number(r.get("score"))
+        columns[rewards[0] if len(rewards) == 1 else "score"] = lambda r: _mean(r.get("score"))
     if len(rewards) > 1:
         for name in rewards:
-            columns[name] = lambda r, name=name: _number(r.get("rewards", {}).get(name))
+            columns[name] = lambda r, name=name: _mean(r.get("rewards", {}).get(name))
     for key, head, digits, percent in (
         ("gold", "gold reward", 3, False),
         ("kl", "KL", 2, False),
@@ -69,27 +70,25 @@ def _policies(found: dict[str, Any]) -> str:
         ("rougeL", "ROUGE-L", 1, True),
     ):
         if any(key in row for row in rows):
-            columns[head] = lambda r, key=key, digits=digits, percent=percent: _number(r.get(key), digits, percent)
-    title = f"{found['data']['prompts']} prompts of {found['data']['name']}, temperature {_temperature(found)}"
+            columns[head] = lambda r, key=key, digits=digits, percent=percent: _mean(r.get(key), digits, percent)
+    sampling = results["sampling"]
+    title = f"{results['data']['prompts']} prompts of {results['data']['name']}, "
+    title += f"temperature {sampling['temperature']:g}"
+    title += f", {sampling['samples']} responses to each" if sampling["samples"] > 1 else ""
     missing = [row for row in rows if row.get("score", {}).get("missing")]
-    lines = [title, aligned([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])]
-    lines += [f"{row['name']}: {row['score']['missing']} answers have no score, and are left out" for row in missing]
+    lines = [title, format_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])]
+    lines += [f"{row['name']}: {row['score']['missing']} answers without a score are left out" for row in missing]
     return "\n".join(lines)
 
 
-def _temperature(found: dict[str, Any]) -> str:
-    sampling = found["sampling"]
-    more = f", {sampling['samples']} responses to each" if sampling["samples"] > 1 else ""
-    return f"{sampling['temperature']:g}{more}"
-
-
-def _share(low: float | None, high: float | None, rate: float | None) -> str:
+def _rate(rate: float | None, low: float | None, high: float | None) -> str:
+    """'rate % (low to high)'; '-' for None."""
     if rate is None:
         return "-"
     return f"{100 * rate:.1f} %" + (f" ({100 * low:.1f} to {100 * high:.1f})" if low < high else "")
 
 
-def _wins(rows: Sequence[dict[str, Any]]) -> str:
+def _win_rates_table(rows: Sequence[dict[str, Any]]) -> str:
     head = [
         "judged by",
         "against",
@@ -103,71 +102,71 @@ def _wins(rows: Sequence[dict[str, Any]]) -> str:
     cells = [head]
     for row in rows:
         name = "length_controlled_win_rate"
-        # Where every prompt is won resamples are all the same, and say nothing of the next prompt.
-        ends = "win_rate" if row["win_rate"] not in (0.0, 1.0) else "wilson"
+        # The bootstrap interval of a rate of 0 or 1 is a point; Wilson's is not.
+        interval = "win_rate" if row["win_rate"] not in (0.0, 1.0) else "wilson"
         cells.append(
             [
                 *(row["by"], row["against"], str(row["wins"]), str(row["ties"]), str(row["losses"])),
-                _share(row[f"{ends}_low"], row[f"{ends}_high"], row["win_rate"]),
-                _share(row[f"{name}_low"], row[f"{name}_high"], row[name]),
-                _number(row.get("difference")),
+                _rate(row["win_rate"], row[f"{interval}_low"], row[f"{interval}_high"]),
+                _rate(row[name], row[f"{name}_low"], row[f"{name}_high"]),
+                _mean(row.get("difference")),
             ]
         )
-    return "\n".join([f"Win rate of {rows[0]['policy']}", aligned(cells)])
+    return "\n".join([f"Win rate of {rows[0]['policy']}", format_table(cells)])
 
 
-_ALWAYS = 0.05
-"""Share of prompts below which answers are nearly never of the other order of length."""
+_MIN_LENGTH_SHARE = 0.05
+"""Length control extrapolates if fewer answers than this share are longer (or shorter) than the opponent's."""
 
 
-def _caveats(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What is missing from win rates, what they cannot tell, and whether a judge likes the first place."""
+def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Notes on win rates: extrapolated length control, prompts left out, agreement of a judge in both orders."""
     for other in dict.fromkeys(row["against"] for row in rows):
-        share = next((row["longer"] for row in rows if row["against"] == other and row["longer"] is not None), 0.5)
-        if min(share, 1 - share) < _ALWAYS:
-            more, count = ("longer", share) if share > 0.5 else ("shorter", 1 - share)
+        longer = next((row["longer"] for row in rows if row["against"] == other and row["longer"] is not None), 0.5)
+        if min(longer, 1 - longer) < _MIN_LENGTH_SHARE:
+            comparative, share = ("longer", longer) if longer > 0.5 else ("shorter", 1 - longer)
             yield (
-                f"against {other}: {100 * count:.0f} % of {rows[0]['policy']}'s answers are {more}, so that the "
+                f"against {other}: {100 * share:.0f} % of {rows[0]['policy']}'s answers are {comparative}, so the "
                 "length-controlled win rate is an extrapolation"
             )
     for row in rows:
-        who = f"{row['by']} against {row['against']}"
+        comparison = f"{row['by']} against {row['against']}"
         judge = row.get("judge")
         if row["left_out"]:
-            why = "no score on one side"
+            reason = "no score for one of the answers"
             if judge is not None:
-                why = f"{judge['unparsable']} verdicts not to be read, {judge['unanswered']} questions not answered"
-            yield f"{who}: {row['left_out']} prompts left out ({why})"
+                reason = f"{judge['unparsable']} unparsable replies, {judge['unanswered']} questions without a reply"
+            yield f"{comparison}: {row['left_out']} prompts left out ({reason})"
         if judge is not None and judge["orders_agree"] is not None:
             yield (
-                f"{who}: both orders agree on {100 * judge['orders_agree']:.1f} % of prompts; the answer in the first "
-                f"place gets {100 * judge['first_place']:.1f} %"
+                f"{comparison}: both orders agree on {100 * judge['orders_agree']:.1f} % of prompts; the first answer "
+                f"wins {100 * judge['first_place']:.1f} %"
             )
 
 
-def _best(rows: Sequence[dict[str, Any]]) -> str:
+def _best_of_n_table(rows: Sequence[dict[str, Any]]) -> str:
     others = [name for name in rows[0] if name not in ("n", "samples", "prompts", "kl_bound", "score")]
     cells = [["best of", "score", *others, "KL at most"]]
     for row in rows:
-        numbers = [_number(row[name]) for name in ("score", *others)]
-        cells.append([str(row["n"]), *numbers, f"{row['kl_bound']:.3f}"])
+        means = [_mean(row[name]) for name in ("score", *others)]
+        cells.append([str(row["n"]), *means, f"{row['kl_bound']:.3f}"])
     title = f"Best of n by score, from {rows[0]['samples']} responses to each of {rows[0]['prompts']} prompts"
-    return "\n".join([title, aligned(cells)])
+    return "\n".join([title, format_table(cells)])
 
 
-def _reward_model(found: dict[str, Any]) -> str:
-    cells = [["confidence", "pairs", "mean confidence", "right"]]
-    for row in found["bins"]:
+def _reward_model_table(result: dict[str, Any]) -> str:
+    cells = [["confidence", "pairs", "mean confidence", "accuracy"]]
+    for row in result["bins"]:
         if row["pairs"]:
             span = f"{row['low']:.2f} to {row['high']:.2f}"
             cells.append([span, str(row["pairs"]), f"{row['confidence']:.3f}", f"{row['accuracy']:.3f}"])
-    accuracy = _share(found["accuracy_low"], found["accuracy_high"], found["accuracy"])
-    ties = f", {found['ties']} ties" if found["ties"] else ""
+    accuracy = _rate(result["accuracy"], result["accuracy_low"], result["accuracy_high"])
+    ties = f", {result['ties']} ties" if result["ties"] else ""
     return "\n".join(
         [
-            f"Reward model {found['path']} on {found['pairs']} pairs of {found['data']}",
-            aligned(cells),
-            f"accuracy {accuracy}{ties}; expected calibration error {found['ece']:.3f}; loss {found['loss']:.3f}; "
-            f"margin {found['margin']:.3f}",
+            f"Reward model {result['path']} on {result['pairs']} pairs of {result['data']}",
+            format_table(cells),
+            f"accuracy {accuracy}{ties}; expected calibration error {result['ece']:.3f}; loss {result['loss']:.3f}; "
+            f"margin {result['margin']:.3f}",
         ]
     )

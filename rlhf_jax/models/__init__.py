@@ -1,4 +1,4 @@
-"""Models: a small seam per family, Hugging Face checkpoints in and out. Imports no trainer."""
+"""Models: one decoder for all families, LoRA, int8, Hugging Face checkpoints in and out."""
 
 from rlhf_jax.models.registry import FAMILIES, HEADS, Family, Model, custom_shape, pythia
 

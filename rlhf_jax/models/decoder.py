@@ -1,196 +1,71 @@
-"""GPT-NeoX (Pythia) as a Flax Linen block over stacked params.
+"""The decoder: one block, applied to stacked params in training and to a list of layers in decoding.
 
 Params are plain nested dicts. A layer's params are stacked over layers, [L, ...], and a training forward is
-`lax.scan` over them; decoding slices them into a list once a rollout and unrolls the layers, which keeps the
-cache a list of per-layer buffers that XLA updates in place.
+`scan_layers`; decoding slices them into a list once a rollout and unrolls the layers, which keeps the cache a list of
+per-layer buffers that XLA updates in place. What a family does differently is a switch of `DecoderConfig`.
 
-Shape letters: B batch, P prompts, S sequence, C context, T response, L layers, D width, H heads, K head size, F hidden
-units, V vocabulary.
-
-Reference: transformers' `GPTNeoXModel`; Black et al. 2022, arXiv:2204.06745; rotary embedding: Su et al. 2021,
-arXiv:2104.09864.
+Shape letters: B batch, P prompts, S sequence, C context, T response, L layers, D width, H heads, K head size.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.families.gpt_neox_config import LINEARS, GPTNeoXConfig
-from rlhf_jax.models.initializers import normal
-from rlhf_jax.models.layers import (
+from rlhf_jax.models.attention import (
+    Attention,
     attend_after_prefix,
     causal_attention,
-    frozen_product,
-    gelu,
-    product,
+    last_columns,
     rotary_angles,
-    rotate,
-    row_dropout,
 )
-from rlhf_jax.models.lora import A, B, Lora
-from rlhf_jax.models.scan_layers import through
-from rlhf_jax.parallel.sharding import Layout, constrain
+from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
+from rlhf_jax.models.initializers import normal
+from rlhf_jax.models.layers import MLP, norm
+from rlhf_jax.models.scan_layers import scan_layers
+from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array, Params
-
-# Where a block's dropout is applied; part of the key, so that no two masks are the same.
-_DROP_ATTENTION, _DROP_POST_ATTENTION, _DROP_POST_MLP, _DROP_EMBEDDING = range(4)
-_DROP_LORA = {name: 4 + number for number, name in enumerate(LINEARS)}  # of the input of each adapter
-
-
-_WIDE, _NARROW = ("fsdp", "tensor"), ("tensor", "fsdp")  # kernels to heads or hidden units, and back
-
-
-# --- the block -------------------------------------------------------------------------------------------------------
-
-
-Drop = Callable[[Array, int], Array]
-
-
-def _keep(x: Array, site: int) -> Array:
-    return x
-
-
-def _ending(columns: Any, last: int | None) -> Any:
-    """The last columns of each [B, S, ...]; None: all of them, of any array."""
-    return columns if last is None else jax.tree.map(lambda x: x[:, x.shape[1] - last :], columns)
-
-
-class Dense(nn.Module):
-    """x @ kernel + bias by `layers.product`; `names` are those of the kernel's axes. With `lora` the kernel is frozen,
-    and where the params hold an adapter (see `lora.with_lora`) it adds drop(x) A B."""
-
-    features: int
-    names: tuple[str | None, ...]
-    bias: bool
-    std: float
-    dtype: Any = jnp.float32
-    layout: Layout | None = None
-    lora: Lora | None = None
-
-    @nn.compact
-    def __call__(self, x: Array, drop: Drop = _keep) -> Array:
-        """x [..., D] -> [..., F]."""
-        kernel = self.param("kernel", functools.partial(normal, std=self.std), (x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
-        x, dtype = x.astype(self.dtype), jnp.dtype(self.dtype)
-        times = product if self.lora is None else frozen_product
-        out = times(self.layout, self.names, dtype, x, kernel, bias)
-        if not self.has_variable("params", A):
-            return out
-        low, high = (self.get_variable("params", name) for name in (A, B))
-        narrow = product(self.layout, (self.names[0], None), dtype, drop(x, _DROP_LORA[self.name]), low, None)
-        return out + product(self.layout, (None, self.names[1]), dtype, narrow, high, None)
-
-
-def _layer_norm(config: GPTNeoXConfig, dtype: Any) -> nn.LayerNorm:
-    # Linen reduces in float32 whatever the dtype; the fast variance E[x^2] - E[x]^2 would lose digits.
-    return nn.LayerNorm(epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False)
-
-
-class Attention(nn.Module):
-    """QKV (interleaved per head: H, 3, K), rotary embedding, `attend_fn`, output projection."""
-
-    config: GPTNeoXConfig
-    dtype: Any = jnp.float32
-    layout: Layout | None = None
-    lora: Lora | None = None
-
-    @nn.compact
-    def __call__(
-        self, x: Array, rope: tuple[Array, Array], attend_fn: Callable, drop: Drop = _keep, last: int | None = None
-    ) -> tuple[Array, Any]:
-        """x [..., D] -> ([..., D], whatever attend_fn keeps). attend_fn takes query, key, value, each [..., H, K].
-        `last`: of x [B, S, D] only so many last columns ask, and come out."""
-        config = self.config
-        shared = {
-            "bias": config.attention_bias,
-            "std": config.initializer_range,
-            "dtype": self.dtype,
-            "layout": self.layout,
-            "lora": self.lora,
-        }
-        qkv = Dense(3 * config.hidden_size, _WIDE, name="query_key_value", **shared)(x, drop)
-        qkv = qkv.reshape(*x.shape[:-1], config.num_attention_heads, 3, config.head_size)
-        qkv = constrain(self.layout, qkv, "rows", *[None] * (x.ndim - 2), "tensor")
-        query, key, value = (qkv[..., i, :] for i in range(3))
-        query, of_query = _ending((query, rope), last)
-        out, kept = attend_fn(rotate(query, of_query), rotate(key, rope), value)
-        out = out.reshape(*out.shape[:-2], config.hidden_size)
-        return Dense(config.hidden_size, _NARROW, name="dense", **shared)(out, drop), kept
-
-
-class MLP(nn.Module):
-    """D -> F -> exact GELU -> D."""
-
-    config: GPTNeoXConfig
-    dtype: Any = jnp.float32
-    layout: Layout | None = None
-    lora: Lora | None = None
-
-    @nn.compact
-    def __call__(self, x: Array, drop: Drop = _keep) -> Array:
-        """x [..., D] -> [..., D]."""
-        config = self.config
-        shared = {"bias": True, "std": config.initializer_range, "dtype": self.dtype, "layout": self.layout}
-        shared["lora"] = self.lora
-        up = Dense(config.intermediate_size, _WIDE, name="dense_h_to_4h", **shared)(x, drop)
-        up = constrain(self.layout, up, "rows", *[None] * (x.ndim - 2), "tensor")
-        return Dense(config.hidden_size, _NARROW, name="dense_4h_to_h", **shared)(gelu(up), drop)
 
 
 class Block(nn.Module):
     """One layer: x + attention(ln1(x)) + mlp(ln2(x)), or sequentially y = x + attention(ln1(x)), y + mlp(ln2(y))."""
 
-    config: GPTNeoXConfig
-    dtype: Any = jnp.float32
-    layout: Layout | None = None
-    lora: Lora | None = None
+    context: Context
 
     def setup(self) -> None:
-        """Submodules carry the checkpoint's names."""
-        self.input_layernorm = _layer_norm(self.config, self.dtype)
-        self.post_attention_layernorm = _layer_norm(self.config, self.dtype)
-        self.attention = Attention(self.config, self.dtype, self.layout, self.lora)
-        self.mlp = MLP(self.config, self.dtype, self.layout, self.lora)
+        """Submodules; their names are those of the params."""
+        self.input_layernorm = norm(self.context)
+        self.post_attention_layernorm = norm(self.context)
+        self.attention = Attention(self.context)
+        self.mlp = MLP(self.context)
 
-    def __call__(
-        self,
-        x: Array,
-        rope: tuple[Array, Array],
-        attend_fn: Callable,
-        drop: Drop = _keep,
-        last: int | None = None,
-    ) -> tuple[Array, Any]:
-        """x [..., D] -> ([..., D], what attend_fn kept: keys and values, or an updated cache). `last`: of x [B, S, D]
-        only so many last columns come out."""
-        x = constrain(self.layout, x, "rows")
-        attended, kept = self.attention(self.input_layernorm(x), rope, attend_fn, drop, last)
-        attended, x = drop(attended, _DROP_POST_ATTENTION), _ending(x, last)
-        if self.config.use_parallel_residual:
-            out = x + attended + drop(self.mlp(self.post_attention_layernorm(x), drop), _DROP_POST_MLP)
+    def __call__(self, x: Array, rope: tuple[Array, Array], attend_fn: Callable) -> tuple[Array, Any]:
+        """x [..., D] -> ([..., D], the second output of attend_fn, such as keys and values); see `Attention`."""
+        context = self.context
+        x = constrain(context.layout, x, "rows")
+        attended, extra = self.attention(self.input_layernorm(x), rope, attend_fn)
+        attended, x = context.drop(attended, DropoutSite.POST_ATTENTION), last_columns(x, context.last)
+        if context.config.parallel_residual:
+            out = x + attended + context.drop(self.mlp(self.post_attention_layernorm(x)), DropoutSite.POST_MLP)
         else:
             x = x + attended
-            out = x + drop(self.mlp(self.post_attention_layernorm(x), drop), _DROP_POST_MLP)
-        return out, kept
+            out = x + context.drop(self.mlp(self.post_attention_layernorm(x)), DropoutSite.POST_MLP)
+        return out, extra
 
 
-# --- the model as functions ------------------------------------------------------------------------------------------
-
-
-def init_backbone(config: GPTNeoXConfig, key: Array) -> Params:
-    """Random float32 backbone as transformers draws it: normal(initializer_range), biases 0, layer norms 1 and 0."""
+def init_backbone(config: DecoderConfig, key: Array) -> Params:
+    """Random float32 backbone as transformers draws it: normal(initializer_range), biases 0, norms 1 and 0."""
     embed_key, layers_key = jax.random.split(key)
     tokens = jnp.zeros((1, 1), jnp.int32)
     x, rope = jnp.zeros((1, 1, config.hidden_size)), _rope(config, tokens)
 
     def init_layer(key: Array) -> Params:
-        return Block(config).init(key, x, rope, lambda q, k, v: (v, None))["params"]
+        return Block(Context(config)).init(key, x, rope, lambda q, k, v: (v, None))["params"]
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     shape = (config.vocab_size, config.hidden_size)
@@ -201,212 +76,198 @@ def init_backbone(config: GPTNeoXConfig, key: Array) -> Params:
     }
 
 
-def _rope(config: GPTNeoXConfig, positions: Array) -> tuple[Array, Array]:
-    return rotary_angles(positions, config.rotary_ndims, config.rotary_emb_base)
+def _rope(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+    return rotary_angles(positions, config.rotary_ndims, config.rotary_base)
 
 
-def _embed(backbone: Params, tokens: Array, dtype: Any, layout: Layout | None, split: bool = True) -> Array:
-    """[B, ...] -> [B, ..., D]. `split`: `fsdp` splits the table, so each device looks its columns up for the rows of
-    all, and then they are dealt out; the table itself, which is larger than a layer, is never gathered."""
-    names = ("data", "fsdp") if split else ("rows", None)
+def _embed(context: Context, backbone: Params, tokens: Array, sharded_table: bool = True) -> Array:
+    """[B, ...] -> [B, ..., D]. With `sharded_table` `fsdp` splits the table: each device looks up its columns for all
+    rows, which are then resharded; the table itself, which is larger than a layer, is never gathered."""
+    layout = context.layout
+    names = ("data", "fsdp") if sharded_table else ("rows", None)
     tokens = constrain(layout, tokens, names[0])
+    table = backbone["embed_in"]["embedding"]
     # Out-of-range ids become NaN rather than somebody else's row.
-    x = jnp.take(backbone["embed_in"]["embedding"], tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+    x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(context.dtype)
     return constrain(layout, constrain(layout, x, names[0], *[None] * (x.ndim - 2), names[1]), "rows")
 
 
-def _final_norm(config: GPTNeoXConfig, backbone: Params, x: Array, dtype: Any) -> Array:
-    return _layer_norm(config, dtype).apply({"params": backbone["final_layer_norm"]}, x)
+def _final_norm(context: Context, backbone: Params, x: Array) -> Array:
+    return norm(context).apply({"params": backbone["final_layer_norm"]}, x)
 
 
-def _row_keys(key: Array, rows: int) -> Array:
-    """[B] typed keys from one key (row index folded in) or from [B] keys that the caller made."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    return key if key.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-
-
-def prepare(tokens: Array, mask: Array) -> tuple[Array, Array]:
+def mask_tokens(tokens: Array, mask: Array) -> tuple[Array, Array]:
     """Tokens with 0 where masked, and rotary positions counted over unmasked tokens only; both [B, S] int32."""
     counts = mask.astype(jnp.int32)
     return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
 
 
-def _ends(layout: Layout | None, lora: Lora | None, asked: bool) -> dict[str, bool]:
-    """Whether the first and the last layer run by themselves. On several devices none does: outside of the scan XLA
-    holds whole gradients of their kernels, of policy and value model at once."""
-    one = layout is None or layout.mesh.size == 1
-    return {"first": one and lora is not None, "last": one and asked}
+def _outside_scan(context: Context, last: bool) -> dict[str, bool]:
+    """Whether the first and the last layer run outside the scan: only on one device. On several devices XLA would hold
+    the full gradients of their kernels, of policy and value model at once."""
+    one = context.layout is None or context.layout.mesh.size == 1
+    return {"first": one and context.lora is not None, "last": one and last}
 
 
 def hidden(
-    config: GPTNeoXConfig,
+    context: Context,
     backbone: Params,
     tokens: Array,
     mask: Array,
     *,
-    dtype: Any = jnp.float32,
     remat: str = "none",
     dropout_key: Array | None = None,
-    layout: Layout | None = None,
-    lora: Lora | None = None,
     last: int | None = None,
 ) -> Array:
-    """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
+    """Hidden states after the final norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in the context's dtype.
 
-    `backbone` has stacked layers; with `lora` it is `with_lora`. `remat`: what the backward pass makes again, 'none',
-    'dots' (all but the outcomes of matrix products) or 'full' (all within a layer). `dropout_key` (one key, or one per
-    row) turns on the dropout of the config and of `lora`. `last`: only so many last columns come out, [B, last, D]; on
-    one device the last layer makes of the others no more than query, key and value. What comes out at masked positions
-    is finite and means nothing.
+    Args:
+      context: its `lora` expects params from `lora.with_lora`.
+      backbone: stacked layers.
+      tokens, mask: masked positions return finite values without meaning.
+      remat: as `scan_layers`.
+      dropout_key: one key, or one a row; turns on the dropout of the config and of the adapters.
+      last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
+        value of the other columns.
     """
-    tokens, positions = prepare(tokens, mask)
+    config = context.config
+    tokens, positions = mask_tokens(tokens, mask)
     rope = _rope(config, positions)
-    keys = None if dropout_key is None else _row_keys(dropout_key, tokens.shape[0])
-    x = _embed(backbone, tokens, dtype, layout)
-    if keys is not None and config.hidden_dropout > 0:
-        x = row_dropout(x, config.hidden_dropout, keys, config.num_hidden_layers, _DROP_EMBEDDING)
-    block = Block(config, dtype, layout, lora)
-    rates = {_DROP_ATTENTION: config.attention_dropout}
-    rates |= dict.fromkeys(_DROP_LORA.values(), 0.0 if lora is None else lora.dropout)
+    if dropout_key is not None:
+        dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0])
+        context = dataclasses.replace(context, dropout=dropout)
+    x = _embed(context, backbone, tokens)
+    x = context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
+    drops_weights = dropout_key is not None and config.attention_dropout > 0
 
-    def layer(x: Array, params: Params, index: Array, ending: bool) -> Array:
-        def drop(x: Array, *site: int) -> Array:
-            rate = rates.get(site[0], config.hidden_dropout)
-            return x if keys is None or rate == 0 else row_dropout(x, rate, keys, index, *site)
+    def layer(x: Array, params: Params, index: Array, is_last: bool) -> Array:
+        at_layer = context.at_layer(index, last if is_last else None)
 
-        dropping = keys is not None and config.attention_dropout > 0
-        drop_weights = (lambda x, start: drop(x, _DROP_ATTENTION, start)) if dropping else None
+        def drop(weights: Array, start: int) -> Array:
+            return at_layer.drop(weights, DropoutSite.ATTENTION, start)
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, mask, drop_weights), None
+            return causal_attention(query, key, value, mask, drop if drops_weights else None), None
 
-        return block.apply({"params": params}, x, rope, attend_fn, drop, last if ending else None)[0]
+        return Block(at_layer).apply({"params": params}, x, rope, attend_fn)[0]
 
-    x = through(layer, x, backbone["layers"], remat, **_ends(layout, lora, last is not None))
-    return _final_norm(config, backbone, x if last is None else x[:, -last:], dtype)
+    x = scan_layers(layer, x, backbone["layers"], remat, **_outside_scan(context, last is not None))
+    return _final_norm(context, backbone, x if last is None else x[:, -last:])
 
 
 def hidden_after_prompts(
-    config: GPTNeoXConfig,
+    context: Context,
     backbone: Params,
     prompts: Array,
     prompt_mask: Array,
     responses: Array,
     mask: Array,
     *,
-    dtype: Any = jnp.float32,
     remat: str = "none",
-    layout: Layout | None = None,
-    lora: Lora | None = None,
 ) -> tuple[Array, Array]:
     """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
 
     prompts [P, C] and responses [B, T] int32, B = P * G, row i answering prompt i // G; prompt_mask [P, C] and mask
-    [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]) in `dtype`. Prompts are left-padded.
+    [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]). Prompts are left-padded.
     """
-    prompts, positions = prepare(prompts, prompt_mask)
-    responses, own_positions = prepare(responses, mask)
+    config = context.config
+    prompts, prompt_positions = mask_tokens(prompts, prompt_mask)
+    responses, positions = mask_tokens(responses, mask)
     lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
-    ropes = _rope(config, positions), _rope(config, own_positions + lengths[:, None])
+    prompt_rope, rope = _rope(config, prompt_positions), _rope(config, positions + lengths[:, None])
     columns = jnp.arange(responses.shape[1])
     keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
-    block = Block(config, dtype, layout, lora)
 
-    def layer(streams: tuple[Array, Array], params: Params, index: Array, ending: bool) -> tuple[Array, Array]:
+    def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
             return causal_attention(query, key, value, prompt_mask), (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
-        given = (ropes[0], attend_prompt, _keep, 1 if ending else None)
-        prompt, (prefix_key, prefix_value) = block.apply({"params": params}, streams[0], *given)
+        at_layer = context.at_layer(index, 1 if is_last else None)
+        prompt, (prefix_key, prefix_value) = Block(at_layer).apply(
+            {"params": params}, streams[0], prompt_rope, attend_prompt
+        )
 
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
             out = attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prompt_mask)
             return out.swapaxes(1, 2), None
 
-        response, _ = block.apply({"params": params}, streams[1], ropes[1], attend_response)
+        response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)
         return prompt, response
 
-    streams = tuple(_embed(backbone, ids, dtype, layout) for ids in (prompts, responses))
-    prompt, response = through(layer, streams, backbone["layers"], remat, **_ends(layout, lora, True))
-    return _final_norm(config, backbone, prompt[:, -1], dtype), _final_norm(config, backbone, response, dtype)
+    streams = tuple(_embed(context, backbone, ids) for ids in (prompts, responses))
+    prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **_outside_scan(context, True))
+    return _final_norm(context, backbone, prompt[:, -1]), _final_norm(context, backbone, response)
 
 
-def prefill(
-    config: GPTNeoXConfig,
-    backbone: Params,
-    tokens: Array,
-    mask: Array,
-    dtype: Any = jnp.float32,
-    layout: Layout | None = None,
-) -> tuple[Array, list[Params]]:
-    """Run the prompts and keep their keys and values.
+class Prefix(NamedTuple):
+    """Keys and values of prompts."""
 
-    tokens [P, C] int32, mask [P, C] bool, `backbone["layers"]` a list -> hidden states of the last column [P, D], and
-    per layer {"k", "v"} [P, H, C, K].
+    layers: list[Params]  # {"k", "v"} [P, H, C, K] each
+    mask: Array  # [P, C] bool
+
+
+def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> tuple[Array, Prefix]:
+    """Runs the prompts and keeps their keys and values.
+
+    tokens [P, C] int32, mask [P, C] bool, `backbone["layers"]` a list -> (last column's hidden states [P, D], prefix).
     """
-    tokens, positions = prepare(tokens, mask)
-    rope = _rope(config, positions)
-    x, prefix, block = _embed(backbone, tokens, dtype, layout, split=False), [], Block(config, dtype, layout)
+    masked, positions = mask_tokens(tokens, mask)
+    rope = _rope(context.config, positions)
+    x, layers, block = _embed(context, backbone, masked, sharded_table=False), [], Block(context)
 
-    def lay(x: Array) -> Array:
-        return constrain(layout, x.swapaxes(1, 2), "rows", "tensor")
+    def to_cache(x: Array) -> Array:
+        return constrain(context.layout, x.swapaxes(1, 2), "rows", "tensor")
 
     def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
-        return causal_attention(query, key, value, mask), {"k": lay(key), "v": lay(value)}
+        return causal_attention(query, key, value, mask), {"k": to_cache(key), "v": to_cache(value)}
 
-    for layer in backbone["layers"]:
-        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
-        prefix.append(kept)
-    return _final_norm(config, backbone, x[:, -1], dtype), prefix
+    for params in backbone["layers"]:
+        x, layer = block.apply({"params": params}, x, rope, attend_fn)
+        layers.append(layer)
+    return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
 
 
-def empty_cache(
-    config: GPTNeoXConfig, rows: int, slots: int, dtype: Any = jnp.float32, layout: Layout | None = None
-) -> list[Params]:
+def empty_cache(context: Context, rows: int, slots: int) -> list[Params]:
     """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K], zero."""
-    shape = (rows, config.num_attention_heads, slots, config.head_size)
-    empty = constrain(layout, jnp.zeros(shape, dtype), "rows", "tensor")
+    config = context.config
+    shape = (rows, config.num_attention_heads, slots, config.head_dim)
+    empty = constrain(context.layout, jnp.zeros(shape, context.dtype), "rows", "tensor")
     return [{"k": empty, "v": empty} for _ in range(config.num_hidden_layers)]
 
 
 def decode(
-    config: GPTNeoXConfig,
+    context: Context,
     backbone: Params,
-    prefix: list[Params],
-    prefix_mask: Array,
+    prefix: Prefix,
     cache: list[Params],
     tokens: Array,
     positions: Array,
     index: Array,
-    dtype: Any = jnp.float32,
-    layout: Layout | None = None,
 ) -> tuple[Array, list[Params]]:
     """One token a row: tokens [B] and rotary positions [B] int32, written to cache slot `index` (a scalar).
 
-    `prefix` and `prefix_mask` [P, C] are the prompts', as `prefill` left them; row i answers prompt i // (B / P). Slots
-    up to `index` are attended. Returns the hidden states [B, D] and the cache with the slot filled.
+    Row i answers prompt i // (B / P) of `prefix`. Slots up to `index` are attended. Returns the hidden states [B, D]
+    and the cache with the slot filled.
     """
-    rope = _rope(config, positions)
-    x, new_cache, block = _embed(backbone, tokens, dtype, layout, split=False), [], Block(config, dtype, layout)
+    rope = _rope(context.config, positions)
+    x, new_cache, block = _embed(context, backbone, tokens, sharded_table=False), [], Block(context)
     keep = (jnp.arange(cache[0]["k"].shape[2]) <= index)[None, None, None, :]
 
     def write(buffer: Array, new: Array) -> Array:
-        kept = jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
-        return constrain(layout, kept, "rows", "tensor")
+        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
+        return constrain(context.layout, buffer, "rows", "tensor")
 
-    for layer, before, old in zip(backbone["layers"], prefix, cache, strict=True):
+    for params, prompt, old in zip(backbone["layers"], prefix.layers, cache, strict=True):
 
         def attend_fn(
-            query: Array, key: Array, value: Array, before: Params = before, old: Params = old
+            query: Array, key: Array, value: Array, prompt: Params = prompt, old: Params = old
         ) -> tuple[Array, Params]:
-            kept = {"k": write(old["k"], key), "v": write(old["v"], value)}
-            out = attend_after_prefix(
-                query[:, :, None], kept["k"], kept["v"], keep, before["k"], before["v"], prefix_mask
-            )
-            return out[:, :, 0], kept
+            new = {"k": write(old["k"], key), "v": write(old["v"], value)}
+            prompt_keys_values = (prompt["k"], prompt["v"], prefix.mask)
+            out = attend_after_prefix(query[:, :, None], new["k"], new["v"], keep, *prompt_keys_values)
+            return out[:, :, 0], new
 
-        x, kept = block.apply({"params": layer}, x, rope, attend_fn)
-        new_cache.append(kept)
-    return _final_norm(config, backbone, x, dtype), new_cache
+        x, layer = block.apply({"params": params}, x, rope, attend_fn)
+        new_cache.append(layer)
+    return _final_norm(context, backbone, x), new_cache

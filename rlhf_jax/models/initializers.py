@@ -1,4 +1,4 @@
-"""How params are drawn."""
+"""Random initialization of params."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_jax.types import Array
 
 
 def normal(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32, *, std: float) -> Array:
-    """Numbers of N(0, std), to the last bit the same under jit and outside, on one device and on a mesh.
+    """Samples of N(0, std), the same to the last bit under jit and outside, on one device and on a mesh.
 
-    Without the barrier XLA folds `std` into the factor that `jax.random.normal` ends with, and rounds once, not twice.
+    Without the barrier XLA folds `std` into the last factor of `jax.random.normal`, and rounds once instead of twice.
     """
     return std * jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))

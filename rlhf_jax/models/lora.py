@@ -2,8 +2,8 @@
 
 A linear layer of weight W computes x W + s (x A) B, with A [D, r], B [r, F] and s = alpha / r, or alpha / sqrt(r) with
 rslora (Kalajdzievski 2023, arXiv:2312.03732). Adapters are params like others, stacked over layers, [L, D, r] and
-[L, r, F], at the paths of the kernels that they belong to; modules that are trained in full lie beside them. What the
-model computes with is `with_lora`: the base with the adapters put into it, where nothing is copied.
+[L, r, F], at the paths of the kernels that they belong to, beside the modules that are trained in full. The model
+computes with `with_lora`: the base with the adapters put into it, without a copy.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ALL_LINEAR = "all-linear"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The form of an adapter, without its numbers: hashable, static under jit. Names and defaults are PEFT's and TRL's.
+    """Configuration of an adapter: hashable, static under jit. Names and defaults are PEFT's and TRL's.
 
     Attributes:
       r: rank.
       alpha: the scale's numerator.
-      dropout: share of a layer's input that its adapter does not see in training.
-      target_modules: the linear layers that have one, by the names of the checkpoint.
+      dropout: rate of dropout on adapter inputs in training.
+      target_modules: the linear layers with an adapter, by the names of the checkpoint.
       use_rslora: scale by alpha / sqrt(r).
-      modules_to_save: modules that are trained in full, by the names of the checkpoint (PEFT's modules_to_save).
+      modules_to_save: modules that are trained in full, by the names of the checkpoint.
     """
 
     r: int = 16
@@ -55,8 +55,8 @@ def resolve_targets(family: Any, names: Sequence[str] | None, option: str) -> tu
 
     Args:
       family: of the model.
-      names: of layers, or 'all-linear'; None: what PEFT takes for the family.
-      option: what errors call them.
+      names: of layers, or 'all-linear'; None: PEFT's default for the family.
+      option: the option that errors name.
 
     Raises:
       UserError: a name that is no linear layer.
@@ -90,7 +90,7 @@ def get_path(tree: Params, path: Sequence[str]) -> Any:
 
 
 def set_path(tree: Params, path: Sequence[str], value: Any) -> None:
-    """Sets the entry of nested dicts at a path, making those on the way."""
+    """Sets the entry of nested dicts at a path, creating the dicts on the way."""
     *parents, last = path
     for key in parents:
         tree = tree.setdefault(key, {})
@@ -98,7 +98,7 @@ def set_path(tree: Params, path: Sequence[str], value: Any) -> None:
 
 
 def init(model: Any, key: Array, base: Params) -> Params:
-    """A fresh adapter, of which the model computes what its base does: B is 0.
+    """A new adapter; the model initially equals the base model (B = 0).
 
     A is uniform in +-1/sqrt(D), as PEFT draws it (kaiming_uniform_ with a = sqrt(5)).
 
@@ -111,7 +111,7 @@ def init(model: Any, key: Array, base: Params) -> Params:
       Adapters, float32.
     """
     lora, family = model.lora, model.family
-    found: Params = {}
+    adapters: Params = {}
     for number, name in enumerate(family.linears):
         if name not in lora.target_modules:
             continue
@@ -119,17 +119,17 @@ def init(model: Any, key: Array, base: Params) -> Params:
         layers, rows, columns = get_path(base, path)["kernel"].shape
         bound = 1.0 / math.sqrt(rows)
         shape = (layers, rows, lora.r)
-        low = jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
-        set_path(found, path, {A: low, B: jnp.zeros((layers, lora.r, columns), jnp.float32)})
+        a_LxDxr = jax.random.uniform(jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound)
+        set_path(adapters, path, {A: a_LxDxr, B: jnp.zeros((layers, lora.r, columns), jnp.float32)})
     for name in lora.modules_to_save:
         path = family.modules[name]
-        set_path(found, path, jax.tree.map(lambda x: x.astype(jnp.float32), get_path(base, path)))
-    return found
+        set_path(adapters, path, jax.tree.map(lambda x: x.astype(jnp.float32), get_path(base, path)))
+    return adapters
 
 
 def with_lora(lora: Lora, base: Params, adapters: Params) -> Params:
-    """The base with adapters put into it, as the model takes them: B times the scale beside its kernel, and what is
-    trained in full in the place of the base's.
+    """The base with adapters put into it, as the model takes them: A and scale * B beside their kernel, and modules
+    that are trained in full in place of the base's.
 
     Args:
       lora: of the adapters.
@@ -139,16 +139,16 @@ def with_lora(lora: Lora, base: Params, adapters: Params) -> Params:
     Returns:
       Params; gradients flow to the adapters.
     """
-    return _over(base, adapters, lora.scale)
+    return _overlay(base, adapters, lora.scale)
 
 
-def _over(base: Any, new: Any, scale: float) -> Any:
+def _overlay(base: Any, new: Any, scale: float) -> Any:
     if not isinstance(new, dict):
         return new
-    found = dict(base) if isinstance(base, dict) else {}
+    params = dict(base) if isinstance(base, dict) else {}
     for key, value in new.items():
-        found[key] = scale * value if key == B else _over(found.get(key), value, scale)
-    return found
+        params[key] = scale * value if key == B else _overlay(params.get(key), value, scale)
+    return params
 
 
 def merge_lora(params: Params, dtype: Any = jnp.float32) -> Params:
@@ -156,10 +156,10 @@ def merge_lora(params: Params, dtype: Any = jnp.float32) -> Params:
     `dtype` where the kernel is int8."""
     if A in params:
         rest = {key: value for key, value in params.items() if key not in (A, B)}
-        low, high = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
-        more = jnp.einsum("...dr,...rf->...df", low, high, preferred_element_type=jnp.float32)
+        a, b = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
+        delta = jnp.einsum("...dr,...rf->...df", a, b, preferred_element_type=jnp.float32)
         kernel = params["kernel"]
-        kept = dtype if is_int8(kernel) else kernel.dtype
-        return {**rest, "kernel": (dequantize(kernel, jnp.float32) + more).astype(kept)}
-    found = {key: merge_lora(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
-    return {key: dequantize(value, dtype) if is_int8(value) else value for key, value in found.items()}
+        dtype = dtype if is_int8(kernel) else kernel.dtype
+        return {**rest, "kernel": (dequantize(kernel, jnp.float32) + delta).astype(dtype)}
+    merged = {key: merge_lora(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
+    return {key: dequantize(value, dtype) if is_int8(value) else value for key, value in merged.items()}

@@ -1,5 +1,5 @@
-"""Where a stage gets its params: made or read in their shards, so that no host and no device ever holds a whole model;
-and the same as shapes alone."""
+"""Params of a stage: initialized or loaded in their shards, so that no host and no device holds a full model; and the
+same as shapes alone, for a dry run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_jax.types import Array, Params
 
 
 class Weights:
-    """Params on a mesh, each in the shards that its family's rules give it."""
+    """Params on a mesh, sharded by the rules of their family."""
 
     def __init__(self, mesh: Mesh):
         """`mesh`: of the stage."""
@@ -53,62 +53,66 @@ class Weights:
         Raises:
           UserError: as `hf.load`.
         """
-        where = lambda _, shapes: self.shardings(model, shapes)  # noqa: E731
         self.loaded[path, revision] = None
 
-        def made(names: tuple[str, ...], leaf: Array) -> Any:
+        def shardings(_: Model, shapes: Params) -> Any:
+            return self.shardings(model, shapes)
+
+        def cast(names: tuple[str, ...], leaf: Array) -> Any:
             tree: Params = {}
             lora.set_path(tree, names, leaf)
             return lora.get_path(self.transform_placed(model, cast_on_load, tree), names)
 
-        return hf.load(path, kind=kind, revision=revision, where=where, cast_on_load=made if cast_on_load else None)[1]
+        options = {"shardings": shardings, "cast_on_load": cast if cast_on_load else None}
+        return hf.load(path, kind=kind, revision=revision, **options)[1]
 
     def transform_placed(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
-        """function(params), of a pytree or a tuple of them, placed by the model's rules; `params` itself where the
-        function changes no shape and no dtype."""
-        shapes, given = jax.eval_shape(function, params), jax.eval_shape(lambda params: params, params)
-        if shapes == given:
+        """function(params), sharded by the model's rules; `params` itself where the function changes no shape and no
+        dtype. `params` is a pytree or a tuple of them."""
+        shapes = jax.eval_shape(function, params)
+        if shapes == jax.eval_shape(lambda params: params, params):
             return params
         return self.run(function, params, where=self.shardings(model, shapes))
 
     def init(self, model: Model, key: Array, heads: Sequence[str]) -> Params:
-        """Random params, the numbers of `model.init(key, heads=heads)` on any mesh."""
-        return self._drawn(model, key, lambda key: model.init(key, heads=heads))
+        """Random params: `model.init(key, heads=heads)`, the same numbers on any mesh."""
+        return self._initialize(model, key, lambda key: model.init(key, heads=heads))
 
     def init_lora(self, model: Model, key: Array, base: Params) -> Params:
-        """A new adapter of `model.lora`'s form, see `lora.init`; the same numbers on any mesh."""
-        return self._drawn(model, key, lambda key, base: lora.init(model, key, base), base)
+        """A new adapter: `lora.init`, the same numbers on any mesh."""
+        return self._initialize(model, key, lambda key, base: lora.init(model, key, base), base)
 
-    def _drawn(self, model: Model, key: Array, function: Callable, *trees: Any) -> Params:
-        """function(key, *trees), params of a model, in their shards."""
-        # As numpy: a key on one process' device is no argument of a program of all of them.
+    def _initialize(self, model: Model, key: Array, function: Callable, *trees: Any) -> Params:
+        """function(key, *trees), which returns params of the model, in their shards."""
+        # As numpy: a key on the device of one process cannot be an argument of a program of all processes.
         data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
-        draw = lambda data, *trees: function(jax.random.wrap_key_data(data, impl=kind), *trees)  # noqa: E731
-        return self.run(draw, data, *trees, where=self.shardings(model, jax.eval_shape(draw, data, *trees)))
+        from_data = lambda data, *trees: function(jax.random.wrap_key_data(data, impl=kind), *trees)  # noqa: E731
+        shapes = jax.eval_shape(from_data, data, *trees)
+        return self.run(from_data, data, *trees, where=self.shardings(model, shapes))
 
     def place(self, tree: Any, where: Any) -> Any:
-        """Small host arrays onto the mesh, as `sharding.place`."""
+        """Puts small host arrays on the mesh, as `sharding.place`."""
         return sharding.place(tree, where)
 
     def copy(self, model: Model, params: Params, dtype: Any = jnp.float32) -> Params:
-        """`model.cast_params` placed params, in the same shards and in buffers of their own."""
+        """`model.cast_params` of sharded params, in the same shards and in new buffers."""
         where = jax.tree.map(lambda x: x.sharding, params)
         return self.run(lambda params: model.cast_params(params, dtype), params, where=where)
 
     def run(self, function: Callable, *trees: Any, where: Any = None) -> Any:
-        """function(*trees) under jit, in buffers of its own even where the function gives back what it got.
+        """function(*trees) under jit, in new buffers even where the function returns its arguments.
 
         Args:
           function: pure.
-          *trees: placed params.
-          where: a pytree of NamedShardings, or one for all leaves; None: as the compiler has it.
+          *trees: sharded params.
+          where: a pytree of NamedShardings, or one for all leaves; None: the compiler's choice.
 
         Returns:
           A pytree of jax.Arrays.
         """
-        # Without the copy jit hands an argument back as it is, and an update would give away both.
-        own = lambda *trees: jax.tree.map(jnp.copy, function(*trees))  # noqa: E731
-        return jax.jit(own, out_shardings=where)(*trees)
+        # Without the copy jit returns an argument as it is, and an update would donate both.
+        copied = lambda *trees: jax.tree.map(jnp.copy, function(*trees))  # noqa: E731
+        return jax.jit(copied, out_shardings=where)(*trees)
 
 
 class AbstractWeights(Weights):
@@ -125,13 +129,13 @@ class AbstractWeights(Weights):
 
     def place(self, tree, where):
         """As `Weights.place`."""
-        planned = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+        abstract = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
         if isinstance(where, NamedSharding):
-            return jax.tree.map(lambda x: planned(x, where), tree)
-        return jax.tree.map(planned, tree, where)
+            return jax.tree.map(lambda x: abstract(x, where), tree)
+        return jax.tree.map(abstract, tree, where)
 
     def run(self, function, *trees, where=None):
-        """As `Weights.run`; without `where` the program is compiled to learn where its results lie."""
+        """As `Weights.run`; without `where` the program is compiled to find the shardings of its results."""
         if where is None:
             where = jax.jit(function).lower(*trees).compile().output_shardings
         return self.place(jax.eval_shape(function, *trees), where)

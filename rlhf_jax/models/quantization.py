@@ -1,4 +1,4 @@
-"""Frozen kernels as int8 numbers with a float32 scale for each output column, by qwix (the extra `int8`)."""
+"""Frozen kernels in int8 with a float32 scale for each output column, by qwix (the extra `int8`)."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def check_installed(option: str) -> None:
 
 
 def quantize_int8(params: Params, paths: Sequence[Sequence[str]]) -> Params:
-    """Params with the stacked kernels [L, D, F] at some paths in int8, q = round(W / s) with s = max |W| / 127 over the
-    rows of a column: no number is off by more than s / 2, and what was narrowed before stays as it was.
+    """Params with the stacked kernels [L, D, F] at some paths in int8: q = round(W / s), s = max |W| / 127 over the
+    rows of a column, so that no weight is off by more than s / 2.
 
     Args:
-      params: nested dicts, whole or in part.
-      paths: of the kernels' layers.
+      params: nested dicts, all of a model's or a part.
+      paths: of the linear layers whose kernels are quantized.
 
     Returns:
-      The same pytree with a qwix.QArray in the place of each of these kernels, also of one that was there before.
+      The same pytree with a qwix.QArray in place of each of these kernels; int8 kernels stay as they are.
     """
     import qwix
 
     kernels = {(*path, "kernel") for path in paths}
 
-    def narrow(path: tuple, leaf: Any) -> Any:
+    def quantize(path: tuple, leaf: Any) -> Any:
         if is_int8(leaf) or tuple(entry.key for entry in path) not in kernels:
             return leaf
         leaf = leaf.astype(jnp.float32)
         return qwix.quantize(leaf, jnp.int8, channelwise_axes=(0, 2), calibration_method=f"absmax,{127.5 / 127}")
 
-    return jax.tree_util.tree_map_with_path(narrow, params, is_leaf=is_int8)
+    return jax.tree_util.tree_map_with_path(quantize, params, is_leaf=is_int8)
 
 
 def dequantize(kernel: Any, dtype: Any) -> Array:
-    """A kernel of any kind in `dtype`; one of `quantize_int8`'s is multiplied with its scale in float32 first."""
+    """A kernel, float or int8, in `dtype`; an int8 kernel is multiplied by its scale in float32 first."""
     if is_int8(kernel):
         import qwix
 

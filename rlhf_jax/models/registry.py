@@ -1,4 +1,4 @@
-"""The seam between model families and the rest: what a family must bring, and `Model`, which the trainers see."""
+"""Model families, and `Model`: the interface through which algorithms and stages use any of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import decoder, lora, quantization
+from rlhf_jax.models.context import Context
 from rlhf_jax.models.families import gpt_neox
-from rlhf_jax.models.families.gpt_neox_config import LINEARS, MODULES, PARAM_RULES, PYTHIA_SHAPES, GPTNeoXConfig
 from rlhf_jax.models.initializers import normal
-from rlhf_jax.models.layers import product
+from rlhf_jax.models.linear import product
+from rlhf_jax.models.tensor_table import ParamRule
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
 from rlhf_jax.types import Array, Params
 
@@ -25,50 +26,40 @@ HEADS = ("causal", "scalar")
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What one family of decoders brings; all functions are pure. `gpt_neox` documents the shapes of each."""
+    """What a family of decoders supplies: config, the decoder's switches, tensor table. All functions are pure."""
 
     name: str  # model_type in config.json
-    init_backbone: Callable  # config, key -> params
-    hidden: Callable  # config, backbone, tokens, mask, dtype=, remat=, dropout_key=, layout=, lora=, last= -> [B, S, D]
-    hidden_after_prompts: (
-        Callable  # config, backbone, prompts, mask, responses, mask and the options of `hidden` -> [P, D], [B, T, D]
-    )
-    prefill: Callable  # config, backbone with a list of layers, tokens, mask, dtype, layout -> [P, D], prefix
-    empty_cache: Callable  # config, rows, slots, dtype, layout -> cache
-    decode: Callable  # config, backbone, prefix, mask, cache, tokens, positions, index, dtype, layout -> [B, D], cache
     config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
     config_to_hf: Callable  # config, kind -> dict
-    tensors: Callable  # config -> the checkpoint's backbone tensors and where each goes
+    nested_defaults: dict[str, Any] = dataclasses.field(hash=False)  # of a config nested in a ScalarModel's
+    architectures: tuple[str, ...]  # supported class names in config.json
+    decoder_config: Callable  # config -> context.DecoderConfig
+    tensors: Callable  # config -> the checkpoint's backbone tensors, a list of tensor_table.Tensor
     prefix: str  # of the backbone's tensors in a checkpoint with a head
     ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
-    architectures: tuple[str, ...]  # class names in config.json that are understood
-    param_rules: tuple[tuple[str, tuple], ...]  # regular expression on the path -> names of its axes (`Layout`)
-    # A layer's linears by the checkpoint's names, their paths in the backbone.
+    param_rules: tuple[ParamRule, ...]
+    # A layer's linear layers by the checkpoint's names, their paths in the backbone.
     linears: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
-    # What may be trained in full beside adapters, its path in the params.
+    # Modules that may be trained in full beside adapters, their paths in the params.
     modules: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
-    lora_targets: tuple[str, ...]  # the linears that PEFT adapts unless told
+    lora_targets: tuple[str, ...]  # the linear layers that PEFT adapts by default
 
 
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
         name="gpt_neox",
-        init_backbone=decoder.init_backbone,
-        hidden=decoder.hidden,
-        hidden_after_prompts=decoder.hidden_after_prompts,
-        prefill=decoder.prefill,
-        empty_cache=decoder.empty_cache,
-        decode=decoder.decode,
         config_from_hf=gpt_neox.config_from_hf,
         config_to_hf=gpt_neox.config_to_hf,
+        nested_defaults=gpt_neox.NESTED_DEFAULTS,
+        architectures=gpt_neox.ARCHITECTURES,
+        decoder_config=gpt_neox.decoder_config,
         tensors=gpt_neox.tensors,
         prefix=gpt_neox.PREFIX,
         ignored=gpt_neox.IGNORED,
-        architectures=gpt_neox.ARCHITECTURES,
-        param_rules=PARAM_RULES,
-        linears=LINEARS,
-        modules=MODULES,
-        lora_targets=("query_key_value",),
+        param_rules=gpt_neox.PARAM_RULES,
+        linears=gpt_neox.LINEARS,
+        modules=gpt_neox.MODULES,
+        lora_targets=gpt_neox.LORA_TARGETS,
     )
 }
 
@@ -84,23 +75,27 @@ class Model:
     family: Family
     config: Any
     layout: Layout | None = None
-    """Where its arrays lie in a run; None: on one device."""
+    """How its arrays are split over the mesh; None: one device."""
     lora: lora.Lora | None = None
-    """The form of its adapters: its kernels are frozen, and its params those of `with_lora`. None: trained in full."""
+    """Its adapters: kernels are frozen, and its params are those of `with_lora`. None: trained in full."""
+
+    def _context(self, dtype: Any) -> Context:
+        return Context(self.family.decoder_config(self.config), dtype, self.layout, self.lora)
 
     def with_lora(self, base: Params, adapters: Params) -> Params:
-        """The params of a model with adapters. Without them its params are whole: `adapters`, and no `base` is used."""
+        """`base` with `adapters` put into it, see `lora.with_lora`. A model without `lora` has no base: its full params
+        are `adapters`."""
         return adapters if self.lora is None else lora.with_lora(self.lora, base, adapters)
 
     def on(self, mesh: Mesh) -> Model:
-        """The model laid out on a mesh; where its heads do not divide by the axis `tensor`, that is folded into `fsdp`,
-        so that a small model does not limit the mesh of a large one."""
+        """The model on a mesh. Where its heads do not divide by the axis `tensor`, that axis is folded into `fsdp`, so
+        that a small model does not limit the mesh of a large one."""
         folded = self.config.num_attention_heads % mesh.shape["tensor"] != 0
         return dataclasses.replace(self, layout=Layout(mesh, folded))
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
-        """The model of a config.json; UserError names the key, the value and `where` for what we cannot run."""
+        """The model of a config.json; a UserError names the key, the value and `where` of what is not supported."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UserError(
@@ -132,7 +127,7 @@ class Model:
             raise UserError(f"head {unknown[0]!r} is not supported; supported: {', '.join(HEADS)}.")
         config = self.config
         backbone_key, out_key, score_key = jax.random.split(key, 3)
-        params = {"backbone": self.family.init_backbone(config, backbone_key)}
+        params = {"backbone": decoder.init_backbone(self.family.decoder_config(config), backbone_key)}
         if "causal" in heads and not config.tie_word_embeddings:
             shape = (config.hidden_size, config.vocab_size)
             params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
@@ -160,12 +155,11 @@ class Model:
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
-        the backward pass makes again, 'none', 'dots' (all but the outcomes of matrix products) or 'full'. `last`: only
-        so many last columns come out, [B, last, D]; on one device the last layer makes no more than they need.
+        the backward pass recomputes, 'none', 'dots' (all but the results of matrix products) or 'full'. `last`: return
+        only so many last columns, [B, last, D]; on one device the last layer computes no more than they need.
         """
-        options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "layout": self.layout}
-        options |= {"lora": self.lora, "last": last}
-        return self.family.hidden(self.config, params["backbone"], tokens, mask, **options)
+        options = {"remat": remat, "dropout_key": dropout_key, "last": last}
+        return decoder.hidden(self._context(dtype), params["backbone"], tokens, mask, **options)
 
     def hidden_after_prompts(
         self,
@@ -180,13 +174,12 @@ class Model:
     ) -> tuple[Array, Array]:
         """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
         responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
-        options = {"dtype": dtype, "remat": remat, "layout": self.layout, "lora": self.lora}
-        given = (params["backbone"], prompts, prompt_mask, responses, mask)
-        return self.family.hidden_after_prompts(self.config, *given, **options)
+        rows = (prompts, prompt_mask, responses, mask)
+        return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, remat=remat)
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
-        # Each device makes its columns for the rows of all: rows are small, the kernel is not.
+        # Each device computes its columns of the logits for all rows: rows are small, the kernel is not.
         hidden = constrain(self.layout, hidden, "data")
         names = (None, "vocabulary")
         kernel = constrain(self.layout, self._causal_kernel(params), *names)
@@ -194,8 +187,7 @@ class Model:
         return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
 
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
-        """`logits` of one position a row, from `unstack`ed params, all columns of a row on one device: [B, D] ->
-        float32 [B, V]."""
+        """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""
         kernel = self._causal_kernel(unstacked)
         logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
@@ -210,10 +202,10 @@ class Model:
         return out + score["bias"][0].astype(jnp.float32) if "bias" in score else out
 
     def cast_params(self, params: Params, dtype: Any) -> Params:
-        """The same params with matrices in `dtype`: what a forward pass in `dtype` rounds them to in any case.
+        """Params with matrices in `dtype`: what a forward pass in `dtype` casts them to in any case.
 
-        Layer norms and the scalar head stay as they are: the forward pass uses them in float32 too. So do adapters,
-        which are small and are added to their kernels in float32, and kernels in int8.
+        Norms and the scalar head keep their dtype: the forward pass uses them in float32. So do adapters, which are
+        small and are added to their kernels in float32, and int8 kernels.
         """
 
         def cast(path: tuple, leaf: Array) -> Array:
@@ -232,12 +224,13 @@ class Model:
         """`cast_params` with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
         gathered once; only `tensor` splits the weights of decoding. Adapters are merged one layer at a time."""
         params = self.cast_params(params, dtype)
-
         if self.layout is not None and self.layout.mesh.size > 1:
-            gathered = {"fsdp": None, "vocabulary": "tensor"}
-            names = [(rule, tuple(gathered.get(name, name) for name in row)) for rule, row in self.family.param_rules]
-            where = shardings(params, partition_rules(names, self.layout.folded), self.layout.mesh)
-            params = jax.lax.with_sharding_constraint(params, where)
+            without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
+            rules = [
+                (path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self.family.param_rules
+            ]
+            specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
+            params = jax.lax.with_sharding_constraint(params, specs)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
@@ -246,30 +239,29 @@ class Model:
 
     def prefill(
         self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
-    ) -> tuple[Array, list[Params]]:
-        """Run prompts [P, C]: last column's hidden states [P, D], and per layer {"k", "v"} [P, H, C, K]."""
-        return self.family.prefill(self.config, unstacked["backbone"], tokens, mask, dtype, self.layout)
+    ) -> tuple[Array, decoder.Prefix]:
+        """Runs prompts [P, C]: last column's hidden states [P, D], and the prompts' keys and values."""
+        return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask)
 
     def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
         """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K]."""
-        return self.family.empty_cache(self.config, rows, slots, dtype, self.layout)
+        return decoder.empty_cache(self._context(dtype), rows, slots)
 
     def decode(
         self,
         unstacked: Params,
-        prefix: list[Params],
-        prefix_mask: Array,
+        prefix: decoder.Prefix,
         cache: list[Params],
         tokens: Array,
         positions: Array,
         index: Array,
         dtype: Any = jnp.float32,
     ) -> tuple[Array, list[Params]]:
-        """A token a row into cache slot `index`: tokens, positions [B], prefix_mask [P, C] -> [B, D], cache.
+        """One token a row into cache slot `index`: tokens, positions [B] -> [B, D], cache.
 
         B is a multiple of P: row i answers prompt i // (B / P)."""
-        given = (unstacked["backbone"], prefix, prefix_mask, cache, tokens, positions, index, dtype)
-        return self.family.decode(self.config, *given, self.layout)
+        step = (prefix, cache, tokens, positions, index)
+        return decoder.decode(self._context(dtype), unstacked["backbone"], *step)
 
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
@@ -282,9 +274,9 @@ def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model
 
     `overrides` are fields of the family's config. UserError for an unknown size.
     """
-    if shape not in PYTHIA_SHAPES:
-        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(PYTHIA_SHAPES)}.")
-    layers, width, heads, rows = PYTHIA_SHAPES[shape]
+    if shape not in gpt_neox.PYTHIA_SHAPES:
+        raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(gpt_neox.PYTHIA_SHAPES)}.")
+    layers, width, heads, rows = gpt_neox.PYTHIA_SHAPES[shape]
     return _gpt_neox(layers, width, heads, vocab_size=rows if vocab_size is None else vocab_size, **overrides)
 
 
@@ -303,6 +295,6 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
 
 def _gpt_neox(layers: int, width: int, heads: int, **fields: Any) -> Model:
     fields = {"intermediate_size": 4 * width, **fields}
-    config = GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
+    config = gpt_neox.GPTNeoXConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, **fields)
     gpt_neox.check(config, f"model shape {layers}x{width}x{heads}")
     return Model(FAMILIES["gpt_neox"], config)

@@ -1,4 +1,4 @@
-"""Which charts a page has, and what they draw."""
+"""The charts of the page and their data."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.report.series import Curve, Group, number, numbers, thinned
+from rlhf_jax.report.series import Curve, Group, downsample, rounded, rounded_list
 
-PAGES = {"policy": ("ppo", "rloo"), "reward": ("reward",), "sft": ("sft",)}
-"""A page's tabs, and the stages that are compared in each."""
+TABS = {"policy": ("ppo", "rloo"), "reward": ("reward",), "sft": ("sft",)}
+"""Tabs of the page, and the stages compared in each."""
 TITLES = {"policy": "Policy", "reward": "Reward model", "sft": "SFT"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One chart: curves of metrics, each against the update.
+    """A chart of metrics over updates.
 
     Attributes:
-      title: above it.
-      metrics: names or patterns with `*`; those that no run has are left out.
-      log: a logarithmic axis, where all values are above 0.
-      apart: with several groups a chart for each metric.
+      title: of the chart.
+      metrics: names or patterns with `*`; those that no run has are omitted.
+      log: logarithmic axis, if all values are positive.
+      separate: one chart for each metric if there are several groups.
     """
 
     title: str
     metrics: tuple[str, ...]
     log: bool = False
-    apart: bool = False
+    separate: bool = False
 
 
 SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
@@ -40,11 +40,11 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Score", ("objective/scores", "eval/scores")),
             Chart("Reward after KL", ("objective/rlhf_reward",)),
             Chart("KL penalty in the reward", ("objective/non_score_reward",)),
-            Chart("Each reward", ("rewards/*/mean",), apart=True),
-            Chart("Spread of the scores", ("objective/scores_std", "reward_std")),
+            Chart("Each reward", ("rewards/*/mean",), separate=True),
+            Chart("Standard deviation of the score", ("objective/scores_std", "reward_std")),
             Chart("Groups with equal scores", ("frac_reward_zero_std",)),
             Chart("Rows without a reward", ("rewards/dropped",)),
-            Chart("Rewards of the pairs", ("mean_reward", "min_reward", "max_reward"), apart=True),
+            Chart("Rewards of pairs", ("mean_reward", "min_reward", "max_reward"), separate=True),
         ),
     ),
     (
@@ -52,7 +52,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         (
             Chart("KL to the reference", ("objective/kl", "eval/kl")),
             Chart("Entropy of a token", ("policy/entropy_avg",)),
-            Chart("Surprise of a response", ("objective/entropy",)),
+            Chart("Negative log-probability of a response", ("objective/entropy",)),
             Chart("KL coefficient", ("objective/kl_coef",)),
         ),
     ),
@@ -60,8 +60,8 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         "Length and endings",
         (
             Chart("Response length", ("val/response_length", "eval/response_length")),
-            Chart("Responses that end (eos rate)", ("eos_rate", "eval/eos_rate")),
-            Chart("Shortest and longest", ("completions/min_length", "completions/max_length"), apart=True),
+            Chart("Responses that end with eos", ("eos_rate", "eval/eos_rate")),
+            Chart("Shortest and longest response", ("completions/min_length", "completions/max_length"), separate=True),
         ),
     ),
     (
@@ -80,8 +80,8 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         (
             Chart("Policy clip fraction", ("policy/clipfrac_avg",)),
             Chart("Value clip fraction", ("val/clipfrac_avg",)),
-            Chart("Clip by side", ("clip_ratio/low_mean", "clip_ratio/high_mean"), apart=True),
-            Chart("Policy moved by an update (approxkl)", ("policy/approxkl_avg",), log=True),
+            Chart("Policy clip fraction by side", ("clip_ratio/low_mean", "clip_ratio/high_mean"), separate=True),
+            Chart("KL of an update (approxkl)", ("policy/approxkl_avg",), log=True),
             Chart("Ratio", ("val/ratio",)),
             Chart("First ratio error", ("val/first_ratio_error",), log=True),
             Chart("Steps taken (target_kl)", ("policy/steps_done",)),
@@ -96,132 +96,144 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         "Time and memory",
         (
             Chart(
-                "Seconds by phase, the first update left out",
+                "Seconds by phase, without the first update",
                 ("time/generate", "time/score", "time/experience", "time/update", "time/compile"),
-                apart=True,
+                separate=True,
             ),
-            Chart("Seconds of an update, the first left out", ("step_time", "time/step"), apart=True),
-            Chart("Episodes a second", ("eps",)),
-            Chart("Memory, MiB", ("memory/peak_rss_mib", "memory/peak_device_mib"), apart=True),
+            Chart("Seconds of an update, without the first", ("step_time", "time/step"), separate=True),
+            Chart("Episodes per second", ("eps",)),
+            Chart("Memory, MiB", ("memory/peak_rss_mib", "memory/peak_device_mib"), separate=True),
         ),
     ),
 )
-_OF_UPDATES = ("time/", "step_time", "eps")
-_NEVER_DRAWN = ("wall_time", "epoch", "episode", "num_tokens", "reward", "learning_rate", "alarm/*", "nonfinite/*")
+_TIMINGS = ("time/", "step_time", "eps")
+_NO_CHART = ("wall_time", "epoch", "episode", "num_tokens", "reward", "learning_rate", "alarm/*", "nonfinite/*")
 
 
 class Curves:
-    """The curves of a tab by name, each read and thinned once, and the steps that many of them share."""
+    """The curves of a tab by metric, each read and downsampled once.
+
+    Attributes:
+      groups: of the tab.
+      data: {metric: {group: {"x": index in `grids`, "y", "low", "high"}}} of the metrics added so far.
+      grids: distinct lists of steps, which many curves share.
+    """
 
     def __init__(self, groups: Sequence[Group]):
         self.groups = groups
         self.grids: list[list[float]] = []
-        self._known: dict[tuple[float, ...], int] = {}
-        self.drawn: dict[str, dict[int, dict[str, Any]]] = {}
+        self._grid_indices: dict[tuple[float, ...], int] = {}
+        self.data: dict[str, dict[int, dict[str, Any]]] = {}
 
     def curve(self, group: Group, name: str) -> Curve:
-        """A metric of a group; `eos_rate` is made of completions/clipped_ratio; times without the first update's."""
+        """A metric of a group. `eos_rate` is 1 - completions/clipped_ratio; timings skip the first update, which
+        compiles."""
         if name == "eos_rate":
-            cut = group.curve("completions/clipped_ratio")
-            return Curve(cut.steps, 1 - cut.mean, 1 - cut.high, 1 - cut.low, cut.count)
-        found = group.curve(name)
-        if name.startswith(_OF_UPDATES) and len(found.steps) > 2:
-            return Curve(found.steps[1:], found.mean[1:], found.low[1:], found.high[1:], found.count)
-        return found
+            clipped = group.curve("completions/clipped_ratio")
+            return Curve(clipped.steps, 1 - clipped.mean, 1 - clipped.high, 1 - clipped.low, clipped.count)
+        curve = group.curve(name)
+        if name.startswith(_TIMINGS) and len(curve.steps) > 2:
+            return Curve(curve.steps[1:], curve.mean[1:], curve.low[1:], curve.high[1:], curve.count)
+        return curve
 
     def names(self) -> list[str]:
         """All metrics of the groups."""
-        found = list(dict.fromkeys(name for group in self.groups for name in group.names()))
-        return [*found, *(["eos_rate"] if "completions/clipped_ratio" in found else [])]
+        names = list(dict.fromkeys(name for group in self.groups for name in group.names()))
+        return [*names, *(["eos_rate"] if "completions/clipped_ratio" in names else [])]
 
-    def draw(self, name: str) -> None:
-        """Puts a metric of all groups into `drawn`: {name: {group: {"x": of grids, "y", "low", "high"}}}."""
-        if name in self.drawn:
-            return
-        self.drawn[name] = {}
-        for i, group in enumerate(self.groups):
-            curve = thinned(self.curve(group, name))
-            if not len(curve.steps) or not np.isfinite(curve.mean).any():
-                continue
-            made = {"x": self.grid(curve.steps), "y": numbers(curve.mean)}
-            if curve.count > 1:
-                made |= {"low": numbers(curve.low), "high": numbers(curve.high)}
-            self.drawn[name][i] = made
+    def add(self, name: str) -> bool:
+        """Adds a metric of all groups to `data`. Returns whether any group has values."""
+        if name not in self.data:
+            self.data[name] = {}
+            for i, group in enumerate(self.groups):
+                curve = downsample(self.curve(group, name))
+                if not len(curve.steps) or not np.isfinite(curve.mean).any():
+                    continue
+                points = {"x": self._grid_index(curve.steps), "y": rounded_list(curve.mean)}
+                if curve.count > 1:
+                    points |= {"low": rounded_list(curve.low), "high": rounded_list(curve.high)}
+                self.data[name][i] = points
+        return bool(self.data[name])
 
-    def grid(self, steps: np.ndarray) -> int:
-        """The place of these steps in `grids`."""
+    def _grid_index(self, steps: np.ndarray) -> int:
+        """The index of steps in `grids`."""
         key = tuple(steps.tolist())
-        if key not in self._known:
-            self._known[key] = len(self.grids)
-            self.grids.append([number(x, 15) for x in key])
-        return self._known[key]
+        if key not in self._grid_indices:
+            self._grid_indices[key] = len(self.grids)
+            self.grids.append([rounded(x, 15) for x in key])
+        return self._grid_indices[key]
 
 
 def sections(curves: Curves) -> list[dict[str, Any]]:
-    """[{"title", "charts": [{"title", "metrics", "log"}]}]: what there is to draw; at last what no chart has."""
-    names, used, found = curves.names(), set(), []
+    """The charts with data: [{"title", "charts": [{"title", "metrics", "log"}]}]. The last section has the metrics
+    without a chart in SECTIONS."""
+    names, used, result = curves.names(), set(), []
     for title, charts in SECTIONS:
-        made = []
+        section = []
         for chart in charts:
-            wanted = [name for pattern in chart.metrics for name in names if fnmatch.fnmatchcase(name, pattern)]
+            matches = [name for pattern in chart.metrics for name in names if fnmatch.fnmatchcase(name, pattern)]
             if chart.title == "Learning rate":
-                wanted = wanted[:1]
-            for name in (wanted := list(dict.fromkeys(wanted))):
-                curves.draw(name)
-            wanted = [name for name in wanted if curves.drawn[name]]
-            used |= set(wanted)
-            if chart.apart and len(curves.groups) > 1 and len(wanted) > 1:
-                made += [{"title": f"{chart.title}: {name}", "metrics": [name], "log": chart.log} for name in wanted]
-            elif wanted:
-                made.append({"title": chart.title, "metrics": wanted, "log": chart.log})
-        if made:
-            found.append({"title": title, "charts": made})
-    rest = [n for n in names if n not in used and not any(fnmatch.fnmatchcase(n, never) for never in _NEVER_DRAWN)]
-    for name in rest:
-        curves.draw(name)
-    rest = [{"title": name, "metrics": [name], "log": False} for name in sorted(rest) if curves.drawn[name]]
-    return [*found, {"title": "All other metrics", "charts": rest, "closed": True}] if rest else found
+                matches = matches[:1]
+            metrics = [name for name in dict.fromkeys(matches) if curves.add(name)]
+            used |= set(metrics)
+            if chart.separate and len(curves.groups) > 1 and len(metrics) > 1:
+                section += [{"title": f"{chart.title}: {n}", "metrics": [n], "log": chart.log} for n in metrics]
+            elif metrics:
+                section.append({"title": chart.title, "metrics": metrics, "log": chart.log})
+        if section:
+            result.append({"title": title, "charts": section})
+    others = [n for n in names if n not in used and not any(fnmatch.fnmatchcase(n, pattern) for pattern in _NO_CHART)]
+    others = [name for name in others if curves.add(name)]
+    charts = [{"title": name, "metrics": [name], "log": False} for name in sorted(others)]
+    return [*result, {"title": "All other metrics", "charts": charts, "closed": True}] if charts else result
 
 
-def against(curves: Curves, x: str, y: str, root: bool = False, most: int = 400) -> list[dict[str, Any]]:
-    """Points of a metric against another, in the order of the updates: [{"group", "x", "y", "step"}].
+def scatter(curves: Curves, x: str, y: str, square_root: bool = False, max_points: int = 400) -> list[dict[str, Any]]:
+    """Points of metric y against metric x, ordered by update: [{"group", "x", "y", "step"}].
 
     Args:
       curves: of a tab.
       x, y: metrics.
-      root: of x the square root, 0 where it is below.
-      most: points of a group, evenly chosen.
+      square_root: use the square root of x, clipped at 0.
+      max_points: maximum number of points of a group, evenly spaced.
     """
-    found = []
+    result = []
     for i, group in enumerate(curves.groups):
-        across = curves.curve(group, x)
-        up = curves.curve(group, y).at(across.steps)
-        there = np.isfinite(across.mean) & np.isfinite(up)
-        steps, values, up = across.steps[there], across.mean[there], up[there]
+        x_curve = curves.curve(group, x)
+        y_values = curves.curve(group, y).at(x_curve.steps)
+        finite = np.isfinite(x_curve.mean) & np.isfinite(y_values)
+        steps, x_values, y_values = x_curve.steps[finite], x_curve.mean[finite], y_values[finite]
         if not len(steps):
             continue
-        kept = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int))
-        values = np.sqrt(np.maximum(values, 0.0)) if root else values
-        found.append({"group": i, "x": numbers(values[kept]), "y": numbers(up[kept]), "step": numbers(steps[kept])})
-    return found
+        kept = _evenly_spaced(len(steps), max_points)
+        x_values = np.sqrt(np.maximum(x_values, 0.0)) if square_root else x_values
+        points = {"x": rounded_list(x_values[kept]), "y": rounded_list(y_values[kept])}
+        result.append({"group": i, **points, "step": rounded_list(steps[kept])})
+    return result
+
+
+def _evenly_spaced(n: int, count: int) -> np.ndarray:
+    """At most `count` evenly spaced indices below n."""
+    return np.unique(np.linspace(0, n - 1, min(count, n)).astype(int))
 
 
 def clocks(curves: Curves) -> list[dict[str, Any]]:
-    """What stands below a curve in place of the update: [{"step", "episode", "hours"}] of each group, thinned."""
-    found = []
+    """Episodes and hours at steps, for the other x axes: [{"step", "episode", "hours"}] of each group, downsampled."""
+    result = []
     for group in curves.groups:
         episode, seconds = group.curve("episode"), group.curve("time/step")
         steps = episode.steps if len(episode.steps) >= len(seconds.steps) else seconds.steps
-        at = seconds.at(steps)
-        hours = np.cumsum(np.where(np.isfinite(at), at, 0.0)) / 3600
-        kept = np.unique(np.linspace(0, len(steps) - 1, min(300, len(steps))).astype(int)) if len(steps) else []
-        found.append(
+        if not len(steps):
+            result.append({"step": [], "episode": [], "hours": []})
+            continue
+        durations = seconds.at(steps)
+        hours = np.cumsum(np.where(np.isfinite(durations), durations, 0.0)) / 3600
+        kept = _evenly_spaced(len(steps), 300)
+        result.append(
             {
-                "step": numbers(steps[kept], 9),
-                "episode": numbers(episode.at(steps)[kept], 9),
-                "hours": numbers(hours[kept], 6),
+                "step": rounded_list(steps[kept], 9),
+                "episode": rounded_list(episode.at(steps)[kept], 9),
+                "hours": rounded_list(hours[kept], 6),
             }
-            if len(steps)
-            else {"step": [], "episode": [], "hours": []}
         )
-    return found
+    return result

@@ -1,11 +1,11 @@
-"""The parts of a page, as HTML. Everything from a run's folder is escaped."""
+"""The sections of the page as HTML. Text from run folders is escaped."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_jax.report import charts, read_run, table_data
@@ -15,7 +15,7 @@ from rlhf_jax.utils.text import duration, printable
 
 
 def e(value: Any) -> str:
-    """Text for HTML, in elements and in quoted attributes; what would turn the direction of reading as an escape."""
+    """Escapes text for HTML elements and quoted attributes. Marks that change the reading direction are escaped too."""
     text = value if isinstance(value, str) else str(value)
     return html.escape(printable(text).replace("\0", "\\x00"), quote=True)
 
@@ -27,7 +27,7 @@ def _number(value: float | int | None, digits: int = 4) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table of HTML cells; the first of a row is its head."""
+    """A table of HTML cells; the first cell of a row is its header."""
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
     lines = "".join(
         f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows
@@ -36,179 +36,175 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") 
     return f'<div class="scroll">{table}</div>'
 
 
-def runs(groups: Sequence[Group], name: str) -> str:
-    """How far the runs are, and their last numbers."""
-    columns: dict[str, str] = {}
-    rows = []
-    for i, group in enumerate(groups):
-        states = [table_data.status(run) for run in group.runs]
-        found = {item["metric"]: item for item in table_data.headlines(group, name)}
-        columns |= {metric: item["label"] for metric, item in found.items()}
-        rows.append((i, group, states, found))
+def runs(groups: Sequence[Group], tab: str) -> str:
+    """The table of runs: status, progress, latest metrics, time and memory."""
+    headlines = [{item["metric"]: item for item in table_data.headlines(group, tab)} for group in groups]
+    columns = {metric: item["label"] for items in headlines for metric, item in items.items()}
+    rows = [_run_row(i, group, tab, items, [*columns]) for i, (group, items) in enumerate(zip(groups, headlines))]
+    note = "Values are means over the last tenth of the updates (at most 20)"
+    if any(len(group.runs) > 1 for group in groups):
+        note += ", for several seeds mean ± standard deviation; bands show minimum and maximum"
     heads = ["run", "state", *map(e, columns.values()), "time", "memory"]
-    lines = []
-    for i, group, states, found in rows:
-        words = sorted({state["state"] for state in states})
-        done = min(state["updates"] for state in states)
-        total = states[0]["total"]
-        progress = f"{done:,}" + (f" of {total:,}" if total else "")
-        cells = [
-            f'<button class="run" data-group="{i}" data-tab="{e(name)}" aria-pressed="true" title="show or hide">'
-            f'<i class="dot" data-colour="{i}"></i>{e(group.label)}</button>',
-            f'<span class="state {e(words[0].split()[0])}">{e(", ".join(words))}</span>'
-            f"<br><small>{progress} updates</small>",
-        ]
-        for metric in columns:
-            item = found.get(metric)
-            if item is None:
-                cells.append("–")
-                continue
-            spread = "" if item["spread"] is None else f" <small>± {_number(item['spread'], 2)}</small>"
-            first = "" if metric.startswith("eval/") else f"<br><small>from {_number(item['first'], 3)}</small>"
-            cells.append(f"{_number(item['value'])}{spread}{first}")
-        seconds = [state["seconds"] for state in states if state["seconds"] is not None]
-        medians = [state["median"] for state in states if state["median"] is not None]
-        memory = [state["memory"] for state in states if state["memory"] is not None]
-        cells += [
-            (e(duration(sum(seconds) / len(seconds))) if seconds else "–")
-            + (f"<br><small>{_number(medians[0], 3)} s an update</small>" if medians else ""),
-            f"{max(memory):,.0f} MiB" if memory else "–",
-        ]
-        lines.append(cells)
-    seeds = any(len(group.runs) > 1 for group in groups)
-    note = "Numbers are means of the last tenth of the updates (at most 20)"
-    note += (
-        "; of several seeds the mean ± standard deviation, and bands are their least and greatest." if seeds else "."
+    problems = [f"{run.name}: {problem}" for group in groups for run in group.runs for problem in run.notes]
+    problems_html = "".join(f'<p class="note">{e(line)}</p>' for line in problems)
+    return f'<h2>Runs</h2>{_table(heads, rows, "runs")}<p class="quiet">{e(note)}.</p>{problems_html}'
+
+
+def _run_row(i: int, group: Group, tab: str, headlines: dict[str, Any], metrics: Sequence[str]) -> list[str]:
+    """Cells of a group in the table of runs; `headlines` by metric."""
+    statuses = [table_data.status(run) for run in group.runs]
+    states = sorted({status["state"] for status in statuses})
+    updates, total = min(status["updates"] for status in statuses), statuses[0]["total"]
+    progress = f"{updates:,}" + (f" of {total:,}" if total else "")
+    cells = [
+        f'<button class="run" data-group="{i}" data-tab="{e(tab)}" aria-pressed="true" title="show or hide">'
+        f'<i class="dot" data-colour="{i}"></i>{e(group.label)}</button>',
+        f'<span class="state {e(states[0].split()[0])}">{e(", ".join(states))}</span>'
+        f"<br><small>{progress} updates</small>",
+    ]
+    for metric in metrics:
+        item = headlines.get(metric)
+        if item is None:
+            cells.append("–")
+            continue
+        spread = "" if item["spread"] is None else f" <small>± {_number(item['spread'], 2)}</small>"
+        first = "" if metric.startswith("eval/") else f"<br><small>from {_number(item['first'], 3)}</small>"
+        cells.append(f"{_number(item['value'])}{spread}{first}")
+    seconds, medians, memory = (
+        [status[key] for status in statuses if status[key] is not None] for key in ("seconds", "median", "memory")
     )
-    notes = [f"{run.name}: {note}" for group in groups for run in group.runs for note in run.notes]
-    said = "".join(f'<p class="note">{e(line)}</p>' for line in notes)
-    return f'<h2>Runs</h2>{_table(heads, lines, "runs")}<p class="quiet">{e(note)}</p>{said}'
+    time_cell = e(duration(sum(seconds) / len(seconds))) if seconds else "–"
+    time_cell += f"<br><small>{_number(medians[0], 3)} s per update</small>" if medians else ""
+    return [*cells, time_cell, f"{max(memory):,.0f} MiB" if memory else "–"]
 
 
 def alarms(runs: Sequence[Run]) -> str:
-    """Alarms, updates in which something was not finite, and metrics that were not."""
-    items = []
-    for run in runs:
-        for alarm in read_run.alarms(run):
-            about = (table_data.explain(alarm["name"]) or table_data.explain("alarm/kl_above")).meaning
-            until = "still raised" if alarm["last"] is None else f"until update {alarm['last']:,}"
-            items.append(
-                f'<li class="alarm"><b>{e(alarm["name"].removeprefix("alarm/"))}</b> {e(run.name)}: from update '
-                f"{alarm['first']:,}, {until}. <small>{e(about)}</small></li>"
-            )
-        events, bad = read_run.not_finite(run)
-        for event in events:
-            causes = ", ".join(event["causes"]) or "see its rows"
-            applied = f"; {event['applied']} steps before that stay" if event["applied"] else ""
-            rows = "".join(
-                f"<li><code>{e(json.dumps(row, ensure_ascii=False)[:600])}</code></li>" for row in event["rows"]
-            )
-            more = f"<details><summary>rows</summary><ul>{rows}</ul></details>" if rows else ""
-            items.append(
-                f'<li class="bad"><b>not finite</b> {e(run.name)}, update {event["step"]:,}: '
-                f"{e(causes)}{applied}.{more}</li>"
-            )
-        if bad:
-            some = ", ".join(f"{name} ({count:,}, first at {first:,})" for name, (count, first) in [*bad.items()][:12])
-            items.append(
-                f'<li class="odd"><b>gaps</b> {e(run.name)}: updates in which a metric is no number: {e(some)}</li>'
-            )
+    """The list of alarms, non-finite updates and metrics with non-finite values."""
+    items = [item for run in runs for item in _alarm_items(run)]
     if not items:
-        return '<h2>Alarms</h2><p class="fine">No alarm was raised, and nothing was not finite.</p>'
+        return '<h2>Alarms</h2><p class="fine">No alarm was raised, and all values are finite.</p>'
     return f'<h2>Alarms <span class="count">{len(items)}</span></h2><ul class="alarms">{"".join(items)}</ul>'
 
 
+def _alarm_items(run: Run) -> Iterator[str]:
+    for alarm in read_run.alarm_periods(run):
+        about = (table_data.explain(alarm["name"]) or table_data.explain("alarm/kl_above")).meaning
+        until = "still raised" if alarm["last"] is None else f"until update {alarm['last']:,}"
+        yield (
+            f'<li class="alarm"><b>{e(alarm["name"].removeprefix("alarm/"))}</b> {e(run.name)}: from update '
+            f"{alarm['first']:,}, {until}. <small>{e(about)}</small></li>"
+        )
+    events, metrics = read_run.nonfinite_events(run)
+    for event in events:
+        causes = ", ".join(event["causes"]) or "see the rows"
+        applied = f"; the {event['applied']} steps before it were applied" if event["applied"] else ""
+        rows = "".join(f"<li><code>{e(json.dumps(row, ensure_ascii=False)[:600])}</code></li>" for row in event["rows"])
+        details = f"<details><summary>rows</summary><ul>{rows}</ul></details>" if rows else ""
+        yield (
+            f'<li class="bad"><b>non-finite</b> {e(run.name)}, update {event["step"]:,}: '
+            f"{e(causes)}{applied}.{details}</li>"
+        )
+    if metrics:
+        counts = ", ".join(f"{name} ({n:,}, first at {first:,})" for name, (n, first) in [*metrics.items()][:12])
+        yield f'<li class="odd"><b>gaps</b> {e(run.name)}: updates with a non-finite metric: {e(counts)}</li>'
+
+
 def comparisons(runs: Sequence[Run]) -> str:
-    """The table of what pipelines end with."""
-    found = table_data.comparisons(runs) if any(run.stage in charts.PAGES["policy"] for run in runs) else []
+    """The table of the comparisons at the end of pipelines."""
+    pipelines = table_data.comparisons(runs) if any(run.stage in charts.TABS["policy"] for run in runs) else []
     columns = {
         "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length",
         "eos_rate": "eos rate", "win_rate": "win rate over SFT",
     }  # fmt: skip
-    columns = {key: label for key, label in columns.items() if any(key in row for one in found for row in one["rows"])}
+    keys = {key for pipeline in pipelines for row in pipeline["rows"] for key in row}
+    columns = {key: label for key, label in columns.items() if key in keys}
     rows = []
-    for one in found:
-        for number, row in enumerate(one["rows"]):
-            cells = [e(one["name"]) if number == 0 else "", e(row["name"])]
+    for pipeline in pipelines:
+        for number, row in enumerate(pipeline["rows"]):
+            cells = [e(pipeline["name"]) if number == 0 else "", e(row["name"])]
             for key in columns:
                 error = f" <small>± {_number(float(row[f'{key}_se']), 2)}</small>" if f"{key}_se" in row else ""
                 cells.append(_number(float(row[key])) + error if key in row else "–")
             rows.append(cells)
     if not rows:
         return ""
-    return f"<h2>Held-out prompts at the end</h2>{_table(['pipeline', 'policy', *columns.values()], rows)}"
+    return f"<h2>Final policies on held-out prompts</h2>{_table(['pipeline', 'policy', *columns.values()], rows)}"
 
 
-def calibration(name: str, found: Sequence[dict[str, Any]]) -> str:
-    """The diagram of a reward model that has pairs to be held against, or why there is none."""
-    if name == "sft":
-        return ""
-    if found:
-        return (
-            '<h2>Calibration</h2><p class="quiet">How often the reward model ranks held-out pairs right, against how '
-            "sure it is, sigmoid(|margin|). On the line it is calibrated; below it is overconfident. Bars are standard "
-            'errors.</p><div class="grid"><figure class="card"><figcaption>Reliability '
-            f'<select data-bins="{e(name)}"></select></figcaption>'
-            f'<div class="plot" data-calibration="{e(name)}"></div></figure></div>'
+def trade_offs(gold: dict[str, Any] | None, tab: str) -> str:
+    """The charts of reward against √KL and against length."""
+    gold_chart = ""
+    if gold is not None:
+        gold_chart = (
+            f'<figure class="card"><figcaption>{e(gold["name"])} against √KL <small>measured, not trained on</small>'
+            f'</figcaption><div class="plot" data-scatter="measured" data-tab="{e(tab)}"></div></figure>'
         )
-    if name == "reward":
-        why = "no evaluation on pairs has been made yet, or the run was made before evaluations kept their margins"
-    else:
-        why = (
-            "a run of PPO or RLOO has scores of the policy's own responses and no judgements to hold them against. The "
-            "reward model's own run has: see its tab, or give its folder too"
-        )
-    return f'<h2>Calibration</h2><p class="note">No data for it here: {e(why)}.</p>'
-
-
-def samples(name: str, found: dict[str, Any]) -> str:
-    """The table of samples, which the page's script fills, or why there is none."""
-    if not found["files"]:
-        why = "completions/ is empty: the first samples come with num_sample_generations, or the run began without them"
-        return f'<h2>Samples</h2><p class="note">{e(why)}.</p>'
-    left = (
-        f" {found['left_out']:,} files between those shown were left out to keep the page small."
-        if found["left_out"]
-        else ""
+    return (
+        '<h2>Trade-offs</h2><div class="grid">'
+        '<figure class="card"><figcaption>Reward against √KL</figcaption>'
+        f'<div class="plot" data-scatter="frontier" data-tab="{e(tab)}"></div></figure>'
+        f"{gold_chart}"
+        '<figure class="card"><figcaption>Reward against length</figcaption>'
+        f'<div class="plot" data-scatter="lengths" data-tab="{e(tab)}"></div></figure></div>'
     )
+
+
+def calibration(tab: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The reliability diagram of reward models, or a note why there is none."""
+    if tab == "sft":
+        return ""
+    if rows:
+        return (
+            '<h2>Calibration</h2><p class="quiet">Accuracy of the reward model on held-out pairs against its '
+            "confidence, sigmoid(|margin|). On the line it is calibrated; below the line it is overconfident. Bars are "
+            'standard errors.</p><div class="grid"><figure class="card"><figcaption>Reliability '
+            f'<select data-bins="{e(tab)}"></select></figcaption>'
+            f'<div class="plot" data-calibration="{e(tab)}"></div></figure></div>'
+        )
+    if tab == "reward":
+        reason = "no evaluation on pairs yet, or the run has no calibration/ folder"
+    else:
+        reason = (
+            "a PPO or RLOO run has scores, but no preference labels to compare them with. The run of the reward model "
+            "has them: see its tab, or add its folder"
+        )
+    return f'<h2>Calibration</h2><p class="note">No data: {e(reason)}.</p>'
+
+
+def samples(tab: str, data: dict[str, Any]) -> str:
+    """The table of samples, which the page's script fills, or a note why there is none."""
+    if not data["files"]:
+        reason = "completions/ is empty: no samples yet, or num_sample_generations is 0"
+        return f'<h2>Samples</h2><p class="note">{e(reason)}.</p>'
+    left_out = f" {data['left_out']:,} files were left out to limit the page's size." if data["left_out"] else ""
     return f"""<h2>Samples</h2>
-<p class="quiet">Samples are nearly greedy answers to the same prompts; training rows are those that were learned from.
-Open a row's prompt for all of it, and for what other updates answered.{e(left)}</p>
-<div class="samples" data-samples="{e(name)}">
+<p class="quiet">Samples are almost greedy responses to the same prompts; training rows are responses that were trained
+on. Open a prompt to see it in full, and responses of other updates to it.{e(left_out)}</p>
+<div class="samples" data-samples="{e(tab)}">
 <div class="filters">
 <label>run <select class="of-run"></select></label>
 <label>rows <select class="of-kind"></select></label>
 <label>update <select class="of-step"></select></label>
 <label>colour <select class="of-colour"><option value="kl">KL to the reference</option>
 <option value="advantages">advantage</option><option value="">none</option></select></label>
-<label>ended <select class="of-end"><option value="">all</option><option value="yes">by itself</option>
-<option value="no">cut</option></select></label>
+<label>ended <select class="of-end"><option value="">all</option><option value="yes">complete</option>
+<option value="no">truncated</option></select></label>
 <label>score ≥ <input class="of-least" type="number" step="any"></label>
 <label>score ≤ <input class="of-most" type="number" step="any"></label>
 <label>sort <select class="of-order"><option value="">as written</option><option value="score">score</option>
-<option value="-score">score, falling</option><option value="-length">length</option>
+<option value="-score">score, descending</option><option value="-length">length</option>
 <option value="-kl">KL</option></select></label>
 <label class="wide">search <input class="of-text" type="search" placeholder="in prompts and responses"></label>
 </div>
 <p class="legend" aria-live="polite"></p>
 <div class="rows"></div>
-<p class="pages"><button class="before">‹ before</button> <span class="where"></span>
-<button class="after">after ›</button></p>
+<p class="pages"><button class="before">‹ previous</button> <span class="where"></span>
+<button class="after">next ›</button></p>
 </div>"""
 
 
-def measured(gold: dict[str, Any] | None, tab: str) -> str:
-    """The chart of a reward that is measured only; nothing where there is none."""
-    if gold is None:
-        return ""
-    return (
-        f'<figure class="card"><figcaption>{e(gold["name"])} against √KL <small>measured, not learned from</small>'
-        f'</figcaption><div class="plot" data-scatter="measured" data-tab="{e(tab)}"></div></figure>'
-    )
-
-
 def fits(gold: dict[str, Any] | None, groups: Sequence[Group]) -> str:
-    """The numbers of the lines of `measured`."""
+    """The table of the fits of the gold reward."""
     if gold is None or not gold["fits"]:
         return ""
     rows = [
@@ -216,12 +212,12 @@ def fits(gold: dict[str, Any] | None, groups: Sequence[Group]) -> str:
         + [_number(fit[name], 3) for name in ("alpha", "beta", "peak")]
         for fit in gold["fits"]
     ]
-    heads = ["fit of R(0) + d (α − β log d), d = √KL", "α", "β", "turns at d"]
-    return f"<h3>{e(gold['name'])}: the lines</h3>{_table(heads, rows)}"
+    heads = ["fit of R(0) + d (α − β log d), d = √KL", "α", "β", "maximum at d"]
+    return f"<h3>{e(gold['name'])}: fits</h3>{_table(heads, rows)}"
 
 
 def config(groups: Sequence[Group]) -> str:
-    """Options, with what the recipe and the dataclass had."""
+    """The table of options, with the recipe's values and the defaults."""
     rows = table_data.options(groups)
     several = len(groups) > 1
     recipes = [group.runs[0].recipe for group in groups]
@@ -234,26 +230,25 @@ def config(groups: Sequence[Group]) -> str:
             f'<td class="{"not-recipe" if changed_here else ""}"><code>{_value(value)}</code></td>'
             for value, changed_here in zip(row["values"], row["changed"], strict=True)
         ]
-        both = [_apart(row["recipes"]), _apart(row["defaults"])]
-        cells += [f"<td><code>{cell}</code></td>" for cell in both]
+        cells += [f"<td><code>{_distinct(values)}</code></td>" for values in (row["recipes"], row["defaults"])]
         hidden = "" if changed or row["differs"] or row["unusual"] else " hidden"
         name = f'<th scope="row" title="{e(row["about"])}">{e(row["name"])}</th>'
         lines.append(
             f'<tr class="{classes}" data-usual="{"" if row["unusual"] else "1"}"{hidden}>{name}{"".join(cells)}</tr>'
         )
     names = [
-        f"{group.label}: {recipe['config'] if recipe else 'made without a config file, so held against the defaults'}"
+        f"{group.label}: {recipe['config'] if recipe else 'none (no config file); compared with the defaults'}"
         for group, recipe in zip(groups, recipes, strict=True)
     ]
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    bold = "; bold: the runs differ" if several else ""
-    other = '<option value="differs">where the runs differ</option>' if several else ""
+    bold = "; bold: runs differ" if several else ""
+    differs = '<option value="differs">options in which runs differ</option>' if several else ""
     return f"""<h2>Config</h2>
-<p class="quiet">Recipe: {e("; ".join(names))}. Marked: not as the recipe has it{bold}.</p>
-<div class="filters"><label>show <select class="of-options"><option value="unusual">what is not the default</option>
-<option value="changed">what is not the recipe's</option>{other}
+<p class="quiet">Recipe: {e("; ".join(names))}. Marked: differs from the recipe{bold}.</p>
+<div class="filters"><label>show <select class="of-options"><option value="unusual">changed from the default</option>
+<option value="changed">changed from the recipe</option>{differs}
 <option value="all">all options</option></select></label>
-<label class="wide">search <input class="of-option" type="search" placeholder="name, meaning, value"></label></div>
+<label class="wide">search <input class="of-option" type="search" placeholder="name, description, value"></label></div>
 <div class="scroll"><table class="config"><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>"""
 
 
@@ -261,6 +256,6 @@ def _value(value: str | None) -> str:
     return "–" if value is None else "None" if value == "null" else e(re.sub(r'^"(.*)"$', r"\1", value))
 
 
-def _apart(values: Sequence[str | None]) -> str:
-    """A value that all have, or each of theirs."""
+def _distinct(values: Sequence[str | None]) -> str:
+    """The distinct values."""
     return " | ".join(_value(value) for value in dict.fromkeys(values))

@@ -1,5 +1,5 @@
 "use strict";
-// The page: tabs, theme, which charts there are, the filter of options.
+// The page: tabs, theme, creation of charts, filter of options.
 
 const tabs = JSON.parse(document.getElementById("data").textContent).tabs;
 const redraws = {};
@@ -10,7 +10,7 @@ function card(tab, chart) {
   const figure = element("figure", { class: "card" }, title, readout, box);
   if (explained.length) {
     title.title = explained.map((name) => `${name}: ${tab.metrics[name].filter(Boolean).join("\n")}`).join("\n\n");
-    const what = element("button", { class: "what", "aria-label": "what is it?", "aria-expanded": "false", text: "?" });
+    const what = element("button", { class: "what", "aria-label": "explain this metric", "aria-expanded": "false", text: "?" });
     what.addEventListener("click", () => {
       const open = figure.querySelector(".about");
       what.setAttribute("aria-expanded", String(!open));

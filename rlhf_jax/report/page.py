@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: no network, no other file. Everything from a run's folder is escaped."""
+"""The self-contained HTML page, without network access or other files. Text from run folders is escaped."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "plots.js", "samples.js", "page.js")
 
 
-def in_script(value: Any) -> str:
-    """JSON that may stand in a script element: no `<`, so that no text can end it."""
+def script_json(value: Any) -> str:
+    """JSON for a script element: `<` is escaped, so that no text can close the element."""
     return json_text(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
-    """What a tab's charts and tables are made of, and its HTML.
+def build_tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
+    """The data and the HTML of a tab.
 
     Args:
-      name: of charts.PAGES.
+      name: a key of charts.TABS.
       groups: of its stages, at least one.
 
     Returns:
@@ -38,67 +38,56 @@ def tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
     """
     runs = [run for group in groups for run in group.runs]
     curves = charts.Curves(groups)
-    drawn = charts.sections(curves)
-    shown = samples.collect(runs)
-    calibrated = table_data.calibration(runs)
-    gold = overoptimization.frontier(curves) if name == "policy" else None
+    sections = charts.sections(curves)
+    sample_data = samples.collect_samples(runs)
+    calibration = table_data.calibration(runs)
+    gold = overoptimization.gold_reward_chart(curves) if name == "policy" else None
     score = "objective/scores" if any("objective/scores" in group.names() for group in groups) else "reward"
     data = {
         "tab": name,
         "groups": [{"label": group.label, "seeds": len(group.runs)} for group in groups],
         "runs": [run.name for run in runs],
-        "sections": drawn,
+        "sections": sections,
         "clocks": charts.clocks(curves),
         "frontier": {
-            "train": charts.against(curves, "objective/kl", score, root=True),
-            "eval": charts.against(curves, "eval/kl", "eval/scores", root=True),
+            "train": charts.scatter(curves, "objective/kl", score, square_root=True),
+            "eval": charts.scatter(curves, "eval/kl", "eval/scores", square_root=True),
         },
         "measured": gold,
         "lengths": {
-            "train": charts.against(curves, "val/response_length", score),
-            "eval": charts.against(curves, "eval/response_length", "eval/scores"),
+            "train": charts.scatter(curves, "val/response_length", score),
+            "eval": charts.scatter(curves, "eval/response_length", "eval/scores"),
         },
-        "calibration": calibrated,
-        "samples": shown,
-        "curves": curves.drawn,
+        "calibration": calibration,
+        "samples": sample_data,
+        "curves": curves.data,
         "grids": curves.grids,
+        "metrics": table_data.tooltips([*curves.data]),
     }
-    data["metrics"] = table_data.tooltips([*curves.drawn])
     body = [html_parts.runs(groups, name), html_parts.alarms(runs), html_parts.comparisons(runs)]
-    body += [f'<div class="sections" data-sections="{e(name)}"></div>']
+    body.append(f'<div class="sections" data-sections="{e(name)}"></div>')
     if name == "policy":
-        body += [
-            '<h2>Trade-offs</h2><div class="grid">'
-            '<figure class="card"><figcaption>Reward against √KL <small>the frontier</small></figcaption>'
-            f'<div class="plot" data-scatter="frontier" data-tab="{e(name)}"></div></figure>'
-            f"{html_parts.measured(gold, name)}"
-            '<figure class="card"><figcaption>Reward against length <small>does it pay to be long?</small></figcaption>'
-            f'<div class="plot" data-scatter="lengths" data-tab="{e(name)}"></div></figure></div>',
-            html_parts.fits(gold, groups),
-        ]
-    body.append(html_parts.calibration(name, calibrated))
+        body += [html_parts.trade_offs(gold, name), html_parts.fits(gold, groups)]
+    body.append(html_parts.calibration(name, calibration))
     if name == "policy":
-        body.append(html_parts.samples(name, shown))
+        body.append(html_parts.samples(name, sample_data))
     body.append(html_parts.config(groups))
     return data, "\n".join(body)
 
 
-def page(groups: Sequence[Group], title: str, made: float | None = None) -> str:
-    """The whole page.
+def render_page(groups: Sequence[Group], title: str, created: float | None = None) -> str:
+    """The page as HTML.
 
     Args:
       groups: of all stages.
       title: of the page.
-      made: seconds since 1970; None: now.
-
-    Returns:
-      HTML.
+      created: seconds since 1970; None: now.
     """
-    made = time.time() if made is None else made
-    tabs = {name: [g for g in groups if g.stage in stages] for name, stages in charts.PAGES.items()}
+    created = time.time() if created is None else created
+    tabs = {name: [g for g in groups if g.stage in stages] for name, stages in charts.TABS.items()}
     tabs = {name: members for name, members in tabs.items() if members}
-    contents = {name: tab(name, members) for name, members in tabs.items()}
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made))
+    contents = {name: build_tab(name, members) for name, members in tabs.items()}
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(created))
     count = sum(len(group.runs) for group in groups)
     buttons = "".join(
         f'<button role="tab" id="button-{n}" aria-controls="tab-{n}">{e(charts.TITLES[n])}</button>' for n in tabs
@@ -109,7 +98,7 @@ def page(groups: Sequence[Group], title: str, made: float | None = None) -> str:
     )
     style, script = ("\n".join((_HERE / file).read_text(encoding="utf-8") for file in f) for f in (_STYLES, _SCRIPTS))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
-    whole = {"tabs": [data for data, _ in contents.values()]}
+    page_data = {"tabs": [data for data, _ in contents.values()]}
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -124,20 +113,20 @@ def page(groups: Sequence[Group], title: str, made: float | None = None) -> str:
 <body>
 <header>
 <div><h1>{e(title)}</h1>
-<p class="quiet">{count} {"run" if count == 1 else "runs"}, as of {e(when)}</p></div>
+<p class="quiet">{count} {"run" if count == 1 else "runs"}, {e(when)}</p></div>
 <div class="tools">
-<label>x <select id="across"><option value="step">update</option><option value="episode">episodes</option>
+<label>x axis <select id="across"><option value="step">update</option><option value="episode">episodes</option>
 <option value="hours">hours</option></select></label>
 <label>smooth <input id="smooth" type="range" min="0" max="0.98" step="0.02" value="0"></label>
-<button id="theme" title="light or dark">◐</button>
+<button id="theme" title="switch between light and dark">◐</button>
 </div>
 </header>
 <nav role="tablist"{" hidden" if len(tabs) < 2 else ""}>{buttons}</nav>
-<noscript><p class="note">The charts and the samples need JavaScript; tables and configs are below.</p></noscript>
+<noscript><p class="note">Charts and samples need JavaScript; tables and configs do not.</p></noscript>
 <main>{sections}</main>
-<footer class="quiet">Made by python -m rlhf_jax.report. What each metric is: the ? of a chart, or docs/metrics.md.
-Charts by uPlot (MIT, © Leon Sorokin).</footer>
-<script type="application/json" id="data">{in_script(whole)}</script>
+<footer class="quiet">Created by python -m rlhf_jax.report. Metrics are explained by the ? of a chart and in
+docs/metrics.md. Charts by uPlot (MIT, © Leon Sorokin).</footer>
+<script type="application/json" id="data">{script_json(page_data)}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -149,7 +138,7 @@ def _hash(text: str) -> str:
 
 
 def save(path: str, text: str) -> None:
-    """Writes a page whole, or not at all: it may be open in a browser.
+    """Writes a page atomically, since it may be open in a browser.
 
     Raises:
       UserError: the file cannot be written.
@@ -157,4 +146,4 @@ def save(path: str, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}). Give another --out") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}). Set another --out") from error

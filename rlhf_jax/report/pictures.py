@@ -1,4 +1,4 @@
-"""PNGs of the curves that a paper or a message wants, by matplotlib, which only this file needs."""
+"""PNG pictures of the main curves, by matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.report import charts, overoptimization
-from rlhf_jax.report.series import Group, thinned
+from rlhf_jax.report.series import Group, downsample
 
-NEEDED = "matplotlib is not installed (pip install '.[report]', or give --no_png)"
+MISSING_MATPLOTLIB = "matplotlib is not installed (pip install '.[report]', or give --no_png)"
 PANELS = {
     "policy": (
         ("score", ("objective/scores", "eval/scores")),
         ("KL to the reference, nats", ("objective/kl",)),
         ("entropy of a token, nats", ("policy/entropy_avg",)),
         ("response length, tokens", ("val/response_length",)),
-        ("responses that end", ("eos_rate",)),
+        ("responses that end with eos", ("eos_rate",)),
         ("√KL against score", ()),
     ),
     "reward": (("loss", ("loss", "eval/loss")), ("accuracy", ("accuracy", "eval/accuracy")), ("margin", ("margin",))),
@@ -32,18 +32,18 @@ def available() -> bool:
 
 
 def draw(groups: Sequence[Group], stem: str) -> list[str]:
-    """Writes STEM-policy.png, STEM-reward.png and STEM-sft.png of the stages that are there; their paths.
+    """Writes STEM-policy.png, STEM-reward.png and STEM-sft.png of the stages with runs. Returns their paths.
 
     Raises:
-      UserError: without matplotlib, or where they cannot be written.
+      UserError: matplotlib is missing, or a file cannot be written.
     """
     if not available():
-        raise UserError(NEEDED)
+        raise UserError(MISSING_MATPLOTLIB)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     paths = []
-    for tab, stages in charts.PAGES.items():
+    for tab, stages in charts.TABS.items():
         curves = charts.Curves([group for group in groups if group.stage in stages])
         if not curves.groups:
             continue
@@ -63,32 +63,36 @@ def draw(groups: Sequence[Group], stem: str) -> list[str]:
         try:
             figure.savefig(paths[-1])
         except OSError as error:
-            raise UserError(f"{paths[-1]} cannot be written ({error.strerror}). Give another --out") from error
+            raise UserError(f"{paths[-1]} cannot be written ({error.strerror}). Set another --out") from error
     return paths
 
 
 def _panel(axes, curves: charts.Curves, metrics: Sequence[str]) -> None:
-    """Curves of metrics, those after the first dashed; of no metric the frontier, and the fits of a reward that is
-    only measured."""
+    """Draws metrics over updates, the first solid and others dashed; without metrics the scores against √KL, with the
+    gold reward and its fits."""
+    if not metrics:
+        _score_panel(axes, curves)
+        return
+    axes.set_xlabel("update")
     for i, group in enumerate(curves.groups):
-        colour = f"C{i % 10}"
-        for place, name in enumerate(metrics):
-            curve = thinned(curves.curve(group, name))
+        color = f"C{i % 10}"
+        for index, name in enumerate(metrics):
+            curve = downsample(curves.curve(group, name))
             if not np.isfinite(curve.mean).any():
                 continue
-            label = group.label.replace("$", r"\$") + (f", {name}" if place else "")
-            axes.plot(curve.steps, curve.mean, color=colour, lw=1.3, ls="--" if place else "-", label=label)
+            label = group.label.replace("$", r"\$") + (f", {name}" if index else "")
+            axes.plot(curve.steps, curve.mean, color=color, lw=1.3, ls="--" if index else "-", label=label)
             if curve.count > 1:
-                axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, lw=0)
-    if not metrics:
-        for found in charts.against(curves, "objective/kl", "objective/scores", root=True):
-            axes.scatter(found["x"], found["y"], s=8, color=f"C{found['group'] % 10}", alpha=0.6)
-        if gold := overoptimization.frontier(curves):
-            for found in gold["train"]:
-                axes.scatter(found["x"], found["y"], s=12, marker="x", color=f"C{found['group'] % 10}", alpha=0.4)
-            for found in gold["fits"]:
-                axes.plot(found["x"], found["y"], color=f"C{found['group'] % 10}", lw=1.8)
-            axes.set_ylabel(f"score (dots), {gold['name']} (crosses, fits)".replace("$", r"\$"), fontsize=8)
-        axes.set_xlabel("√KL")
-    else:
-        axes.set_xlabel("update")
+                axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, lw=0)
+
+
+def _score_panel(axes, curves: charts.Curves) -> None:
+    axes.set_xlabel("√KL")
+    for points in charts.scatter(curves, "objective/kl", "objective/scores", square_root=True):
+        axes.scatter(points["x"], points["y"], s=8, color=f"C{points['group'] % 10}", alpha=0.6)
+    if gold := overoptimization.gold_reward_chart(curves):
+        for points in gold["train"]:
+            axes.scatter(points["x"], points["y"], s=12, marker="x", color=f"C{points['group'] % 10}", alpha=0.4)
+        for fit in gold["fits"]:
+            axes.plot(fit["x"], fit["y"], color=f"C{fit['group'] % 10}", lw=1.8)
+        axes.set_ylabel(f"score (dots), {gold['name']} (crosses, fits)".replace("$", r"\$"), fontsize=8)

@@ -1,5 +1,5 @@
 "use strict";
-// Charts. A chart is made anew when what it shows changes: it takes a millisecond.
+// Charts. A chart is rebuilt whenever its data or settings change, which takes a millisecond.
 
 const settings = { across: "step", smooth: 0, hidden: {} };
 const ACROSS = { step: "update", episode: "episodes", hours: "hours" };
@@ -41,7 +41,7 @@ function axisNumber(x) {
   return String(+x.toPrecision(4));
 }
 
-// Where steps stand on the axis that is chosen: steps themselves, or what the group's clock says of them.
+// Steps in units of the selected x axis: unchanged, or interpolated from the group's clock.
 function across(tab, group, steps) {
   const clock = tab.clocks[group], of = clock[settings.across];
   if (settings.across === "step" || !clock.step.length) return steps;
@@ -54,7 +54,7 @@ function across(tab, group, steps) {
   });
 }
 
-// An exponential mean, started without a bias; gaps stay gaps.
+// Exponential moving average with bias correction; gaps remain gaps.
 function smoothed(values, weight) {
   let mean = 0, mass = 0;
   return values.map((x) => {
@@ -99,7 +99,7 @@ function curve(tab, chart, box, readout) {
   for (const [m, metric] of chart.metrics.entries()) {
     for (const [g, drawn] of Object.entries(tab.curves[metric])) {
       if (hidden.has(+g)) continue;
-      const weight = metric.startsWith("eval") ? 0 : settings.smooth; // few, and means of many
+      const weight = metric.startsWith("eval") ? 0 : settings.smooth; // evaluations are few, and each averages many samples
       const shade = colour(one ? m : +g), few = drawn.y.length < 60, alone = drawn.y.length < 2;
       const x = across(tab, +g, tab.grids[drawn.x]), table = [x];
       const dash = !one && m ? [6, 4] : undefined;
@@ -133,7 +133,7 @@ function curve(tab, chart, box, readout) {
     return;
   }
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  if (!one && chart.metrics.length > 1) readout.append(element("span", { text: `lines ${chart.metrics[0]}, dashes ${chart.metrics.slice(1).join(", ")}` }));
+  if (!one && chart.metrics.length > 1) readout.append(element("span", { text: `solid: ${chart.metrics[0]}, dashed: ${chart.metrics.slice(1).join(", ")}` }));
   const items = {};
   for (const line of lines) {
     line.value = element("b");
@@ -141,7 +141,7 @@ function curve(tab, chart, box, readout) {
     if (known) known.append(" ╌ ", line.value);
     else readout.append((items[line.group] = element("span", {}, mark(line), `${line.name} `, line.value)));
   }
-  const said = (u, at) => {
+  const showValues = (u, at) => {
     for (const line of lines) {
       let i = at ?? u.data[0].length - 1;
       while (i > 0 && (u.data[line.at][i] === undefined || u.data[line.at][i] === null)) i--;
@@ -153,7 +153,7 @@ function curve(tab, chart, box, readout) {
     width, height, series, bands, legend: { show: false }, axes: axes([ACROSS[settings.across]]),
     cursor: { sync: { key: tab.tab }, points: { size: 6 } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-    hooks: { setCursor: [(u) => said(u, u.cursor.idx)], ready: [(u) => said(u, null)] },
+    hooks: { setCursor: [(u) => showValues(u, u.cursor.idx)], ready: [(u) => showValues(u, null)] },
   }, data, box));
 }
 
@@ -173,7 +173,7 @@ function scatter(tab, name, box, readout) {
   const all = clouds.flatMap((cloud) => cloud.x.map((x, i) => [x, cloud.y[i]])).sort((a, b) => a[0] - b[0]);
   readout.replaceChildren();
   if (!all.length) {
-    readout.textContent = "no run here has both yet";
+    readout.textContent = "no run has both metrics yet";
     box.plot?.destroy();
     box.plot = undefined;
     box.replaceChildren();
@@ -221,17 +221,17 @@ function scatter(tab, name, box, readout) {
         const far = (u.valToPos(x, "x") - left) ** 2 + (u.valToPos(cloud.y[i], "y") - top) ** 2;
         if (far < least) [least, best] = [far, [cloud, i]];
       });
-    if (best === null) return said();
+    if (best === null) return showLegend();
     const [cloud, i] = best, where = tab.groups.length > 1 ? `${tab.groups[cloud.group].label}, ` : "";
-    const held = cloud.kind === "eval" ? "held out, " : "";
+    const held = cloud.kind === "eval" ? "held-out, " : "";
     readout.textContent = `${where}${held}update ${short(cloud.step[i])}: ${labels[0]} ${short(cloud.x[i])}, score ${short(cloud.y[i])}`;
   };
-  const said = () => {
-    const held = clouds.some((cloud) => cloud.kind === "eval") ? "; rings: held out" : "";
+  const showLegend = () => {
+    const held = clouds.some((cloud) => cloud.kind === "eval") ? "; rings: held-out" : "";
     const fits = tab[name].fits?.length ? "; lines: fits" : "";
-    readout.textContent = `dots: updates, stronger is later${held}${fits}`;
+    readout.textContent = `dots: updates, darker is later${held}${fits}`;
   };
-  said();
+  showLegend();
   fitted(box, (width, height) => new uPlot({
     width, height, legend: { show: false }, axes: axes(labels), scales: { x: { time: false, range: padded } },
     series: [{}, { paths: () => null, points: { show: false } }], cursor: { points: { show: false } },
@@ -276,14 +276,14 @@ function reliability(found, box, readout) {
   const all = `${short(found.pairs)} pairs, calibration error ${short(found.error)}`;
   readout.textContent = all;
   fitted(box, (width, height) => new uPlot({
-    width, height, legend: { show: false }, axes: axes(["confidence", "right"]),
+    width, height, legend: { show: false }, axes: axes(["confidence", "accuracy"]),
     scales: { x: { time: false, range: () => [0.48, 1.02] }, y: { range: () => [Math.min(0.38, ...y) - 0.02, 1.02] } },
     series: [{}, { paths: () => null, points: { show: false } }], cursor: { points: { show: false } },
     hooks: {
       draw: [paint],
       setCursor: [(u) => {
         const bin = bins[u.cursor.idx ?? -1];
-        readout.textContent = bin ? `${short(bin[2])} pairs: sure ${short(bin[0])}, right ${short(bin[1])}` : all;
+        readout.textContent = bin ? `${short(bin[2])} pairs: confidence ${short(bin[0])}, accuracy ${short(bin[1])}` : all;
       }],
     },
   }, [x, y], box));

@@ -1,4 +1,4 @@
-"""What a run's folder has, read as it is found: a run may be writing to it, or have been killed while it did."""
+"""Reading of run folders. It tolerates incomplete files: a run may be writing to them, or was killed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rlhf_jax.config import STAGES
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json, short_repr
 
-MOST_ROWS = 64
-"""Rows of a file of samples that are read; its first ones."""
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MAX_ROWS = 64
+"""Maximum number of rows read from a file of samples."""
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 Series = tuple[array.array, array.array]
-"""Steps, and values of a metric: NaN where it was one."""
+"""(steps, values) of a metric; values may be NaN."""
 
 
 @dataclasses.dataclass
 class Run:
-    """A stage's folder.
+    """The folder of a stage.
 
     Attributes:
       path: of the folder.
-      name: what distinguishes it from the others of the page.
+      name: unique among the runs of the page.
       stage: sft, reward, ppo or rloo.
       config: options by name.
-      recipe: {"config": what --config named, "options": its values}, or None.
-      series: of each metric and timing by name.
-      finished: what finished.json says, or None.
-      notes: what could not be read.
+      recipe: {"config": argument of --config, "options": its values}, or None.
+      series: of each metric and timing, by name.
+      finished: content of finished.json, or None.
+      notes: problems found while reading.
     """
 
     path: str
@@ -48,34 +48,34 @@ class Run:
 
     @property
     def updates(self) -> int:
-        """The last update of which there are metrics."""
+        """The last update with metrics."""
         return max((int(steps[-1]) for steps, _ in self.series.values() if len(steps)), default=0)
 
     def files(self, folder: str, pattern: str) -> list[tuple[int, str]]:
-        """(step, path) of the files of a folder whose names are like a pattern with the step as its group, in order."""
-        where = os.path.join(self.path, folder)
-        names = os.listdir(where) if os.path.isdir(where) else []
-        found = [(int(match[1]), os.path.join(where, name)) for name in names if (match := re.fullmatch(pattern, name))]
-        return sorted(found)
+        """(step, path) of the files in a folder whose names match a pattern with the step as its group, sorted."""
+        parent = os.path.join(self.path, folder)
+        names = os.listdir(parent) if os.path.isdir(parent) else []
+        matches = [(re.fullmatch(pattern, name), os.path.join(parent, name)) for name in names]
+        return sorted((int(match[1]), path) for match, path in matches if match)
 
-    def rows(self, path: str, most: int | None = MOST_ROWS) -> list[dict[str, Any]]:
-        """The first objects of a file of JSON lines; a note where some cannot be read."""
-        found, bad = [], 0
-        for row in objects(path):
+    def rows(self, path: str, max_rows: int = MAX_ROWS) -> list[dict[str, Any]]:
+        """The first objects of a file of JSON lines. Adds a note about lines that cannot be read."""
+        rows, bad = [], 0
+        for row in read_json_lines(path):
             if row is None:
                 bad += 1
-            elif most is None or len(found) < most:
-                found.append(row)
+            elif len(rows) < max_rows:
+                rows.append(row)
             else:
                 break
         if bad:
             self.notes.append(f"{os.path.relpath(path, self.path)}: {bad} lines are no JSON objects, and left out")
-        return found
+        return rows
 
 
-def objects(path: str) -> Iterator[dict[str, Any] | None]:
-    """The objects of a file of JSON lines, one by one; None for a line that is none. A torn last line is passed over:
-    somebody is writing it. Nothing of a file that is not there."""
+def read_json_lines(path: str) -> Iterator[dict[str, Any] | None]:
+    """The objects of a file of JSON lines; None for a line that is no object. An incomplete last line, which the run
+    may be writing, is skipped. A file that cannot be opened is empty."""
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
@@ -89,65 +89,67 @@ def objects(path: str) -> Iterator[dict[str, Any] | None]:
         return
 
 
-def number(value: Any) -> float | None:
-    """A number as `metrics.json_value` writes it, NaN and the infinities too; None of anything else."""
+def parse_number(value: Any) -> float | None:
+    """A number from a file of metrics, where NaN and infinities are strings; None for any other value."""
     if isinstance(value, str):
-        return _NOT_FINITE.get(value)
+        return _NONFINITE.get(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 2**1000 else None
 
 
-def object_in(path: str) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none."""
+def read_json_object(path: str) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is none."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            found = parse_json(file.read())
+            value = parse_json(file.read())
     except (OSError, json.JSONDecodeError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def stage_of(folder: str) -> str | None:
-    """The stage whose run is in a folder; None: it is no run's folder."""
-    stage = (object_in(os.path.join(folder, "config.json")) or {}).get("stage")
+    """The stage of a run's folder; None for another folder."""
+    stage = (read_json_object(os.path.join(folder, "config.json")) or {}).get("stage")
     return stage if isinstance(stage, str) and stage in STAGES else None
 
 
-def folders(given: Sequence[str]) -> list[str]:
-    """The stages' folders in the folders that are given: themselves, or up to two levels below.
+def find_run_folders(run_dirs: Sequence[str]) -> list[str]:
+    """The folders of stages: the arguments, or folders up to two levels below them.
 
     Raises:
-      UserError: one is not there, or holds no run.
+      UserError: a folder does not exist or holds no run.
     """
-    found = []
-    for path in given:
+    run_folders = []
+    for path in run_dirs:
         path = os.path.abspath(os.path.expanduser(path))
         if not os.path.isdir(path):
-            raise UserError(f"{path}: there is no such folder. Give a run's --run_dir")
-        here = (
-            [path] if stage_of(path) else [stage for folder in (path, *_subfolders(path)) for stage in _below(folder)]
-        )
-        if not here:
+            raise UserError(f"{path}: there is no such folder. Pass the --run_dir of a run")
+        if stage_of(path):
+            stages = [path]
+        else:
+            stages = [stage for folder in (path, *_subfolders(path)) for stage in _stage_folders(folder)]
+        if not stages:
             raise UserError(
-                f"{path} holds no run: neither it nor a folder in it has a config.json of a run. Give a run's --run_dir"
+                f"{path} holds no run: neither it nor a subfolder has a run's config.json. Pass the --run_dir of a run"
             )
-        found += here
-    return list(dict.fromkeys(found))
+        run_folders += stages
+    return list(dict.fromkeys(run_folders))
 
 
 def _subfolders(path: str) -> list[str]:
     return sorted(entry.path for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _below(path: str) -> Iterator[str]:
+def _stage_folders(path: str) -> Iterator[str]:
+    """The subfolders that hold a stage, in the order of stages."""
     order = list(STAGES)
     stages = {sub: stage for sub in _subfolders(path) if (stage := stage_of(sub))}
     yield from sorted(stages, key=lambda sub: (order.index(stages[sub]), sub))
 
 
-def names(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of paths by which they are distinguished, of two parts at least where there are several."""
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The shortest unique ends of paths, of at least two components if there are several paths."""
     parts = [path.strip(os.sep).split(os.sep) for path in paths]
     for count in range(1 if len(paths) == 1 else 2, max(map(len, parts), default=1) + 1):
         ends = ["/".join(part[-count:]) for part in parts]
@@ -157,13 +159,13 @@ def names(paths: Sequence[str]) -> list[str]:
 
 
 def read(path: str, name: str) -> Run:
-    """Reads a stage's folder but for its samples."""
-    config = object_in(os.path.join(path, "config.json")) or {}
+    """Reads the folder of a stage, except its samples."""
+    config = read_json_object(os.path.join(path, "config.json")) or {}
     stage = config.pop("stage")
-    recipe = object_in(os.path.join(path, "recipe.json"))
+    recipe = read_json_object(os.path.join(path, "recipe.json"))
     if recipe is not None and not (isinstance(recipe.get("config"), str) and isinstance(recipe.get("options"), dict)):
         recipe = None
-    finished = object_in(os.path.join(path, "finished.json"))
+    finished = read_json_object(os.path.join(path, "finished.json"))
     run = Run(path, name, stage, config, recipe, {}, finished, [])
     for file in ("metrics.jsonl", "timings.jsonl"):
         _read_series(run, file)
@@ -173,16 +175,16 @@ def read(path: str, name: str) -> Run:
 
 
 def _read_series(run: Run, file: str) -> None:
-    """The columns of a file of lines with a step. A second line of a step (an evaluation) adds to the first."""
-    bad, odd = 0, set()
-    for row in objects(os.path.join(run.path, file)):
+    """Adds the columns of a file of JSON lines with a step. Lines of the same step (as of an evaluation) are merged."""
+    bad, not_numbers = 0, set()
+    for row in read_json_lines(os.path.join(run.path, file)):
         step = None if row is None else row.pop("step", None)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
             bad += 1
             continue
         for name, value in row.items():
-            if (value := number(value)) is None:
-                odd.add(name)
+            if (value := parse_number(value)) is None:
+                not_numbers.add(name)
                 continue
             steps, values = run.series.setdefault(name, (array.array("d"), array.array("d")))
             if not steps or steps[-1] < step:
@@ -194,14 +196,14 @@ def _read_series(run: Run, file: str) -> None:
                 bad += 1
     if bad:
         run.notes.append(f"{file}: {bad} values or lines are out of order or no JSON objects, and left out")
-    if odd:
-        some = ", ".join(short_repr(name, 60) for name in sorted(odd)[:5])
-        run.notes.append(f"{file}: {some} {'are' if len(odd) > 1 else 'is'} no number, and left out")
+    if not_numbers:
+        names = ", ".join(short_repr(name, 60) for name in sorted(not_numbers)[:5])
+        run.notes.append(f"{file}: {names} {'are' if len(not_numbers) > 1 else 'is'} no number, and left out")
 
 
-def alarms(run: Run) -> list[dict[str, Any]]:
-    """[{"name", "first", "last"}]: the updates at which each alarm began and had ended (None: it stands)."""
-    found = []
+def alarm_periods(run: Run) -> list[dict[str, Any]]:
+    """[{"name", "first", "last"}]: the updates at which each alarm was raised and cleared (None: still raised)."""
+    periods = []
     for name, (steps, values) in run.series.items():
         if not name.startswith("alarm/"):
             continue
@@ -210,27 +212,27 @@ def alarms(run: Run) -> list[dict[str, Any]]:
             if value and first is None:
                 first = int(step)
             elif not value and first is not None:
-                found.append({"name": name, "first": first, "last": int(step)})
+                periods.append({"name": name, "first": first, "last": int(step)})
                 first = None
         if first is not None:
-            found.append({"name": name, "first": first, "last": None})
-    return sorted(found, key=lambda alarm: alarm["first"])
+            periods.append({"name": name, "first": first, "last": None})
+    return sorted(periods, key=lambda period: period["first"])
 
 
-def not_finite(run: Run, most: int = 20) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
-    """What was not finite.
+def nonfinite_events(run: Run, limit: int = 20) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
+    """Non-finite updates and metrics.
 
     Returns:
-      ([{"step", "causes", "applied", "rows"}] of the first `most` bad updates, {metric: (updates at which it was not
-      finite, the first)})
+      ([{"step", "causes", "applied", "rows"}] of the first `limit` non-finite updates, {metric: (number of updates with
+      a non-finite value, the first of them)})
     """
     causes: dict[int, list[str]] = {}
     for name, (steps, values) in run.series.items():
-        part = name.removeprefix("nonfinite/")
-        if part != name and part not in ("updates", "in_a_row", "steps_applied"):
+        cause = name.removeprefix("nonfinite/")
+        if cause != name and cause not in ("updates", "in_a_row", "steps_applied"):
             for step, value in zip(steps, values, strict=True):
                 if value:
-                    causes.setdefault(int(step), []).append(part)
+                    causes.setdefault(int(step), []).append(cause)
     applied = dict(zip(*run.series.get("nonfinite/steps_applied", ((), ())), strict=True))
     files = dict(run.files("nonfinite", r"(\d+)\.jsonl"))
     events = [
@@ -240,11 +242,11 @@ def not_finite(run: Run, most: int = 20) -> tuple[list[dict[str, Any]], dict[str
             "applied": int(applied.get(step, 0)),
             "rows": run.rows(files[step], 4) if step in files else [],
         }
-        for step in sorted({*causes, *files})[:most]
+        for step in sorted({*causes, *files})[:limit]
     ]
-    bad = {}
+    metrics = {}
     for name, (steps, values) in run.series.items():
-        where = [int(step) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-        if where:
-            bad[name] = (len(where), where[0])
-    return events, bad
+        nonfinite_steps = [int(step) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+        if nonfinite_steps:
+            metrics[name] = (len(nonfinite_steps), nonfinite_steps[0])
+    return events, metrics

@@ -1,5 +1,5 @@
 "use strict";
-// The table of samples. Everything in it is text from a model: it goes in as text nodes only.
+// The table of samples. All content is text from a model, and is inserted as text nodes only.
 
 const PAGE = 20;
 
@@ -53,7 +53,7 @@ function samplesOf(tab, root) {
     return found;
   }
 
-  // The size that gets the full colour: nearly all tokens are below it.
+  // The absolute value with full color: the 98th percentile.
   function scaleOf(rows, name) {
     const sizes = rows.flatMap((row) => row[name] ?? (name === "advantages" && row.advantage !== undefined ? [row.advantage] : []));
     const sorted = sizes.filter((x) => x !== null).map(Math.abs).sort((a, b) => a - b);
@@ -71,7 +71,7 @@ function samplesOf(tab, root) {
     const scale = name ? scaleOf(found.map(({ row }) => row), name) : 0;
     part(".rows").replaceChildren(...found.slice(first, first + PAGE).map(({ row }) => card(row, name, scale, words)));
     part(".where").textContent = found.length
-      ? `${first + 1} to ${Math.min(first + PAGE, found.length)} of ${found.length}` : "no row is like that";
+      ? `${first + 1} to ${Math.min(first + PAGE, found.length)} of ${found.length}` : "no matching rows";
     part(".before").disabled = first === 0;
     part(".after").disabled = first + PAGE >= found.length;
     legend(name, scale, found.length);
@@ -83,13 +83,13 @@ function samplesOf(tab, root) {
     if (!name || !count) return;
     const what = { kl: "log π − log π_ref of a token, nats", advantages: "advantage" }[name];
     if (!scale) {
-      line.textContent = { kl: "no KL of tokens is stored for these rows", advantages: "no advantages are stored for these rows" }[name];
+      line.textContent = { kl: "these rows have no KL of tokens", advantages: "these rows have no advantages" }[name];
       return;
     }
     const ramp = element("i", { class: "ramp" });
     const [up, down] = [css("--up"), css("--down")], most = css("--shade");
     ramp.style.background = `linear-gradient(90deg, rgba(${down}, ${most}), transparent, rgba(${up}, ${most}))`;
-    line.append(`${what}: −${short(scale)}`, ramp, `+${short(scale)}; point at a token for its value`);
+    line.append(`${what}: −${short(scale)}`, ramp, `+${short(scale)}; hover over a token for its value`);
   }
 
   function marked(parent, text, words) {
@@ -133,13 +133,13 @@ function samplesOf(tab, root) {
     fact(line, "length", row.length ?? row.tokens?.length);
     fact(line, "KL", total(row));
     fact(line, "advantage", row.advantage);
-    if (row.ended !== undefined) line.append(row.ended ? "ended" : "cut");
+    if (row.ended !== undefined) line.append(row.ended ? "ended" : "truncated");
     for (const [name, value] of Object.entries(row.more ?? {})) fact(line, name, value);
     return line;
   }
 
   function card(row, name, scale, words) {
-    const details = element("details", {}, element("summary", { text: prompts[row.p].replace(/\s+/g, " ").trim() || "(no prompt)", title: "the prompt, and what other updates answered" }));
+    const details = element("details", {}, element("summary", { text: prompts[row.p].replace(/\s+/g, " ").trim() || "(no prompt)", title: "the full prompt, and responses of other updates" }));
     details.addEventListener("toggle", () => {
       if (!details.open || details.childElementCount > 1) return;
       const prompt = element("div", { class: "prompt", dir: "auto" });

@@ -1,4 +1,4 @@
-"""Curves: seeds of one config as a band, long series thinned so that no peak is lost."""
+"""Curves of metrics: aggregation over seeds, and downsampling that keeps peaks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 from rlhf_jax.config.diff import MAY_DIFFER, matches
 from rlhf_jax.report.read_run import Run
 
-MOST_POINTS = 600
-"""Points of a curve."""
+MAX_POINTS = 600
+"""Maximum number of points of a curve."""
 
 
 @dataclasses.dataclass
 class Group:
-    """Runs whose configs differ in the seed only, and in what changes nothing that a run computes.
+    """Runs whose configs differ only in the seed and in options that do not change results.
 
     Attributes:
-      label: what the page calls it.
-      runs: its runs, by seed.
+      label: name on the page.
+      runs: sorted by seed.
     """
 
     label: str
@@ -36,18 +36,17 @@ class Group:
         return self.runs[0].stage
 
     def names(self) -> list[str]:
-        """The metrics of its runs, in the order in which they came."""
+        """The metrics of its runs, in order of first appearance."""
         return list(dict.fromkeys(name for run in self.runs for name in run.series))
 
     def curve(self, name: str) -> Curve:
-        """A metric of its runs: at each step that all those which have the metric have come to."""
-        parts = [tuple(map(np.asarray, run.series[name])) for run in self.runs if name in run.series]
-        return together(parts)
+        """A metric over the runs that have it, at their common steps."""
+        return aggregate_runs([tuple(map(np.asarray, run.series[name])) for run in self.runs if name in run.series])
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Steps [N]; mean, least and greatest value [N] over `count` runs, NaN where there is no finite one."""
+    """Steps [N]; mean, minimum and maximum [N] over `count` runs, NaN without a finite value."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -56,76 +55,76 @@ class Curve:
     count: int
 
     def at(self, steps: np.ndarray) -> np.ndarray:
-        """Its mean at steps, NaN where it has none."""
-        found = dict(zip(self.steps.tolist(), self.mean.tolist(), strict=True))
-        return np.array([found.get(step, math.nan) for step in np.asarray(steps).tolist()])
+        """The mean at steps, NaN at steps without a value."""
+        means = dict(zip(self.steps.tolist(), self.mean.tolist(), strict=True))
+        return np.array([means.get(step, math.nan) for step in np.asarray(steps).tolist()])
 
 
-def together(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
-    """One curve of several runs' (steps, values)."""
-    if not parts:
-        nothing = np.zeros(0)
-        return Curve(nothing, nothing, nothing, nothing, 0)
-    steps = parts[0][0]
-    for other, _ in parts[1:]:
+def aggregate_runs(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
+    """One curve from the (steps, values) of several runs."""
+    if not runs:
+        empty = np.zeros(0)
+        return Curve(empty, empty, empty, empty, 0)
+    steps = runs[0][0]
+    for other, _ in runs[1:]:
         steps = np.intersect1d(steps, other)
-    rows = np.stack([values[np.isin(own, steps)] for own, values in parts])
-    there = np.isfinite(rows)
-    count = there.sum(axis=0)
+    rows = np.stack([values[np.isin(own, steps)] for own, values in runs])
+    finite = np.isfinite(rows)
+    count = finite.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        mean = np.where(there, rows, 0.0).sum(axis=0) / count
-    low = np.where(count > 0, np.where(there, rows, np.inf).min(axis=0), np.nan)
-    high = np.where(count > 0, np.where(there, rows, -np.inf).max(axis=0), np.nan)
-    return Curve(steps, mean, low, high, len(parts))
+        mean = np.where(finite, rows, 0.0).sum(axis=0) / count
+    low = np.where(count > 0, np.where(finite, rows, np.inf).min(axis=0), np.nan)
+    high = np.where(count > 0, np.where(finite, rows, -np.inf).max(axis=0), np.nan)
+    return Curve(steps, mean, low, high, len(runs))
 
 
-def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """A curve of at most `most` points: of each stretch the least and the greatest, and both ends of the whole."""
+def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """At most `max_points` points of a curve: both ends, and the minimum and maximum of each interval."""
     n = len(curve.steps)
-    if n <= most:
+    if n <= max_points:
         return curve
     kept = {0, n - 1}
     low, high = (np.where(np.isfinite(x), x, np.nan) for x in (curve.low, curve.high))
-    edges = np.linspace(1, n - 1, max((most - 2) // 2, 1) + 1).astype(int)
+    edges = np.linspace(1, n - 1, max((max_points - 2) // 2, 1) + 1).astype(int)
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         if np.isfinite(low[start:end]).any():
             kept |= {start + int(np.nanargmin(low[start:end])), start + int(np.nanargmax(high[start:end]))}
-        else:  # a gap stays one
+        else:  # keep the gap
             kept.add(int(start))
     index = np.array(sorted(kept))
     return Curve(curve.steps[index], curve.mean[index], curve.low[index], curve.high[index], curve.count)
 
 
 def options_of(run: Run) -> dict[str, Any]:
-    """A run's options with the folder of its pipeline written as `{run_dir}`."""
+    """The options of a run, with the folder of its pipeline replaced by `{run_dir}`."""
     root, stage = os.path.split(str(run.config.get("run_dir", "")))
-    inside = f"{root}/" if root and stage == run.stage else None
+    prefix = f"{root}/" if root and stage == run.stage else None
     return {
-        name: "{run_dir}/" + value[len(inside) :]
-        if inside and name != "run_dir" and isinstance(value, str) and value.startswith(inside)
+        name: "{run_dir}/" + value[len(prefix) :]
+        if prefix and name != "run_dir" and isinstance(value, str) and value.startswith(prefix)
         else value
         for name, value in run.config.items()
     }
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
-    """Runs by what they compute, the seed aside, in the order in which they were given."""
-    found: list[list[Run]] = []
-    known: dict[str, list[Run]] = {}
+def group_by_config(runs: Sequence[Run]) -> list[Group]:
+    """Groups of runs with the same config except the seed, in order of first appearance."""
+    groups: list[list[Run]] = []
+    groups_by_key: dict[str, list[Run]] = {}
     for run in runs:
-        # Seeds of a pipeline have each a model of its own; those of one stage may share one. Either is the same config.
-        keys = {_key(run, options) for options in (run.config, options_of(run))}
-        members = next((known[key] for key in keys if key in known), None)
-        # Two runs of one seed are no band: the second stands by itself.
+        # Runs of one group have the same starting model, or each the model of its own pipeline folder.
+        keys = {_config_key(run, options) for options in (run.config, options_of(run))}
+        members = next((groups_by_key[key] for key in keys if key in groups_by_key), None)
+        # A second run with the same seed starts a new group: the same seed twice is no band.
         if members is None or any(other.config.get("seed") == run.config.get("seed") for other in members):
-            found.append(members := [])
+            groups.append(members := [])
         members.append(run)
         for key in keys:
-            known.setdefault(key, members)
-    return [Group(_label(members), members) for members in found]
+            groups_by_key.setdefault(key, members)
+    return [Group(_label(members), members) for members in groups]
 
 
-def _key(run: Run, options: dict[str, Any]) -> str:
+def _config_key(run: Run, options: dict[str, Any]) -> str:
     same = {name: value for name, value in options.items() if name != "seed" and not matches(name, MAY_DIFFER)}
     return json.dumps([run.stage, same], sort_keys=True, default=str)
 
@@ -141,14 +140,14 @@ def _label(runs: list[Run]) -> str:
     return f"{start}*{end}, seeds {seeds}"
 
 
-def number(x: float, digits: int = 5) -> float | int | None:
-    """A number for JSON, in few digits; None for what is not finite."""
+def rounded(x: float, digits: int = 5) -> float | int | None:
+    """A number for JSON, rounded to significant digits; None if it is not finite."""
     if not math.isfinite(x):
         return None
     short = float(f"{x:.{digits}g}") if abs(x) < 1e15 else x
     return int(short) if short == int(short) and abs(short) < 2**53 else short
 
 
-def numbers(values: Any, digits: int = 5) -> list[float | int | None]:
-    """`number` of each."""
-    return [number(x, digits) for x in np.asarray(values, np.float64).tolist()]
+def rounded_list(values: Any, digits: int = 5) -> list[float | int | None]:
+    """`rounded` for each value."""
+    return [rounded(x, digits) for x in np.asarray(values, np.float64).tolist()]

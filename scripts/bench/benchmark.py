@@ -64,7 +64,7 @@ from benchmark_report import (
 
 from rlhf_jax import UserError, data, models
 from rlhf_jax.data import synthetic
-from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
 from rlhf_jax.models.io import hf
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text

@@ -1,4 +1,4 @@
-"""What an update has to compute: FLOPs, tokens and bytes of GPT-NeoX by formula, and what XLA counts."""
+"""The work of an update: FLOPs, tokens and bytes of GPT-NeoX by formula, and FLOPs as counted by XLA."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.layers import QUERY_BLOCK
+from rlhf_jax.models.attention import QUERY_BLOCK
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def causal(length: int) -> int:
-    """Pairs of a query and a key that it may see, in a row of `length` tokens."""
+    """Pairs of query and visible key in a row of `length` tokens."""
     return length * (length + 1) // 2
 
 
 def blocked(length: int) -> int:
-    """Pairs that `layers.causal_attention` multiplies: its blocks end on the diagonal and go a little beyond."""
+    """Pairs that `attention.causal_attention` multiplies: its blocks extend beyond the diagonal."""
     block = max(QUERY_BLOCK, -(-length // 8))
     stops = [min(start + block, length) for start in range(0, length, block)]
     return sum((stop - start) * stop for start, stop in zip(range(0, length, block), stops))
@@ -28,7 +28,7 @@ def blocked(length: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A GPT-NeoX by its sizes."""
+    """Sizes of a GPT-NeoX."""
 
     layers: int
     width: int
@@ -42,18 +42,18 @@ class Shape:
 
     @property
     def matrices(self) -> int:
-        """Entries of the layers' matrices: QKV 3 D^2, projection D^2, MLP 2 D F."""
+        """Entries of the layers' matrices: QKV 3 D^2, output projection D^2, MLP 2 D F."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.hidden)
 
     def forward(self, tokens: int, pairs: int, logits: int, asked: tuple[int, int]) -> int:
-        """FLOPs of a forward pass: 2 an entry and token, 4 D a layer and pair (scores, weighted values), 2 D V a row of
-        logits. Norms, softmax and activations are left out, as MFU does (Chowdhery et al. 2022, appendix B).
+        """FLOPs of a forward pass: 2 per matrix entry and token, 4 D per layer and pair (scores, weighted values), 2 D
+        V per row of logits. Norms, softmax and activations are not counted (Chowdhery et al. 2022, appendix B).
 
         Args:
-          tokens: that go through the layers.
+          tokens: number of input tokens.
           pairs: of query and key.
           logits: positions with logits.
-          asked: tokens, and their pairs, whose last hidden states are used: of the others the last layer needs QKV.
+          asked: tokens, and their pairs, whose last hidden states are used. Others need only QKV in the last layer.
         """
         attention = 4 * self.width * ((self.layers - 1) * pairs + asked[1])
         after_qkv = self.matrices // self.layers - 3 * self.width**2
@@ -65,7 +65,7 @@ class Counted(NamedTuple):
     """The work of a phase."""
 
     flops: int
-    tokens: int  # generate, decode: sampled; else: through a model, each model counted once
+    tokens: int  # generate, decode: sampled tokens; else: input tokens, once per model
 
 
 def work(
@@ -77,19 +77,18 @@ def work(
     algo: str,
     frozen: Sequence[str] = (),
 ) -> dict[str, Counted]:
-    """The work of each phase of an update: what has to be done, for whoever does it.
+    """The necessary work of each phase of an update, independent of the implementation.
 
-    Padding is no work, nor is a key that a query may not see, nor a prompt computed again for each of its responses,
-    nor what the last layer would make of tokens that predict nothing.
+    Not counted: padding, masked keys, repeated prompts of a group, and last-layer outputs that nothing reads.
 
     Args:
       shape: of policy, reference, value and reward model.
       prompts: their lengths in tokens.
       group: responses to a prompt.
       response: tokens of each response.
-      epochs: passes of learning.
+      epochs: update epochs.
       algo: 'ppo' or 'rloo'.
-      frozen: of 'policy' and 'value', those whose matrices get no gradient; adapters themselves are not counted.
+      frozen: those of 'policy' and 'value' whose matrices get no gradient; adapters are not counted.
     """
     rows, tokens = len(prompts) * group, sum(prompts)
 
@@ -102,7 +101,7 @@ def work(
         pairs = sum(p + group * (causal(p + length) - causal(p)) for p in prompts)
         return len(prompts) + rows * length, pairs
 
-    # Values and logits are asked of where the response is predicted, a score of its last token.
+    # Values and logits are needed where the response is predicted, a score at its last token.
     predicted = ends(response - 1)
     policy, value = passed(response, rows * response, predicted), passed(response, 0, predicted)
     reward = passed(response, 0, (rows, group * sum(p + response for p in prompts)))
@@ -110,7 +109,7 @@ def work(
     through = tokens + rows * response
     trained = {"policy": policy} | ({"value": value} if algo == "ppo" else {})
     learned = sum(trained.values())
-    # The backward pass is two forward passes, one for the inputs' gradients and one for the matrices'.
+    # The backward pass costs two forward passes: gradients of the inputs and of the matrices.
     update = sum(flops * (2 if name in frozen else 3) for name, flops in trained.items())
     found = {
         "generate": Counted(generate, rows * response),
@@ -125,16 +124,16 @@ def work(
 
 
 def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: int, dtype: str) -> int:
-    """Bytes that decoding has to read: all matrices each step, and keys and values, a prompt's once for its group."""
+    """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
     steps, rows = response - 1, len(prompts) * group
     weights = shape.matrices + shape.width * shape.vocab
-    kept = 2 * shape.layers * shape.width  # entries of a token's keys and values
+    kept = 2 * shape.layers * shape.width  # entries of keys and values per token
     read = steps * (weights + kept * sum(prompts)) + kept * rows * causal(steps)
     return read * BYTES[dtype]
 
 
 def counted_by_xla(model, rows: int, length: int) -> float:
-    """FLOPs by XLA's own count of a forward pass with logits everywhere, layers unrolled: of a loop it counts one turn.
+    """XLA's FLOP count of a forward pass with logits everywhere. Layers are unrolled: it counts a loop body once.
 
     Args:
       model: a `models.Model` with a causal head.
@@ -145,7 +144,7 @@ def counted_by_xla(model, rows: int, length: int) -> float:
     def forward(params, tokens, mask):
         params = model.unstack(params)
         hidden, kept = model.prefill(params, tokens, mask)
-        # prefill hands on the last position only; the others' logits cost the same.
+        # prefill returns the last position only; logits of the others cost the same.
         logits = model.logits(params, jnp.broadcast_to(hidden[:, None], (*tokens.shape, hidden.shape[-1])))
         return logits, kept
 
@@ -154,7 +153,7 @@ def counted_by_xla(model, rows: int, length: int) -> float:
 
 
 def both_counts(model, rows: int, length: int) -> dict[str, float]:
-    """FLOPs of that forward pass by formula and by XLA: how far the one may be trusted."""
+    """FLOPs of that forward pass by formula and by XLA, as a check of the formula."""
     logits, pairs = rows * length, rows * blocked(length)
     formula = Shape.of(model.config).forward(rows * length, pairs, logits, (rows * length, pairs))
     return {"rows": rows, "length": length, "formula": formula, "xla": counted_by_xla(model, rows, length)}

@@ -1,13 +1,12 @@
-"""What our programs of an update compute, counted from the programs themselves, against what has to be computed.
+"""Compares the FLOPs of the programs of an update with the necessary work.
 
     python scripts/bench/count_work.py --algo ppo --shape 1b --batch 512 --micro 64 --prompts TLDR.jsonl \
         --tokenizer PYTHIA
 
-No model is made and nothing is run: the stage's functions are traced at these shapes, and the products in them are
-added up, a scan's as often as it turns, a switch's by the branch that each micro-batch of these prompts takes, the loop
-of decoding as often as there are tokens. The floor is `benchmark_work.work`: no padding, no key that may not be seen,
-no prompt computed again for each of its responses. The bytes of decoding are the operands of its products, each read
-once a step; its floor is weights and the cache so far.
+Nothing runs and no weights are created: the functions of a stage are traced at these shapes and their matrix products
+summed. A scan counts once per iteration, a switch by the branch that each micro-batch of these prompts takes, the
+decode loop once per token. The floor is `benchmark_work.work`: no padding, no masked keys, no repeated prompts. Bytes
+of decoding are the operands of its products, each read once a step; their floor is the weights and the filled cache.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from rlhf_jax.types import PromptBatch, Rollout, ScoredRollout, TrainState
 
 @dataclasses.dataclass
 class Products:
-    """Matrix products of a program: FLOPs, and bytes of their operands."""
+    """FLOPs of a program's matrix products, and bytes of their operands."""
 
     flops: float = 0.0
     bytes: float = 0.0
 
     def add(self, other: Products, times: float = 1.0) -> None:
-        """Adds another's, so many times."""
+        """Adds another program's products, `times` times."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
 
 
 def product(equation) -> Products:
-    """Of one dot_general."""
+    """The product of one dot_general."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, right = (v.aval for v in equation.invars)
     summed = math.prod(left.shape[i] for i in contracted)
@@ -58,12 +57,12 @@ def product(equation) -> Products:
 
 
 def count(jaxpr, shares: Sequence[float], turns: int) -> Products:
-    """The products of a jaxpr and of all that it calls.
+    """Products of a jaxpr and everything it calls.
 
     Args:
-      jaxpr: of any program of ours.
-      shares: how often each branch of a switch with as many branches is taken, of 1.
-      turns: of a `while_loop`.
+      jaxpr: of a traced program.
+      shares: fraction of calls that take each branch of a switch with that many branches.
+      turns: iterations of a `while_loop`.
     """
     total = Products()
     for equation in jaxpr.eqns:
@@ -79,14 +78,14 @@ def count(jaxpr, shares: Sequence[float], turns: int) -> Products:
             total.add(count(params["body_jaxpr"].jaxpr, shares, turns), turns)
         else:
             inner = [getattr(value, "jaxpr", value) for key, value in params.items() if "jvp" not in key]
-            for found in inner:
-                if hasattr(found, "eqns"):
-                    total.add(count(found, shares, turns), params.get("length", 1) if name == "scan" else 1)
+            for called in inner:
+                if hasattr(called, "eqns"):
+                    total.add(count(called, shares, turns), params.get("length", 1) if name == "scan" else 1)
     return total
 
 
 def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """{phase: jaxpr} of generate, experience and update at the case's shapes, and the widths of their switches."""
+    """{phase: jaxpr} of generate, experience and update at the case's shapes, and their prompt widths."""
     options = our_options(case, benchmark.HERE, micro, "none")
     config = CONFIGS[case.algo](**{**options, "rollout_batch_size": None})
     value = model if case.algo == "ppo" else None
@@ -133,18 +132,18 @@ def programs(case: Case, model, micro: int) -> tuple[dict[str, Any], tuple[int, 
 
 
 def shares_of(lengths: Sequence[int], rows: int, widths: Sequence[int]) -> list[float]:
-    """How many of the micro-batches of `rows` sorted prompts take each width, of 1."""
+    """Fraction of the micro-batches of `rows` sorted prompts that takes each width."""
     parts = np.sort(np.asarray(lengths)).reshape(-1, rows)
     chosen = np.searchsorted(widths, parts.max(axis=1))
     return [float(np.mean(chosen == i)) for i in range(len(widths))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when done, 2 with an explanation when something is wrong."""
+    """The command. Exit code 2: wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "rloo"), default="ppo")
     parser.add_argument("--shape", default="1b", help="a Pythia size, or LAYERSxWIDTHxHEADS[xROWS]")
-    parser.add_argument("--prompts", default="synthetic", help="JSON lines with 'prompt', or 'synthetic'")
+    parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     sizes = [("batch", 512), ("micro", 64), ("epochs", 4), ("query_length", 512), ("response_length", 53)]
@@ -160,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = max(args.micro // case.group, 1)
         if len(lengths) < case.prompts_per_update or len(lengths) % rows:
             raise UserError(
-                f"--prompts has {len(lengths)} that fit: {case.prompts_per_update} are needed, a multiple of {rows}"
+                f"--prompts has {len(lengths)} that fit; needed: {case.prompts_per_update}, and a multiple of {rows}"
             )
         found, widths = programs(case, model, args.micro)
         shares = shares_of(lengths, rows, widths)
@@ -169,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape, lengths, case.group, case.response_length, case.epochs, case.algo, case.frozen
         )
         print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
-        print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'times':>6}")
+        print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'ratio':>6}")
         for phase, program in found.items():
             flops = count(program.jaxpr, shares, case.response_length - 1).flops
             least = floor[phase].flops

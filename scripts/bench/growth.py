@@ -1,11 +1,11 @@
-"""How seconds and memory of a PPO update grow with batch, prompt, response, model and vocabulary: exponents and a plot.
+"""Growth of the seconds and memory of a PPO update with batch, prompt, response, model and vocabulary sizes.
 
     python scripts/bench/growth.py --json OUT.json --picture docs/growth.png
 
-From one base (Pythia-14m, 16 rows, 256 + 64 tokens, float32, one pass, micro-batches of 2 rows) one size is changed at
-a time. Each point is a process of its own, our side of benchmark.py on synthetic posts with responses of full length;
-seconds are those of the update after the one that compiles, memory is the process's peak. An exponent is the slope of a
-line through the points' logarithms; of memory, less that of the smallest point, the bytes that each unit adds.
+One size at a time varies from a base: Pythia-14m, 16 rows, 256 + 64 tokens, float32, one epoch, micro-batches of 2.
+Each point is a process of its own: our side of benchmark.py on synthetic posts with responses of full length. Seconds
+are those of the update after the one that compiles; memory is the peak of the process. An exponent is the slope of the
+least-squares line through the logarithms of the points.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ AXES: dict[str, tuple[str, tuple]] = {
     "model": ("shape", ("14m", "31m", "70m", "160m")),
     "vocabulary": ("shape", ("6x128x4x2048", "6x128x4x12576", "6x128x4x50304")),
 }
-"""What is changed: the field of `Case` and its values."""
+"""Axis: the field of `Case` that varies, and its values."""
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line through (log x, log y)."""
+    """Slope of the least-squares line through (log x, log y)."""
     x, y = [math.log(v) for v in x], [math.log(v) for v in y]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
 
 
 def sizes_of(axis: str, values: Sequence[Any]) -> list[float]:
-    """The numbers behind the values of an axis: parameters of a model, rows of a vocabulary."""
+    """Sizes of the values of an axis: parameters of a model, rows of a vocabulary."""
     if axis == "vocabulary":
         return [float(value.rsplit("x", 1)[1]) for value in values]
     if axis == "model":
@@ -61,7 +61,7 @@ def sizes_of(axis: str, values: Sequence[Any]) -> list[float]:
 
 
 def point(case: Case, work: Path) -> dict[str, float]:
-    """Seconds of an update, peak memory and the work of one case."""
+    """Seconds of an update, peak memory and FLOPs of one case."""
     work.mkdir(parents=True)
     model, lengths = benchmark.prepare(case, work, 1)
     result = benchmark.run_child("ours", case, work, 0, MICRO)
@@ -76,7 +76,7 @@ def point(case: Case, work: Path) -> dict[str, float]:
 
 
 def measure(axes: dict[str, tuple[str, tuple]], base: dict[str, Any], cores: int, work: Path) -> list[dict[str, Any]]:
-    """Every point of every axis, and the exponents."""
+    """Points and exponents of every axis."""
     tables = []
     for axis, (field, values) in axes.items():
         rows = []
@@ -99,7 +99,7 @@ def measure(axes: dict[str, tuple[str, tuple]], base: dict[str, Any], cores: int
 
 
 def draw(tables: list[dict[str, Any]], path: Path) -> None:
-    """A panel an axis: seconds and memory, both axes logarithmic.
+    """Draws one log-log panel of seconds and memory per axis.
 
     Raises:
       UserError: matplotlib is missing.
@@ -107,8 +107,8 @@ def draw(tables: list[dict[str, Any]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("the picture needs matplotlib: pip install matplotlib, or leave --picture away") from None
-    # The same scales in all panels, so that what does not grow looks flat.
+        raise UserError("--picture needs matplotlib: pip install matplotlib") from None
+    # All panels share the scales, so that a size without effect gives a flat line.
     points = [row for table in tables for row in table["points"]]
     limits = {
         name: (min(row[name] for row in points) / 1.5, max(row[name] for row in points) * 1.5)
@@ -134,12 +134,12 @@ def draw(tables: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when done, 2 with an explanation when something is wrong."""
+    """The command. Exit code 2: wrong options or a failed process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--axes", default=",".join(AXES), help="which, with commas between")
-    parser.add_argument("--cores", type=int, default=available_cores(), help="that a process may use")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them there, a PNG")
+    parser.add_argument("--axes", default=",".join(AXES), help="comma-separated; default: all")
+    parser.add_argument("--cores", type=int, default=available_cores(), help="cores per process")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a plot to this PNG")
     args = parser.parse_args(argv)
     try:
         names = args.axes.split(",")

@@ -1,4 +1,4 @@
-"""Kills runs at any moment, starts them again with the same command, and compares how they end with one left in peace.
+"""Kills runs at random moments, resumes them with the same command, and compares the results with uninterrupted runs.
 
     python scripts/chaos/chaos.py --kills 100
     python scripts/chaos/chaos.py --kills 20 --signal TERM --folder runs/chaos-term
@@ -7,14 +7,15 @@
     python scripts/chaos/chaos.py --kills 12 --adapters --folder runs/chaos-adapters
     python scripts/chaos/chaos.py --short
 
-The runs are SFT, reward model, PPO and RLOO with the quickstart's models, a few updates each. A kill falls at a random
-moment of a phase (compile, rollout, update, save, export), right before a change of a file in it, or at a random moment
-of the plain command; a run may be killed again while it continues. The process that is killed is the command with a
-watcher in it (chaos_child.py), the one that ends the run is the plain command. Weights, metrics.jsonl, completions and
-all else of the folder must then be those of the uninterrupted run, byte for byte (chaos_compare.py says what is).
+The runs are SFT, reward model, PPO and RLOO with the quickstart's models, a few updates each. A kill happens at a
+random moment of a phase (compile, rollout, update, save, export), right before a file changes in that phase, or at a
+random moment of the plain command. A resumed run may be killed again. The killed process is the command with
+instrumentation (chaos_child.py); the one that finishes the run is the plain command. Weights, metrics.jsonl,
+completions and the rest of the folder must equal those of the uninterrupted run byte for byte (chaos_compare.py lists
+what is compared).
 
-Each kill is a line of FOLDER/results.jsonl; the same command goes on where it was stopped. Exit status 1 when a run
-ended differently; its folder is kept in FOLDER/cases.
+Each kill is a line of FOLDER/results.jsonl; rerun the command to resume the campaign. Exit code 1: a run ended
+differently; its folder is kept in FOLDER/cases.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from chaos_runs import SAVE_STEPS, UPDATES, Leg, Measured, Plan
 STAGES = ("sft", "reward", "ppo", "rloo")
 MODELS_OF = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "rloo": ("sft", "reward")}
 PHASES = ("compile", "rollout", "update", "save", "export", "any")
-SHARE_AFTER = 0.7  # of the kills come after a first committed checkpoint
+SHARE_AFTER = 0.7  # fraction of kills after a first committed checkpoint
 SHORT = {"kills": 5, "stages": ("sft", "rloo")}
 
 
 class Campaign:
-    """The uninterrupted runs, the kills so far, and the next one."""
+    """The uninterrupted runs, the kills so far, and the choice of the next one."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.folder = options, options.folder.absolute()
@@ -51,19 +52,19 @@ class Campaign:
         self.kills = chaos_compare.lines_of(self.results)
         here = {name: getattr(options, name) for name in ("signal", "processes", "resume_devices", "adapters")}
         if any({name: kill.get(name, False) for name in here} != here for kill in self.kills):
-            raise SystemExit(f"chaos: {self.folder} holds a campaign of another kind; give another --folder")
+            raise SystemExit(f"chaos: {self.folder} holds a campaign with other options; give another --folder")
         self.cases = 1 + max((kill["case"] for kill in self.kills), default=-1)
         self.measured: dict[str, Measured] = {}
         self.pace: dict[tuple[str, str], float] = collections.defaultdict(lambda: 1.0)
         self.began, self.before = time.monotonic(), len(self.kills)
 
-    # --- the runs that are left in peace
+    # --- uninterrupted runs
 
     def prepare(self) -> None:
-        """Configs, and of each stage two uninterrupted runs: the watched one measures, the plain one is compared with.
+        """Writes configs and runs each stage twice without kills: instrumented for timings, plain for the comparison.
 
         Raises:
-          SystemExit: they differ, so that nothing can be compared.
+          SystemExit: the two runs differ, so that nothing can be compared.
         """
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
         texts = chaos_runs.configs(self.folder, self.options.short, self.options.adapters)
@@ -82,12 +83,12 @@ class Campaign:
             self.measured[stage] = Measured(**{**found, **{key: numbers(found[key]) for key in ("seconds", "files")}})
 
     def measure(self, stage: str, whole: pathlib.Path) -> None:
-        """The two runs of a stage; the first compiles. --short makes do with the first."""
+        """The two runs of a stage; the first compiles. --short uses only the first."""
         legs = [self.leg(stage, whole / "watched", watched=True)]
         for plain in [False] if self.options.short else [False, True]:
             legs += [self.leg(stage, whole)] if plain else []
             if wrong := legs[-1].ends() or any(legs[-1].codes):
-                raise SystemExit(f"chaos: {stage} does not even end without a kill ({wrong}); see {whole}")
+                raise SystemExit(f"chaos: {stage} fails without a kill ({wrong}); see {whole}")
         watched, plain = legs[0], legs[-1]
         if plain is watched:
             (whole / "watched/run").rename(whole / "run")
@@ -101,21 +102,21 @@ class Campaign:
         print(f"{stage}: {measured.wall:.0f} s uninterrupted, {watched.seconds:.0f} s with compiling", flush=True)
 
     def leg(self, stage: str, folder: pathlib.Path, cache: pathlib.Path | None = None, **options) -> Leg:
-        """A start of a stage's run."""
+        """Starts a stage's run."""
         shared = {"processes": self.options.processes, "short": self.options.short, "how": self.options.signal}
         config = self.folder / f"configs/{stage}.json"
         return Leg(folder, config, cache or self.folder / "cache", **shared, **options)
 
-    # --- which kill comes next
+    # --- choice of the next kill
 
     def next_plan(self, rng: random.Random, stage: str, committed: list[int], killed: int) -> Plan:
-        """The kill that the campaign lacks most, at a random moment.
+        """A kill in the phase with the fewest kills so far, at a random moment.
 
         Args:
-          rng: draws.
+          rng: random generator.
           stage: of the run.
-          committed: its checkpoints.
-          killed: kills of this run before, which may not be among the results yet.
+          committed: steps of its checkpoints.
+          killed: earlier kills of this run, which are not in the results yet.
         """
         measured, newest = self.measured[stage], max(committed, default=0)
         late = sum(bool(kill["committed"]) for kill in self.kills) < SHARE_AFTER * (len(self.kills) + killed + 1)
@@ -133,7 +134,7 @@ class Campaign:
         if phase == "compile":
             return self._while_compiling(rng, measured)
         if phase in ("rollout", "update"):
-            # The first update of a process mostly reads programs from the disk: another phase is meant.
+            # The first update of a process mostly loads compiled programs, which is not the wanted phase.
             number = rng.randint(min(max(first, newest + 2), UPDATES), UPDATES)
         elif phase == "save":
             number = rng.choice([step for step in range(SAVE_STEPS, UPDATES + 1, SAVE_STEPS) if step >= first])
@@ -146,7 +147,7 @@ class Campaign:
         return Plan(phase, number, wait=rng.random() * seconds.get(number, max(seconds.values())))
 
     def _while_compiling(self, rng: random.Random, measured: Measured) -> Plan:
-        """A moment of all the time that compiling takes."""
+        """A random moment of the total compile time."""
         left = rng.random() * sum(measured.seconds["compile"].values())
         for number, seconds in measured.seconds["compile"].items():
             if left <= seconds:
@@ -154,10 +155,10 @@ class Campaign:
             left -= seconds
         return Plan("compile", 1)
 
-    # --- a run, killed and continued
+    # --- a run, killed and resumed
 
     def case(self) -> list[dict]:
-        """The kills of one run, with how it ended; none when no signal met it."""
+        """The kills of one run, with its outcome; empty if no signal reached it."""
         number, self.cases = self.cases, self.cases + 1
         rng = random.Random(f"{self.options.seed}/{number}")
         folder = self.folder / f"cases/{number}"
@@ -176,11 +177,11 @@ class Campaign:
             wrong = leg.ends()
             met = leg.was_hit
             phase, when = leg.died_in(self.measured[stage]) if met else ("none", {})
-            # The machine may be faster than when the phases were measured: after a late signal the next comes earlier.
+            # The machine may be faster than when the phases were timed: after a late signal, send the next one earlier.
             pace = self.pace[stage, plan.phase]
             self.pace[stage, plan.phase] = min(1.1 * pace, 1.0) if phase == plan.phase else max(0.7 * pace, 0.1)
             if not met:
-                print(f"case {number} {stage}: no signal met it in {plan.phase}", flush=True)
+                print(f"case {number} {stage}: finished before the signal in {plan.phase}", flush=True)
                 wrong = wrong or (f"exit status {leg.codes} before the kill" if any(leg.codes) else None)
                 break
             kills.append(
@@ -193,16 +194,16 @@ class Campaign:
             if wrong:
                 break
             if rng.random() < 2 / 3:
-                cache = None  # else the next start finds the cache as the kill left it
+                cache = None  # else the next start uses the cache as the kill left it
         if not wrong:
             leg = self.leg(stage, folder, cache, devices=self.options.resume_devices if kills else 1)
-            wrong = leg.ends() or (f"continuing ends with {leg.codes}" if any(leg.codes) else None)
-        # SIGTERM is answered with a checkpoint, where else there is none: those before the newest may be others.
+            wrong = leg.ends() or (f"the resumed run exits with {leg.codes}" if any(leg.codes) else None)
+        # SIGTERM triggers an extra checkpoint, so older checkpoints may differ; only the newest must be equal.
         how = {"another_mesh": self.options.resume_devices > 1, "other_checkpoints": self.options.signal == "TERM"}
         whole = self.folder / "whole" / stage / "run"
         found = [wrong] if wrong else chaos_compare.differences(whole, folder / "run", **how)
         ended = {"legs": len(kills) + 1, "identical": not found, "difference": found[:3]}
-        if not kills and found:  # a start that was never hit failed by itself
+        if not kills and found:  # it failed before any kill
             kills = [{"case": number, "stage": stage, "phase": "none", "asked": "none", "committed": []}]
         seconds = round((time.monotonic() - began) / max(len(kills), 1), 1)
         if not found and not self.options.keep:
@@ -211,36 +212,38 @@ class Campaign:
         return [{**kill, **ended, **kind, "signal": self.options.signal, "seconds": seconds} for kill in kills]
 
     def run(self) -> None:
-        """Cases until there are as many kills as asked for."""
+        """Runs cases until --kills is reached."""
         while len(self.kills) < self.options.kills:
             fresh = self.case()
             with open(self.results, "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(kill) + "\n" for kill in fresh))  # one write: a case is there or not
+                file.write(
+                    "".join(json.dumps(kill) + "\n" for kill in fresh)
+                )  # one write: a case is complete or missing
             for kill in fresh:
                 self.kills.append(kill)
-                self.tell(kill)
+                self.print_kill(kill)
 
-    def tell(self, kill: dict) -> None:
-        """A line for the terminal."""
+    def print_kill(self, kill: dict) -> None:
+        """Prints a line for a kill."""
         done = len(self.kills)
         each = (time.monotonic() - self.began) / max(done - self.before, 1)
-        found = "identical" if kill["identical"] else f"DIFFERENT: {kill['difference'][0]}"
+        outcome = "identical" if kill["identical"] else f"DIFFERENT: {kill['difference'][0]}"
         where = " ".join(f"{name} {value}" for name, value in kill.get("when", {}).items())
         saved = f"after checkpoint {kill['committed'][-1]}" if kill["committed"] else "no checkpoint yet"
         left = each * max(self.options.kills - done, 0) / 60
-        told = f"{done}/{self.options.kills} case {kill['case']} {kill['stage']:6} {kill['phase']:7} {where}, {saved}"
-        print(f"{told}: {found} | {each:.0f} s/kill, {left:.0f} min left", flush=True)
+        head = f"{done}/{self.options.kills} case {kill['case']} {kill['stage']:6} {kill['phase']:7} {where}, {saved}"
+        print(f"{head}: {outcome} | {each:.0f} s/kill, {left:.0f} min left", flush=True)
 
 
 def committed_in(run: pathlib.Path) -> list[int]:
-    """The steps that a run's folder holds whole."""
+    """Steps of the complete checkpoints in a run's folder."""
     if not (run / "checkpoints").is_dir():
         return []
     return sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def table(kills: list[dict]) -> str:
-    """Kills by phase and stage, how many came after a checkpoint, how many ended identically."""
+    """Kills by phase and stage, how many came after a checkpoint, how many runs ended identically."""
     stages = [stage for stage in STAGES if any(kill["stage"] == stage for kill in kills)]
     phases = dict.fromkeys([*PHASES, *(kill["phase"] for kill in kills)])
     counts = collections.Counter((kill["phase"], kill["stage"]) for kill in kills)
@@ -251,7 +254,7 @@ def table(kills: list[dict]) -> str:
     after = sum(bool(kill["committed"]) for kill in kills)
     again = sum(kill.get("leg", 1) > 1 for kill in kills)
     identical = sum(kill["identical"] for kill in kills)
-    lines.append(f"after a first checkpoint: {after}; of a run that had been killed before: {again}")
+    lines.append(f"after a first checkpoint: {after}; of a resumed run: {again}")
     lines.append(f"identical: {identical} of {len(kills)}")
     for kill in kills:
         if not kill["identical"]:
@@ -260,18 +263,29 @@ def table(kills: list[dict]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="in all, those of earlier starts included")
-    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL", help="what is sent")
-    parser.add_argument("--processes", type=int, default=1, help="of each run; one is killed, all are started again")
-    parser.add_argument("--resume_devices", type=int, default=1, help="devices after a kill; above 1: to a tolerance")
-    parser.add_argument("--stages", default=",".join(STAGES), help="some of sft,reward,ppo,rloo")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/chaos"), help="of the campaign")
-    parser.add_argument("--adapters", action="store_true", help="the runs train adapters")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of identical runs too")
-    parser.add_argument("--short", action="store_true", help="5 kills of smaller models in a folder that is removed")
+    parser.add_argument(
+        "--kills", type=int, default=100, help="total number, including those of an earlier campaign in --folder"
+    )
+    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL", help="signal of the kill")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes of each run; one is killed, all are restarted"
+    )
+    parser.add_argument(
+        "--resume_devices",
+        type=int,
+        default=1,
+        help="devices after a kill; with more than 1, results agree to a tolerance",
+    )
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated: sft, reward, ppo, rloo")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=pathlib.Path("runs/chaos"), help="folder of the campaign"
+    )
+    parser.add_argument("--adapters", action="store_true", help="train LoRA adapters")
+    parser.add_argument("--keep", action="store_true", help="also keep the folders of identical runs")
+    parser.add_argument("--short", action="store_true", help="5 kills of smaller models in a temporary folder")
     options = parser.parse_args(argv)
     options.stages = tuple(options.stages.split(","))
     if unknown := set(options.stages) - set(STAGES):
@@ -282,7 +296,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when all runs ended identically, 1 otherwise."""
+    """The command. Exit code 1: a run ended differently."""
     options = parse(argv)
     campaign = Campaign(options)
     try:

@@ -1,16 +1,16 @@
-"""python -m rlhf_jax.train that tells where it is, so that `chaos.py` can kill it there.
+"""python -m rlhf_jax.train with instrumentation: reports its phases, so that `chaos.py` can kill it in one of them.
 
     python scripts/chaos/chaos_child.py --report FD [--before PHASE:STEP:N --signal KILL] -- \
         --config CONFIG --run_dir RUN ...
 
-A line goes to the file descriptor FD when a phase begins and ends, and before each change of a file in the run's folder
-(as Python's audit events tell: the library needs nothing for it):
+A line goes to the file descriptor FD when a phase begins and ends, and before each file change in the run's folder,
+which Python's audit events report:
 
     SECONDS begin PHASE NUMBER | SECONDS end PHASE NUMBER | SECONDS file PHASE NUMBER N OPERATION PATH
 
-Phases: compile (numbered from 1), rollout and update (by the update's number), save (by the step), export. A save goes
-on in the background after its call: it ends with the last rename in checkpoints/, which a `file` line tells. --before
-ends the process by the signal right before the N-th change of a file in a phase ('any' counts all of the run).
+Phases: compile (numbered from 1), rollout and update (by the update's number), save (by the step), export. A save runs
+in the background after its call returns; it ends with the last rename in checkpoints/, which a `file` line reports.
+--before sends the signal to the process right before the N-th file change of a phase ('any' counts all of the run).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHANGES = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "rmdir", "o
 
 
 class Reporter:
-    """Writes the lines, and knows which phase a change of a file belongs to."""
+    """Writes the lines, and assigns each file change to a phase."""
 
     def __init__(self, pipe: int, run_dir: str, before: str | None, number: int):
         self.pipe, self.run_dir, self.signal = pipe, os.path.abspath(run_dir), number
@@ -39,21 +39,21 @@ class Reporter:
         self.counts: dict[tuple[str, int], int] = {}
         self.lock = threading.Lock()
 
-    def tell(self, *words: object) -> None:
-        """One line; whole, since it is short and goes out in one write."""
+    def write(self, *words: object) -> None:
+        """Writes one line; a single short write is atomic."""
         os.write(self.pipe, (" ".join(map(str, (f"{time.monotonic():.6f}", *words))) + "\n").encode())
 
-    def within(self, phase: str, number: int, call: Callable[[], object]):
-        """`call()`, and what it returns once that is computed: what is launched in a phase ends in it."""
+    def run_phase(self, phase: str, number: int, call: Callable[[], object]):
+        """`call()` as a phase, which ends when the result is computed."""
         import jax
 
-        self.tell("begin", phase, number)
-        found = jax.block_until_ready(call())
-        self.tell("end", phase, number)
-        return found
+        self.write("begin", phase, number)
+        result = jax.block_until_ready(call())
+        self.write("end", phase, number)
+        return result
 
-    def hear(self, event: str, arguments: tuple) -> None:
-        """An audit hook: sees what Python is about to do to files."""
+    def audit(self, event: str, arguments: tuple) -> None:
+        """An audit hook that reports changes to files of the run."""
         if event == "open":
             path, _, flags = arguments
             if not isinstance(flags, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -74,7 +74,7 @@ class Reporter:
                 self.changed(operation, os.path.relpath(path, self.run_dir))
 
     def changed(self, operation: str, path: str) -> None:
-        """A file of the run is about to change."""
+        """Reports that a file of the run is about to change."""
         phase = ("other", 0)
         if path.startswith("checkpoints" + os.sep) and self.saving:
             phase = ("save", self.saving)
@@ -82,14 +82,14 @@ class Reporter:
             phase = ("export", self.exporting)
         for name in (phase, ("any", 0)):
             self.counts[name] = self.counts.get(name, 0) + 1
-        self.tell("file", *phase, self.counts[phase], operation, path)
+        self.write("file", *phase, self.counts[phase], operation, path)
         if any((*name, self.counts[name]) == self.before for name in (phase, ("any", 0))):
-            self.tell("kill", *phase, self.counts[phase], operation, path)
+            self.write("kill", *phase, self.counts[phase], operation, path)
             os.kill(os.getpid(), self.signal)
 
 
 def watch(reporter: Reporter) -> None:
-    """Puts the reporter between the loop and what it calls."""
+    """Wraps the functions that the loop calls with the reporter."""
     from jax._src import compiler
 
     from rlhf_jax import train
@@ -102,10 +102,10 @@ def watch(reporter: Reporter) -> None:
     def compiling(*arguments, **options):
         compiled[0] += 1
         number = compiled[0]
-        reporter.tell("begin", "compile", number)
-        found = compile_it(*arguments, **options)
-        reporter.tell("end", "compile", number)
-        return found
+        reporter.write("begin", "compile", number)
+        program = compile_it(*arguments, **options)
+        reporter.write("end", "compile", number)
+        return program
 
     compiler.backend_compile_and_load = compiling
 
@@ -114,7 +114,7 @@ def watch(reporter: Reporter) -> None:
     @functools.wraps(save)
     def saving(self, step, *arguments, **options):
         reporter.saving = step
-        reporter.tell("begin", "save", step)
+        reporter.write("begin", "save", step)
         return save(self, step, *arguments, **options)
 
     Checkpoints.save = saving
@@ -124,20 +124,20 @@ def watch(reporter: Reporter) -> None:
     @functools.wraps(finish)
     def finishing(self, *arguments, **options):
         finish(self, *arguments, **options)
-        reporter.tell("end", "export", 1)
+        reporter.write("end", "export", 1)
 
     run_folder.RunFolder.finish = finishing
     train.open_stage = functools.partial(watched, reporter, train.open_stage)
 
 
 def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
-    """A stage whose rollouts and updates in training, and whose export, are told."""
+    """A stage that reports its rollouts and updates in training, and its export."""
     stage = open_stage(*arguments, **options)
-    now: list[int] = []  # the number of the update that is made; evaluation rolls out too
+    now: list[int] = []  # number of the current update; empty during evaluation, which also rolls out
 
     def around(phase: str, call: Callable) -> Callable:
         def inner(*arguments):
-            return reporter.within(phase, now[0], lambda: call(*arguments)) if now else call(*arguments)
+            return reporter.run_phase(phase, now[0], lambda: call(*arguments)) if now else call(*arguments)
 
         return inner
 
@@ -150,7 +150,7 @@ def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
 
     def export(state, folder):
         reporter.exporting = 1
-        reporter.tell("begin", "export", 1)
+        reporter.write("begin", "export", 1)
         return export_of(state, folder)
 
     step_of, export_of = stage.train_step, stage.export
@@ -165,12 +165,12 @@ def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: the exit status of the run."""
+    """The command; returns the exit code of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=int, required=True, help="file descriptor that the lines go to")
-    parser.add_argument("--before", metavar="PHASE:STEP:N", help="end before this change of a file")
-    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL", help="how")
-    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- and the options of rlhf_jax.train")
+    parser.add_argument("--report", type=int, required=True, help="file descriptor for the lines")
+    parser.add_argument("--before", metavar="PHASE:STEP:N", help="send the signal before this file change")
+    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL", help="of --before")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="--, then options of rlhf_jax.train")
     options = parser.parse_args(argv)
     train_options = options.train[1:] if options.train[:1] == ["--"] else options.train
     if "--run_dir" not in train_options:
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_dir = train_options[train_options.index("--run_dir") + 1]
     reporter = Reporter(options.report, run_dir, options.before, getattr(signal, f"SIG{options.signal}"))
-    sys.addaudithook(reporter.hear)
+    sys.addaudithook(reporter.audit)
     watch(reporter)
     return train.main(train_options)
 

@@ -1,11 +1,11 @@
-"""Compares two folders of the same run: one that was never interrupted, and one that was killed and continued.
+"""Compares two folders of the same run: one uninterrupted, one killed and resumed.
 
-    python scripts/chaos/chaos_compare.py WHOLE CONTINUED [--another_mesh]
+    python scripts/chaos/chaos_compare.py WHOLE RESUMED [--another_mesh]
 
-Byte for byte: models, metrics.jsonl, completions/, config.json, finished.json and the names of all files. Of
-checkpoints/ the steps, of timings.jsonl the steps (each once), of tensorboard/ what TensorBoard shows: each value of
-each metric once. With --another_mesh the run was continued on other devices: weights agree to 1e-4 in norm, metrics to
-1e-4 * max(|value|, 0.01). Prints the differences; exit status 1 when there are some.
+Compared byte for byte: models, metrics.jsonl, completions/, config.json, finished.json and the names of all files. In
+checkpoints/ and timings.jsonl the steps are compared (each once), in tensorboard/ what TensorBoard shows: each value of
+each metric once. With --another_mesh the run was resumed on other devices: weights must agree to 1e-4 in norm, metrics
+to 1e-4 * max(|value|, 0.01). Prints the differences; exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import sys
 from collections.abc import Iterator, Sequence
 
 TOLERANCE = 1e-4
-# These measure rounding, which is another one on another mesh; RLOO's loss is a mean that cancels.
+# These measure rounding, which depends on the mesh; RLOO's loss is a mean that cancels.
 LOOSE = {"val/first_ratio_error": 1e-5, "policy/first_approxkl": 1e-5, "loss": 1e-5}
 CLOCKS = ("checkpoints", "tensorboard", "timings.jsonl")
-"""What holds clocks or random names, and is compared by what it means."""
+"""Files with clocks or random names, which are compared by content."""
 
 
 def differences(
     whole: pathlib.Path, other: pathlib.Path, another_mesh: bool = False, other_checkpoints: bool = False
 ) -> list[str]:
-    """What distinguishes the run in `other` from the uninterrupted one, a line each; empty: nothing.
+    """Differences of the run in `other` from the uninterrupted one, a line each.
 
     Args:
       whole, other: the runs' folders.
-      another_mesh: weights and metrics agree to a tolerance.
-      other_checkpoints: only the newest must be the same one.
+      another_mesh: weights and metrics must agree only to a tolerance.
+      other_checkpoints: only the newest checkpoint must be the same.
     """
     names = [set(files_of(folder)) for folder in (whole, other)]
     found = [f"{name} is missing" for name in sorted(names[0] - names[1])]
@@ -57,7 +57,7 @@ def differences(
 
 
 def files_of(folder: pathlib.Path) -> Iterator[str]:
-    """Relative paths of all files but those with clocks."""
+    """Relative paths of all files except those in CLOCKS."""
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_file() and name.split(os.sep)[0] not in CLOCKS:
@@ -65,18 +65,18 @@ def files_of(folder: pathlib.Path) -> Iterator[str]:
 
 
 def lines_of(path: pathlib.Path) -> list[dict]:
-    """The objects of a file of JSON lines; a line that is none stands as {"step": its text}."""
-    found = []
+    """The objects of a JSON Lines file; a line that is not JSON becomes {"step": its text}."""
+    objects = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            objects.append(json.loads(line))
         except ValueError:
-            found.append({"step": f"torn: {line[:60]}"})
-    return found
+            objects.append({"step": f"torn: {line[:60]}"})
+    return objects
 
 
 def different_bytes(name: str, whole: bytes, other: bytes) -> list[str]:
-    """At most one line: where two files differ first."""
+    """At most one line: the first difference of two files."""
     if whole == other:
         return []
     lines = itertools.zip_longest(whole.splitlines(), other.splitlines())
@@ -90,7 +90,7 @@ def different_bytes(name: str, whole: bytes, other: bytes) -> list[str]:
 
 
 def far_weights(name: str, whole: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Tensors further apart than the tolerance."""
+    """Tensors that differ by more than the tolerance."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -98,13 +98,13 @@ def far_weights(name: str, whole: pathlib.Path, other: pathlib.Path) -> list[str
     if set(a) != set(b):
         return [f"{name} has other tensors: {sorted(set(a) ^ set(b))}"]
     far = {key: np.linalg.norm(b[key] - x) / max(np.linalg.norm(x), 1e-3) for key, x in a.items()}
-    # The bias of a key moves no attention: its gradient is rounding, which Adam makes large.
+    # The key bias does not affect attention: its gradient is rounding, which Adam amplifies.
     far = {key: x for key, x in far.items() if not x <= TOLERANCE and not key.endswith("query_key_value.bias")}
     return [f"{name}: {key} is {x:.1e} away" for key, x in far.items()]
 
 
 def far_metrics(whole: list[dict], other: list[dict]) -> list[str]:
-    """Metrics further apart than the tolerance."""
+    """Metrics that differ by more than the tolerance."""
     if [line["step"] for line in whole] != [line["step"] for line in other]:
         return [f"metrics.jsonl has steps {[line['step'] for line in other]}"]
     found = []
@@ -123,7 +123,7 @@ def far_metrics(whole: list[dict], other: list[dict]) -> list[str]:
 
 
 def records(path: pathlib.Path) -> Iterator[bytes]:
-    """The records of an event file; a torn last one ends it, as in TensorBoard."""
+    """The records of an event file; stops at a torn last record, as TensorBoard does."""
     data, at = path.read_bytes(), 0
     while at + 12 <= len(data):
         size = struct.unpack_from("<Q", data, at)[0]
@@ -134,7 +134,7 @@ def records(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def board_of(folder: pathlib.Path) -> dict[str, list[tuple[int, object]]]:
-    """What TensorBoard shows: {tag: [(step, value)]}, files in the order of their names, purged where one says so."""
+    """What TensorBoard shows: {tag: [(step, value)]}, from files in order of name, with their purges applied."""
     from tensorboardX.proto import event_pb2
 
     shown: dict[str, list[tuple[int, object]]] = {}
@@ -151,7 +151,7 @@ def board_of(folder: pathlib.Path) -> dict[str, list[tuple[int, object]]]:
 
 
 def different_boards(whole: dict, other: dict, another_mesh: bool = False) -> list[str]:
-    """Tags whose steps or values differ; of clocks only the steps."""
+    """Tags whose steps or values differ; for clocks only the steps count."""
     found = []
     for tag in sorted(whole.keys() | other.keys()):
         a, b = ([*values] for values in (whole.get(tag, []), other.get(tag, [])))
@@ -163,20 +163,20 @@ def different_boards(whole: dict, other: dict, another_mesh: bool = False) -> li
 
 
 def is_clock(tag: str) -> bool:
-    """Whether a tag of TensorBoard is one of timings.jsonl."""
+    """Whether a TensorBoard tag belongs to timings.jsonl."""
     return tag.startswith(("time/", "memory/")) or tag in ("step_time", "eps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when there is no difference, else 1."""
+    """The command. Exit code 1: there are differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("whole", type=pathlib.Path, help="folder of the uninterrupted run")
-    parser.add_argument("continued", type=pathlib.Path, help="folder of the other")
-    parser.add_argument("--another_mesh", action="store_true", help="it was continued on other devices")
-    parser.add_argument("--other_checkpoints", action="store_true", help="of checkpoints only the newest must agree")
+    parser.add_argument("resumed", type=pathlib.Path, help="folder of the other run")
+    parser.add_argument("--another_mesh", action="store_true", help="it was resumed on other devices")
+    parser.add_argument("--other_checkpoints", action="store_true", help="only the newest checkpoint must agree")
     options = parser.parse_args(argv)
-    found = differences(options.whole, options.continued, options.another_mesh, options.other_checkpoints)
-    print("\n".join(found) or "no difference")
+    found = differences(options.whole, options.resumed, options.another_mesh, options.other_checkpoints)
+    print("\n".join(found) or "no differences")
     return 1 if found else 0
 
 

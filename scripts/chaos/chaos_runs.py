@@ -1,4 +1,4 @@
-"""What `chaos.py` runs and kills: the quickstart's stages cut short, a leg of a run, and how long its phases take."""
+"""Runs that `chaos.py` kills: shortened quickstart stages, one start of a run (a leg), and timings of its phases."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from rlhf_jax.config import files as config_files
 from rlhf_jax.config import resolve, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "scripts" / "launch"))
 
 from launch_local import end_with_parent, free_port  # noqa: E402
 
+from tests.helpers.children import QUICK  # noqa: E402
+
 UPDATES, SAVE_STEPS = 6, 2
-PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or the rest of several processes, is said to hang
+PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or its remaining processes, counts as hung
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
 
 ADAPTED = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
 
-# 80 rows are 2.5 updates: passes over the data end within the run. Evaluations and samples come within it too.
+# 80 rows are 2.5 updates, so epochs of the data end within the run, as do evaluations and samples.
 EVERY = {"save_steps": SAVE_STEPS, "logging_steps": 1, "eval_steps": 3, "max_train_samples": 80, "max_eval_samples": 16}
 SUPERVISED = {"batch_size": 32, "max_steps": UPDATES, "warmup_steps": 2}
 ROLLING = {"batch_size": 32, "total_episodes": 32 * UPDATES, "log_completions": True, "num_sample_generations": 3}
 
 
 def configs(folder: pathlib.Path, short: bool, adapters: bool = False) -> dict[str, str]:
-    """{stage: JSON} of the quickstart's stages with few updates, each from the models of those before it.
+    """{stage: JSON} of the quickstart's stages with few updates, each starting from the models of earlier stages.
 
     Args:
-      folder: of the campaign; the models are those of its uninterrupted runs.
-      short: smaller models from scratch, and a reward function in place of the reward model: no stage needs another.
-      adapters: train these.
+      folder: of the campaign; models come from its uninterrupted runs.
+      short: smaller models from scratch and a reward function instead of the reward model, so stages are independent.
+      adapters: train LoRA adapters.
     """
     found = {}
     for pipeline in ("quickstart", "quickstart_rloo"):
@@ -62,10 +65,10 @@ class Plan:
     """One kill.
 
     Attributes:
-      phase: compile, rollout, update, save, export; 'any': of the plain command, wherever it is then.
-      number: of the update or step; of a compilation, which one.
-      wait: seconds after the phase has begun; of 'any' after the process has.
-      file: right before this change of a file in the phase instead, counted from 1; 0: by time.
+      phase: compile, rollout, update, save, export; 'any': at any moment of the plain command.
+      number: of the update, step or compilation.
+      wait: seconds after the start of the phase; for 'any', of the process.
+      file: kill right before this file change of the phase instead, counted from 1; 0: by time.
     """
 
     phase: str
@@ -76,7 +79,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A line of chaos_child.py."""
+    """A line reported by chaos_child.py."""
 
     at: float
     kind: str
@@ -91,12 +94,12 @@ class Event:
 
     @property
     def commits(self) -> bool:
-        """Whether it is a rename among the checkpoints, not within one."""
+        """Whether it renames a checkpoint folder, which commits it."""
         return self.kind == "file" and self.rest[1] == "rename" and self.rest[2].count(os.sep) == 1
 
 
 class Leg:
-    """The processes of one start of a run, of which one may be watched and killed."""
+    """The processes of one start of a run; one of them may be instrumented and killed."""
 
     def __init__(
         self,
@@ -112,16 +115,16 @@ class Leg:
         victim: int = 0,
         short: bool = False,
     ):
-        """Starts them in `folder`; the run's folder is `run` in it. See `Plan`; without one it is left to its end."""
+        """Starts them in `folder`, with run folder `run` in it. Without a plan the run is not killed."""
         self.plan, self.victim, self.how, self.events = plan, victim, how, []
         self.changed = threading.Condition()
         train = ["--config", str(config), "--run_dir", "run"]
-        # NPROC is the number of threads of XLA's pool, of which a collective holds one a device.
+        # NPROC sets the size of XLA's thread pool; a collective occupies one thread per device.
         env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "NPROC": "8"}
         env |= {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "JAX_NUM_CPU_DEVICES": str(devices)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         if short:
-            env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+            env["XLA_FLAGS"] = QUICK
         address = f"127.0.0.1:{free_port()}"
         self.began, self.processes, self.reader = time.monotonic(), [], None
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ class Leg:
                     self.changed.notify_all()
 
     def ends(self) -> str | None:
-        """Kills as planned and waits for the end of all; what went wrong, or None."""
+        """Kills as planned and waits for all processes; returns an error message or None."""
         target, plan = self.processes[self.victim], self.plan
         if plan is not None and not plan.file and self._comes(plan):
             since = self.began if plan.phase == "any" else time.monotonic()
@@ -166,7 +169,7 @@ class Leg:
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                wrong = f"process {self.processes.index(process)} does not end"
+                wrong = f"process {self.processes.index(process)} hangs"
                 process.kill()
                 process.wait()
             if plan is not None and process is target:
@@ -177,10 +180,10 @@ class Leg:
         return wrong
 
     hit: float | None = None
-    """When the signal was sent."""
+    """Time at which the signal was sent."""
 
     def _comes(self, plan: Plan) -> bool:
-        """Waits until the phase of a plan has begun; False when the process ends before."""
+        """Waits until the phase of a plan has begun; False: the process ended first."""
         if plan.phase == "any":
             return True
         wanted, seen = ("begin", plan.phase, plan.number), 0
@@ -197,7 +200,7 @@ class Leg:
 
     @property
     def codes(self) -> list[int]:
-        """Exit statuses; -9: killed by SIGKILL."""
+        """Exit codes; -9: killed by SIGKILL."""
         return [process.returncode for process in self.processes]
 
     @property
@@ -209,9 +212,9 @@ class Leg:
         return self.hit is not None or killed_itself
 
     def died_in(self, measured: Measured) -> tuple[str, dict]:
-        """(phase, details) of the moment of the signal: the planned phase if the process was in it, else where it was.
+        """(phase, details) at the time of the signal: the planned phase if the process was in it, else the actual one.
 
-        A process watched by nobody is in 'any'.
+        A process without instrumentation is in 'any'.
         """
         if self.reader is None:
             return "any", {"seconds": round(self.hit - self.began, 3)}
@@ -221,7 +224,7 @@ class Leg:
                 return event.phase, where
         at, open_ones = self.hit, {}
         for event in self.events:
-            # With SIGTERM the process goes on; with SIGKILL the clocks of two processes tell the same time.
+            # After SIGTERM the process continues. After SIGKILL it reports nothing more; the clocks are the same.
             if event.at > at and self.how == "TERM":
                 break
             if event.kind == "begin":
@@ -240,20 +243,20 @@ class Leg:
 
 
 def _sleep(process: subprocess.Popen, until: float) -> None:
-    """Until a moment, or the end of a process."""
+    """Sleeps until a time or the end of a process."""
     while (left := until - time.monotonic()) > 0 and process.poll() is None:
         time.sleep(min(left, 0.05))
 
 
 @dataclasses.dataclass
 class Measured:
-    """What an uninterrupted watched run of a stage took.
+    """Timings of an uninterrupted, instrumented run of a stage.
 
     Attributes:
-      wall: seconds of the plain command with all programs compiled before.
+      wall: seconds of the plain command with a warm compilation cache.
       seconds: {phase: {number: seconds}}.
-      files: {phase: {number: changes of files}}.
-      renames: among the checkpoints, in a save.
+      files: {phase: {number: file changes}}.
+      renames: of checkpoint folders, per save.
     """
 
     wall: float
@@ -282,9 +285,9 @@ class Measured:
         return cls(wall, seconds, files, max(renames.values(), default=0))
 
     def saving(self, events: list[Event], save: Event, at: float, renaming: bool) -> bool:
-        """Whether a save that began was still going on: its last rename not made, or made a moment ago.
+        """Whether a save was still running at `at`: its last rename is missing, or was made less than 50 ms before.
 
-        Of a process that renames nothing only the usual time tells.
+        For a process that renames nothing, the usual duration decides.
         """
         if not renaming:
             return at - save.at < max(self.seconds["save"].values(), default=0.0)
@@ -296,5 +299,5 @@ class Measured:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes a folder, there or not."""
+    """Removes a folder if it exists."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""Runs rlhf_jax.train in several processes on this machine, joined into one run.
+"""Runs rlhf_jax.train as one run of several processes on this machine.
 
     python scripts/launch/launch_local.py --processes 2 -- --config quickstart.py
     python scripts/launch/launch_local.py --processes 2 --devices_per_process 4 -- --config my_ppo.py --mesh_fsdp 8
 
-What follows `--` goes to every process. GPUs are those of CUDA_VISIBLE_DEVICES, or all of the machine, and are shared
-out in order; without GPUs, or with JAX_PLATFORMS=cpu, a process has so many CPU devices. Process 0 writes to the
-terminal as if it ran alone; lines of the others begin with their number. Ctrl-C and SIGTERM go to all of them, a second
-Ctrl-C kills them. When one dies it is named, the others are ended after --grace seconds, and its exit status is
-returned: its code, or 128 + the signal.
+Options after `--` go to every process. The GPUs of CUDA_VISIBLE_DEVICES, or all of the machine, are divided among the
+processes in order. Without GPUs, or with JAX_PLATFORMS=cpu, each process gets --devices_per_process CPU devices. Output
+of process 0 is unchanged; lines of the others start with their number. Ctrl-C and SIGTERM are forwarded to all, a
+second Ctrl-C kills them. If a process dies, it is reported, the others are terminated after --grace seconds, and its
+exit code is returned, or 128 + the signal.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ OURS = ("--distributed", "--num_processes", "--process_id")
 
 
 class LaunchError(Exception):
-    """Something that the user gave is wrong: which, and what to do."""
+    """A wrong option of the user; says how to fix it."""
 
 
 def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> int:
-    """The command: the exit status of the run, 2 with one line of explanation when an option is wrong."""
+    """The command; returns the exit code of the run, or 2 if an option is wrong."""
     options, train = parse(sys.argv[1:] if argv is None else argv)
     try:
         if any(word.split("=")[0] in OURS for word in train):
-            raise LaunchError(f"{', '.join(OURS)} are given by this script; leave them out after --")
+            raise LaunchError(f"{', '.join(OURS)} are set by this script; do not give them after --")
         places = shares(options.processes, options.devices_per_process, os.environ)
     except LaunchError as error:
         print(f"launch_local: {error}", file=sys.stderr)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> i
         environments.append(
             {
                 **os.environ,
-                "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on the network: jax's default is all interfaces
+                "JAX_COORDINATOR_BIND_ADDRESS": address,  # jax's default is all interfaces
                 "JAX_NUM_PROCESSES": str(options.processes),
                 "JAX_PROCESS_ID": str(i),
                 **place,
@@ -62,25 +62,29 @@ def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> i
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and those of rlhf_jax.train."""
+    """Options of this script, and those of rlhf_jax.train."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --processes N [--devices_per_process D] [--grace SECONDS] -- --config CONFIG [OPTION...]",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes of the run")
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="number of processes")
     parser.add_argument(
         "--devices_per_process", type=int, metavar="D", help="default: an equal share of the GPUs, or one CPU device"
     )
     parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="for the others when one has died (default: 10)"
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for the others to exit after a death (default: 10)",
     )
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     options, unknown = parser.parse_known_args(argv[:cut])
     if unknown:
-        parser.error(f"{' '.join(unknown)}: options of rlhf_jax.train come after --")
+        parser.error(f"{' '.join(unknown)}: options of rlhf_jax.train must follow --")
     if options.processes < 1:
         parser.error(f"--processes {options.processes}: give 1 or more")
     if options.devices_per_process is not None and options.devices_per_process < 1:
@@ -88,7 +92,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.grace >= 0:
         parser.error(f"--grace {options.grace}: give 0 or more seconds")
     if not argv[cut + 1 :]:
-        parser.error("nothing to run: give the options of rlhf_jax.train after --, at least --config CONFIG")
+        parser.error("no options of rlhf_jax.train: give at least --config CONFIG after --")
     return options, argv[cut + 1 :]
 
 
@@ -96,12 +100,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def shares(processes: int, devices: int | None, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """The variables that give each process its devices.
+    """Environment variables that select each process's devices.
 
     Args:
-      processes: how many.
-      devices: of each process; None: an equal share of the GPUs, or one CPU device.
-      environment: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES are read.
+      processes: number of processes.
+      devices: per process; None: an equal share of the GPUs, or one CPU device.
+      environment: source of JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.
 
     Raises:
       LaunchError: too few GPUs, or JAX_PLATFORMS is tpu.
@@ -113,8 +117,8 @@ def shares(processes: int, devices: int | None, environment: Mapping[str, str]) 
     if not gpus:
         place = {"JAX_NUM_CPU_DEVICES": str(devices or 1)}
         if (devices or 1) > 1:
-            # XLA's pool has a thread a core, and a collective holds one a device until all devices have come: on few
-            # cores it would wait for ever. NPROC is the number of threads that it takes instead.
+            # XLA's thread pool has one thread per core, and a collective blocks one per device until all devices
+            # arrive: on few cores it would deadlock. NPROC overrides the number of threads.
             place["NPROC"] = environment.get("NPROC", str(max(32, 4 * devices)))
         return [place] * processes
     each = devices or len(gpus) // processes
@@ -124,18 +128,18 @@ def shares(processes: int, devices: int | None, environment: Mapping[str, str]) 
             f"--processes {processes}{wanted} needs {processes * max(each, 1)} GPUs and there are {len(gpus)} "
             f"({','.join(gpus)}): ask for fewer, or set JAX_PLATFORMS=cpu to run on the CPU"
         )
-    # JAX_LOCAL_DEVICE_IDS: all that a process sees is its own, whatever the environment says of others.
+    # JAX_LOCAL_DEVICE_IDS: a process uses all devices that it sees, whatever the environment says.
     ids = ",".join(map(str, range(each)))
     mine = [gpus[i * each : (i + 1) * each] for i in range(processes)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(own), "JAX_LOCAL_DEVICE_IDS": ids} for own in mine]
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that CUDA would use, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs that CUDA would use, by their names in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
         valid = []
-        for name in names:  # CUDA stops at the first name of no device: '' and '-1' hide them all
+        for name in names:  # CUDA stops at the first invalid name: '' and '-1' hide all devices
             if not name or name.startswith("-"):
                 break
             valid.append(name)
@@ -147,7 +151,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """An unused TCP port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -157,31 +161,31 @@ def free_port() -> int:
 
 
 def launch(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], grace: float) -> int:
-    """Runs the commands at the same time, and ends them all when one dies.
+    """Runs the commands concurrently, and terminates all when one dies.
 
     Args:
-      commands: one a process.
-      environments: whole ones, as many.
-      grace: seconds that the others have to end by themselves when one has died, and again after SIGTERM.
+      commands: one per process.
+      environments: one per process, complete.
+      grace: seconds for the others to exit after one has died, and again after SIGTERM.
 
     Returns:
-      0 when all ended with 0, else the exit status of the first that did not.
+      0 if all exited with 0, else the exit code of the first that did not.
     """
     processes, readers = [], []
-    ended = queue.SimpleQueue()  # indices, in the order in which they end
+    ended = queue.SimpleQueue()  # indices of processes, in order of exit
 
-    def pass_on(number, frame):
-        kill = number == signal.SIGINT and pass_on.interrupted
-        pass_on.interrupted |= number == signal.SIGINT
+    def forward(number, frame):
+        kill = number == signal.SIGINT and forward.interrupted
+        forward.interrupted |= number == signal.SIGINT
         send(processes, signal.SIGKILL if kill else number)
 
-    pass_on.interrupted = False
+    forward.interrupted = False
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
         for i, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if i else {}
-            # A session of its own: Ctrl-C reaches it through us, once.
+            # In a session of its own, so that Ctrl-C reaches it only once, through `forward`.
             options = {"start_new_session": True, "preexec_fn": end_with_parent, "stdin": subprocess.DEVNULL}
             processes.append(subprocess.Popen(command, env=dict(environment), **pipes, **options))
         for i, process in enumerate(processes):
@@ -198,7 +202,7 @@ def launch(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str
 
 
 def watch(processes, readers, ended: queue.SimpleQueue, grace: float) -> int:
-    """Waits for all; ends the others when one has died. The exit status of the first that died, or 0."""
+    """Waits for all, and terminates the others when one dies; returns the exit code of the first that died, or 0."""
     status, deadline, steps = 0, None, [signal.SIGTERM, signal.SIGKILL]
     left = len(processes)
     while left:
@@ -210,7 +214,7 @@ def watch(processes, readers, ended: queue.SimpleQueue, grace: float) -> int:
             deadline = time.monotonic() + max(grace, 0.1)
             continue
         left -= 1
-        for thread in readers[i]:  # its last words come before ours
+        for thread in readers[i]:  # its last output comes first
             thread.join(timeout=1)
         code = processes[i].returncode
         if code and not status:
@@ -222,7 +226,7 @@ def watch(processes, readers, ended: queue.SimpleQueue, grace: float) -> int:
 
 
 def death(code: int) -> str:
-    """How a process with this return code died, in words."""
+    """Description of a return code."""
     if code > 0:
         return f"ended with code {code}"
     try:
@@ -233,13 +237,13 @@ def death(code: int) -> str:
 
 
 def send(processes: Sequence[subprocess.Popen], number: int) -> None:
-    """A signal to those that still run."""
+    """Sends a signal to the running processes."""
     for process in processes:
-        process.send_signal(number)  # nothing, when it has ended
+        process.send_signal(number)  # does nothing after its end
 
 
 def end_with_parent() -> None:
-    """Between fork and exec: the kernel kills the process when this script is killed, so that none is left behind."""
+    """Runs between fork and exec: the kernel kills the process if this script is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -248,7 +252,7 @@ _writing = threading.Lock()
 
 
 def copy(i: int, source: BinaryIO, sink) -> None:
-    """The lines of process i, with its number before each."""
+    """Copies the lines of process i, prefixed with its number."""
     for line in source:
         text = f"[{i}] {line.decode(errors='replace').rstrip()}\n"
         with _writing:

@@ -1,14 +1,14 @@
-"""Runs the real TRL beside ours with random options, and counts how often they agree.
+"""Records TRL runs with random options, replays them with ours, and counts how often they agree.
 
     python scripts/parity/parity_sweep.py --cases 120 --out sweep.jsonl
     python scripts/parity/parity_sweep.py --report sweep.jsonl
 
-Each case draws options, sizes, responses (sampled or crafted) and weights from a seed of its own, lets TRL train, and
-replays the run with tests/parity/replay.py, its tolerances unchanged. PPO and RLOO take turns; the RLOO of TRL before
-0.22 joins them with --legacy_python, the interpreter of an environment as scripts/parity/record_trl.py describes.
+Each case draws options, sizes, responses (sampled or crafted) and weights from its own seed, trains with TRL, and
+replays the run with tests/parity/replay.py and its tolerances. PPO and RLOO alternate; --legacy_python adds the RLOO of
+TRL before 0.22, with the interpreter of an environment as described in record_trl.py.
 
-A line of the output is a case: trainer, seed, options, whether it replayed, its worst quantities. Cases that are there
-already are not run again. Exit status 1 if a case does not replay.
+Each line of the output is a case: trainer, seed, options, whether it replays, its largest differences. Finished cases
+are not run again. Exit code 1: a case does not replay.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.parity.recording.tiny import Setting  # noqa: E402
 
 
 def record(trainer: str, setting: Setting, legacy_python: str | None) -> None:
-    """Lets TRL run; the old one in its own environment.
+    """Trains with TRL; the legacy trainer runs in its own environment.
 
     Raises:
-      RuntimeError: it did not finish.
+      RuntimeError: it failed.
     """
     if trainer != "rloo_legacy":
-        # TRL's own lines and bars would bury ours.
+        # Hide TRL's output and progress bars.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             importlib.import_module(f"tests.parity.recording.{trainer}").record(setting)
         return
@@ -56,7 +56,7 @@ def record(trainer: str, setting: Setting, legacy_python: str | None) -> None:
 
 
 def run_case(trainer: str, seed: int, legacy_python: str | None) -> dict:
-    """One case, as a line of the output."""
+    """Runs one case; returns its line of the output."""
     import jax
 
     from tests.parity import replay
@@ -81,7 +81,7 @@ def run_case(trainer: str, seed: int, legacy_python: str | None) -> dict:
 
 
 def summary(lines: list[dict]) -> str:
-    """Markdown: cases and the worst difference of each kind of quantity, by trainer."""
+    """Markdown table by trainer: number of cases and the largest difference of each kind of quantity."""
     out = ["| trainer | cases | replay | arrays and losses | metrics | final weights |", "|---|---|---|---|---|---|"]
     for trainer in DRAW:
         own = [line for line in lines if line["trainer"] == trainer]
@@ -109,15 +109,15 @@ def kind(quantity: str) -> str:
 
 
 def main() -> int:
-    """Runs what is missing and prints the summary; returns the exit status."""
+    """The command. Exit code 1: a case does not replay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100, help="of all trainers together")
+    parser.add_argument("--cases", type=int, default=100, help="number over all trainers")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("sweep.jsonl"))
     parser.add_argument("--legacy_python", help="interpreter with trl==0.17.0")
-    parser.add_argument("--report", type=Path, help="only print the summary of this file")
+    parser.add_argument("--report", type=Path, help="print the summary of this file and exit")
     args = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO uses a GPU if there is one
     path = args.report or args.out
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if args.report is None:

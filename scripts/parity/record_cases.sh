@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records tests/parity/cases anew: which option is in which case is decided here.
+# Records tests/parity/cases again. The options of each case are defined here.
 #
 #   scripts/parity/record_cases.sh PYTHON LEGACY_PYTHON [CASE...]
 #
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS=1
 
 adam='"adam_beta1": 0.8, "adam_beta2": 0.98, "weight_decay": 0.1'
 
-record() { # NAME TRAINER FLAGS...: the case, if it is among those asked for
+record() { # NAME TRAINER FLAGS...: records the case if it is selected
   local name=$1 trainer=$2
   shift 2
   [ -z "$only" ] || [[ " $only " == *" $name "* ]] || return 0
@@ -31,13 +31,13 @@ record ppo_options ppo --updates 3 --micro 16 --sequential --eos_fill --options 
   \"kl_estimator\": \"k3\", \"whiten_rewards\": true, \"missing_eos_penalty\": 0.5, \"num_mini_batches\": 2,
   \"gamma\": 0.95, \"lam\": 0.8, \"cliprange\": 0.1, \"cliprange_value\": 0.05, \"vf_coef\": 0.5, \"kl_coef\": 0.2,
   \"temperature\": 1.3, \"warmup_steps\": 1, \"lr_scheduler_type\": \"cosine\", $adam}"
-# The second update is on the last batch of a pass over the prompts.
+# The second update uses the last batch of an epoch of the prompts.
 record ppo_crafted ppo --crafted --accum 2 --prompts 32 --options '{"missing_eos_penalty": 1.0, "num_ppo_epochs": 3}'
 record ppo_no_stop ppo --crafted --micro 4 --accum 3 --options '{"stop_token": null, "missing_eos_penalty": 1.0,
   "local_rollout_forward_batch_size": 4, "lr_scheduler_type": "constant"}'
 record ppo_stop_id ppo --crafted --sequential --options '{"stop_token_id": 5, "num_ppo_epochs": 1, "kl_coef": 0.0}'
 
-# Adapters; TRL trains the value model in full beside them. The reference is the policy without, or a second adapter.
+# LoRA; TRL trains the value model in full. The reference is the policy without adapter, or a second adapter.
 record lora_small ppo --updates 3 --init_std 0.1 --options '{"use_peft": true, "lora_r": 4, "lora_alpha": 8}'
 record lora_rslora ppo --updates 3 --micro 16 --sequential --eos_fill --options "{
   \"use_peft\": true, \"lora_r\": 3, \"lora_alpha\": 5, \"use_rslora\": true, \"lora_target_modules\": [\"all-linear\"],
@@ -54,10 +54,10 @@ record rloo_options rloo --functions even_share low_ids sometimes --updates 12 -
   \"num_generations\": 4, \"num_iterations\": 2, \"steps_per_generation\": 2, \"epsilon\": 0.1, \"epsilon_high\": 0.3,
   \"beta\": 0.1, \"reward_weights\": [0.7, 1.5, -0.4], \"reward_clip_range\": [-0.5, 1.2],
   \"normalize_advantages\": true, \"mask_truncated_completions\": true, \"warmup_steps\": 2, $adam}"
-# Groups of equal rewards, with one row and with no row judged; nothing is taken off for a KL.
+# Groups with equal rewards, with one scored row and with none; no KL penalty.
 record rloo_crafted rloo --functions hard_groups --crafted --accum 2 --updates 3 --options '{"beta": 0.0,
   "mask_truncated_completions": true, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}'
-# Each optimizer step is on two generation batches, and the run ends within a pass.
+# Each optimizer step uses two generation batches, and the run ends within an epoch of the data.
 record rloo_straddling rloo --functions hard_groups sometimes --crafted --accum 2 --updates 3 --options '{
   "steps_per_generation": 1, "num_generations": 4, "beta": 0.3, "temperature": 1.2, "normalize_advantages": true}'
 

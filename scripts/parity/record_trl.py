@@ -1,18 +1,18 @@
-"""Records a small run of the real TRL (CPU, float32) for tests/parity/replay.py.
+"""Records a small run of TRL (CPU, float32) for tests/parity/replay.py.
 
     python scripts/parity/record_trl.py ppo FOLDER --options '{"kl_estimator": "k3", "whiten_rewards": true}'
     python scripts/parity/record_trl.py rloo FOLDER --functions even_share low_ids --options '{"num_iterations": 2}'
     python scripts/parity/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
     python scripts/parity/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
 
-ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` brings. rloo_legacy is the
-RLOOTrainer that TRL had until 0.21, and needs an environment of its own: `pip install trl==0.17.0 transformers==4.51.3
+ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` installs. rloo_legacy is the
+RLOOTrainer of TRL up to 0.21, which needs its own environment: `pip install trl==0.17.0 transformers==4.51.3
 torch==2.13.0 rich requests`.
 
-A tiny GPT-NeoX with random weights learns from random prompts. FOLDER gets the starting weights, a tokenizer,
-case.json (options, logged metrics), trace.npz (what was sampled, shuffled, scored, whitened and lost) and the final
-weights. With --crafted the responses are not sampled but made to end in the ways that are easy to get wrong: eos first,
-eos last, no eos, a pad that was sampled first, before eos or last.
+A tiny GPT-NeoX with random weights is trained on random prompts. FOLDER gets the initial weights, a tokenizer,
+case.json (options, logged metrics), trace.npz (samples, permutations, scores, whitened rewards, losses) and the final
+weights. With --crafted the responses are not sampled, but end in the ways that are easy to get wrong: eos first, eos
+last, no eos, a pad sampled first, before eos or last.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def parse(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=list(MODULES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--options", type=json.loads, default={}, help="TRL's own options, as JSON")
-    parser.add_argument("--functions", nargs="+", default=["even_share"], help="reward functions of rloo, by name")
-    for name, what in (("updates", "optimizer steps for rloo"), ("micro", "rows"), ("accum", ""), ("prompts", "")):
+    parser.add_argument("--options", type=json.loads, default={}, help="TRL's options as JSON")
+    parser.add_argument("--functions", nargs="+", default=["even_share"], help="names of reward functions for rloo")
+    for name, what in (("updates", "rloo: optimizer steps"), ("micro", "rows"), ("accum", ""), ("prompts", "")):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name), help=what)
     for name in ("seed", "layers", "width", "heads", "vocab"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name))
     parser.add_argument("--init_std", type=float, default=Setting.init_std)
     parser.add_argument("--sequential", action="store_true", help="no parallel residual")
-    parser.add_argument("--eos_fill", action="store_true", help="no pad in the policy's config")
-    parser.add_argument("--crafted", action="store_true", help="crafted responses instead of sampled ones")
+    parser.add_argument("--eos_fill", action="store_true", help="no pad token in the policy's config")
+    parser.add_argument("--crafted", action="store_true", help="crafted instead of sampled responses")
     given = vars(parser.parse_args(arguments))
     given["functions"] = tuple(given["functions"])
     trainer = given.pop("trainer")
@@ -55,13 +55,13 @@ def parse(arguments: list[str] | None = None):
 
 
 def main() -> None:
-    """Checks TRL's version and records."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO takes a GPU where there is one
+    """The command."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's PPO uses a GPU if there is one
     import trl
 
     trainer, setting = parse()
     if trl.__version__ != VERSIONS[trainer]:
-        sys.exit(f"{trainer} is recorded with trl=={VERSIONS[trainer]}; this environment has {trl.__version__}")
+        sys.exit(f"{trainer} needs trl=={VERSIONS[trainer]}; this environment has {trl.__version__}")
     importlib.import_module(f"tests.parity.recording.{MODULES[trainer]}").record(setting)
 
 

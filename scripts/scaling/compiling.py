@@ -1,10 +1,10 @@
-"""Compiling for TPUs that are not there, with XLA's text of what comes out.
+"""Ahead-of-time compilation for TPUs, without the hardware, with the text of the optimized program.
 
-`assigned` goes as far as XLA's assignment of memory: every pass over the program has run, its instructions are
-scheduled and each array has its place. What follows is machine code, a few seconds to most of an hour of it, and leaves
-the text as it is: `whole` finds the same FLOPs, bytes moved and bytes sent, and the same peak but for 16 KiB
-(tests/scripts/test_scaling.py). The compiler cannot be told to stop there, so it goes on in a thread until the process
-ends: call it from one of its own, as `apart` does.
+`assigned` stops after XLA's buffer assignment: all passes have run, instructions are scheduled and every array has its
+address. What follows is code generation, which takes from seconds to most of an hour and does not change the text:
+`whole` finds the same FLOPs, bytes moved and bytes sent, and the same peak up to 16 KiB
+(tests/scripts/test_scaling.py). The compiler cannot be told to stop there. It continues in a thread until the process
+ends, so call it in a process of its own, as `run_in_process` does.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _ALLOCATIONS = "after_optimizations-buffer-assignment.txt"
 
 
 def _dump(folder: str) -> dict[str, Any]:
-    # jaxlib cannot read all that the TPU's compiler writes: its own text is taken from the disk.
+    # jaxlib cannot parse everything that the TPU compiler produces, so the text is read from its dump.
     return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
 
 
 def _file(folder: str, end: str) -> pathlib.Path | None:
-    """Of the program itself: parts of it may be compiled beside it, under other names."""
+    """Dump of the program itself; parts of it may be compiled separately, under other names."""
     return next(pathlib.Path(folder).glob(f"module_*.jit_*.{end}"), None)
 
 
 def whole(name: str, traced: Any, beside: int) -> memory.Program:
-    """As `footprint.compiled`, with the text; for a CPU's devices too."""
+    """As `memory.compiled`, with the text; also for CPU devices."""
     with tempfile.TemporaryDirectory() as folder:
         program = memory.compiled(name, traced, beside, _dump(folder))
         if program.refused:
@@ -48,14 +48,14 @@ def whole(name: str, traced: Any, beside: int) -> memory.Program:
 
 
 def assigned(name: str, traced: Any, beside: int) -> memory.Program:
-    """As `whole`, as soon as memory is assigned; its sizes are those of the assignment."""
+    """As `whole`, but returns after buffer assignment, with its sizes."""
     began, done = time.perf_counter(), []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def run() -> None:
             try:
                 done.append(memory.compiled(name, traced, beside, _dump(folder)))
-            except Exception as error:  # raised again below, by the thread that waits
+            except Exception as error:  # raised again below, in the waiting thread
                 done.append(error)
 
         threading.Thread(target=run, daemon=True).start()
@@ -71,13 +71,13 @@ def assigned(name: str, traced: Any, beside: int) -> memory.Program:
 
 
 def _written(folder: str) -> bool:
-    """Whether the text is whole: after it the compiler writes its options once more."""
+    """Whether the text is complete: the compiler writes its options again after it."""
     text, options = _file(folder, _ASSIGNED), _file(folder, "debug_options")
     return bool(text and options) and options.stat().st_mtime_ns >= text.stat().st_mtime_ns
 
 
 def sizes(assignment: str) -> tuple[int, int]:
-    """Bytes of a program's arguments, and of what it makes in memory beside them, from XLA's list of allocations."""
+    """Bytes of a program's arguments, and of its temporaries and outputs, from XLA's list of allocations."""
     arguments = own = 0
     for size, kind in re.findall(r"^allocation \d+: size (\d+), page \d+, (.*)$", assignment, re.MULTILINE):
         if "parameter" in kind:
@@ -87,15 +87,15 @@ def sizes(assignment: str) -> tuple[int, int]:
     return arguments, own
 
 
-def apart(work: Callable[..., None], *args: Any) -> int:
-    """Runs `work(*args)` in a process that ends with it, whatever its threads do; its exit code."""
-    process = multiprocessing.get_context("spawn").Process(target=_ended, args=(work, args))
+def run_in_process(work: Callable[..., None], *args: Any) -> int:
+    """Runs `work(*args)` in a process that exits when it returns, with any threads; returns the exit code."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_and_exit, args=(work, args))
     process.start()
     process.join()
     return process.exitcode
 
 
-def _ended(work: Callable[..., None], args: tuple) -> None:
+def _run_and_exit(work: Callable[..., None], args: tuple) -> None:
     work(*args)
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices and moves in memory, read from its text, loops multiplied out."""
+"""Bytes that a compiled program sends between devices and moves in memory, from its HLO text, with loop trip counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4}
 BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
 ALL = 0
-"""Size of a group of all devices, whose number the text does not say: (n - 1) / n counts as 1."""
+"""Size of a group of all devices, whose number is not in the text: (n - 1) / n counts as 1."""
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# Instructions that move nothing themselves.
+# Instructions that move no data.
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota")
 _NAMES += ("after-all", "partition-id", "replica-id", "optimization-barrier", "domain")
 _OP = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
@@ -21,7 +21,7 @@ _ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+(?:fn)?)?)\[([\d,]*)\](?:\{([^{}
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One instruction: `shape` is its type, `rest` what stands behind its opening bracket."""
+    """One instruction: `shape` is its type, `rest` the text after its opening parenthesis."""
 
     name: str
     shape: str
@@ -31,7 +31,7 @@ class Op:
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it reads."""
+        """Names of its operands."""
         depth, end = 1, len(self.rest)
         for i, letter in enumerate(self.rest):
             depth += (letter == "(") - (letter == ")")
@@ -41,26 +41,26 @@ class Op:
         return re.findall(r"%([\w.\-]+)", self.rest[:end])
 
     def called(self, *attributes: str) -> list[str]:
-        """Names of the computations behind these attributes."""
-        found = []
+        """Names of the computations in these attributes."""
+        names = []
         for attribute in attributes:
             for match in re.finditer(rf"\b{attribute}=(\{{.*?\}}|%?[\w.\-]+)", self.rest):
-                found += [name.strip().lstrip("%") for name in match[1].strip("{}").split(",")]
-        return found
+                names += [name.strip().lstrip("%") for name in match[1].strip("{}").split(",")]
+        return names
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction: how often it runs in the program, and the bytes that each run sends from a device."""
+    """One instruction: how often it runs in the program, and the bytes that a device sends in each run."""
 
     kind: str
     shape: str
     group: int
     times: int
     sent: float
-    """Bytes a run, by the ring's count: (n - 1) / n of the whole array, twice that for all-reduce."""
+    """Bytes per run of a ring algorithm: (n - 1) / n of the whole array, twice that for all-reduce."""
     op: str
-    """Which line of the program it comes from, as XLA notes it."""
+    """XLA's op_name: the source of the instruction."""
 
 
 def computations(text: str) -> tuple[dict[str, list[Op]], str]:
@@ -79,7 +79,7 @@ def computations(text: str) -> tuple[dict[str, list[Op]], str]:
 
 
 def bytes_of(shape: str, in_memory: bool = False) -> int:
-    """Bytes of an HLO type, tuples summed; `in_memory`: without what lies in a chip's own fast memory."""
+    """Bytes of an HLO type, tuples summed; `in_memory`: without arrays in a chip's fast memory."""
     total = 0
     for kind, dims, layout in _ARRAY.findall(shape):
         if in_memory and re.search(r"S\([1-9]", layout):
@@ -89,8 +89,7 @@ def bytes_of(shape: str, in_memory: bool = False) -> int:
 
 
 def _trips(op: Op, found: dict[str, list[Op]], unknown: int) -> int:
-    """How often a loop turns: what XLA knows, or the constant that its counter, from 0, is compared to over the step by
-    which it grows, or `unknown`."""
+    """Trip count of a loop: XLA's known count, else the loop bound over the counter's step, else `unknown`."""
     if match := re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.rest):
         return int(match[1])
     condition, body = ({x.name: x for x in found[op.called(part)[0]]} for part in ("condition", "body"))
@@ -109,16 +108,16 @@ def _trips(op: Op, found: dict[str, list[Op]], unknown: int) -> int:
 
 
 def _constant(op: Op | None) -> int | None:
-    """The number that an instruction is, if it is one."""
+    """Value of a constant instruction; None for others."""
     if op is None or op.kind != "constant" or not (match := re.match(r"(\d+)\)", op.rest)):
         return None
     return int(match[1])
 
 
 def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
-    """(operation, times, its computation) of all that runs; of a conditional's branches, the one that sends most.
+    """(operation, times, its computation) of everything that runs; of a conditional, the branch that sends most.
 
-    `inside`: into fusions too.
+    `inside`: include the operations of fusions.
     """
     for op in found.get(name, ()):
         yield op, times, name
@@ -140,10 +139,10 @@ def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
 
     Args:
       text: `compiled.as_text()`.
-      unknown_trips: turns of loops whose number XLA does not know (decoding ends when all rows have).
+      unknown_trips: trip count of loops for which XLA knows none (decoding stops when all rows have ended).
 
     Returns:
-      One entry an instruction and place; of a conditional's branches, those of the one that sends most.
+      One entry per instruction and place; of a conditional, those of the branch that sends most.
     """
     found, entry = computations(text)
     return _collectives(_walk(found, entry, unknown_trips, inside=True))
@@ -155,14 +154,14 @@ def _collectives(ran) -> list[Collective]:
         kind = op.kind.removesuffix("-start")
         if kind not in KINDS or op.kind.endswith("-done"):
             continue
-        # A collective that runs beside other work stands in each of the fusions, and in the loops, that it goes
-        # through, under one number; it runs as often as the outermost of them.
+        # An asynchronous collective appears in every fusion and loop that it passes through, with one channel id. It
+        # runs as often as the outermost of them.
         channel = re.search(r"channel_id=(\d+)", op.rest)
         mark = (channel[1],) if channel else (place, op.name)
         if mark not in out or times < out[mark].times:
             found = _collective(kind, op, times)
             if kind == "all-reduce" and place.startswith("all-reduce-scatter"):
-                # How a TPU's program writes a reduce-scatter: a fusion of that name, which sums and keeps a share.
+                # On a TPU a reduce-scatter is a fusion of that name, which sums and keeps a shard.
                 found = dataclasses.replace(found, kind="reduce-scatter", sent=found.sent / 2)
             out[mark] = found
     return list(out.values())
@@ -171,7 +170,7 @@ def _collectives(ran) -> list[Collective]:
 def _collective(kind: str, op: Op, times: int) -> Collective:
     group, shape = _group(op.rest), op.shape
     if op.kind.endswith("-start") and kind != "all-reduce":
-        # An asynchronous start returns its operands beside its results: (operands, results, ...).
+        # An asynchronous start returns its operands and its results: (operands, results, ...).
         arrays = [match[0] for match in _ARRAY.finditer(shape) if bytes_of(match[0]) > 8]
         half = len(arrays) // 2
         shape = " ".join(arrays[half : 2 * half]) if half else shape
@@ -182,10 +181,10 @@ def _collective(kind: str, op: Op, times: int) -> Collective:
 
 
 def _group(rest: str) -> int:
-    """Devices that take part: XLA writes them as a mesh and its axes, as a shape, or one by one."""
+    """Number of participating devices: XLA writes a mesh and its axes, a shape, or a list."""
     if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        # A part of an axis is written 'name':(stride)size.
+        # Part of an axis is written 'name':(stride)size.
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
@@ -205,7 +204,7 @@ def _sent(kind: str, whole: int, group: int) -> float:
 
 
 def largest_array(text: str) -> tuple[int, str]:
-    """Bytes, and name and type, of the largest array that an instruction of the program makes on a device."""
+    """Bytes, and name and type, of the largest array that an instruction creates on a device."""
     made = (op for ops in computations(text)[0].values() for op in ops if op.kind not in _NAMES)
     sizes = ((bytes_of(match[0]), f"{op.name} {match[0]}") for op in made for match in _ARRAY.finditer(op.shape))
     return max(sizes, default=(0, ""))
@@ -214,7 +213,7 @@ def largest_array(text: str) -> tuple[int, str]:
 def traffic(text: str, unknown_trips: int = 1) -> float:
     """Bytes that a program reads from and writes to a device's memory: operands and results of its instructions.
 
-    A slice counts as large as it is, not as what it is cut from; what XLA keeps in a chip's fast memory counts nothing.
+    A slice counts with its own size, not that of its operand. Arrays in a chip's fast memory do not count.
 
     Args:
       text: `compiled.as_text()`.
@@ -229,7 +228,7 @@ def traffic(text: str, unknown_trips: int = 1) -> float:
         reads = [bytes_of(shapes[place].get(name, ""), True) for name in op.operands]
         writes = bytes_of(op.shape, True)
         if op.kind.endswith("-start"):
-            # What is copied is read and written once; the type names source and target.
+            # A copy reads and writes its array once; the type contains source and target.
             sizes = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
             moved = min((size for size in sizes if size > 8), default=0)
             total += times * moved * (1 if "S(1)" in op.shape else 2)
@@ -246,8 +245,10 @@ def traffic(text: str, unknown_trips: int = 1) -> float:
 
 
 def _fused(ops: list[Op], reads: list[int]) -> int:
-    """Bytes that a fusion reads of operands of these sizes, and writes: only slices, where it takes or replaces slices,
-    and nothing of what only passes through it while a collective runs."""
+    """Bytes that a fusion reads of operands of these sizes, and writes.
+
+    Of operands that it slices or updates only the slices count. Arrays that only pass through do not count.
+    """
     by_name, root = {op.name: op for op in ops}, next(op for op in ops if op.root)
     results = [by_name[name] for name in root.operands] if root.kind == "tuple" else [root]
     total = 0

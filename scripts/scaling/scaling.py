@@ -1,16 +1,16 @@
-"""The table of docs/scaling.md: every row from programs that XLA compiles for TPUs that are not there.
+"""The table of docs/scaling.md, from programs that XLA compiles for TPU slices that you do not have.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling/scaling.py                 # compiles the rows that are not there yet; hours
-    python scripts/scaling/scaling.py --assigned      # up to where XLA has assigned the memory; half a minute a row
-    python scripts/scaling/scaling.py --only 1b:ppo:v5e:4x4 # one of them
-    python scripts/scaling/scaling.py --weak          # v5p from 8 to 4,096 chips, the same work a chip
-    python scripts/scaling/scaling.py --print         # the table of what is there; with --weak, of that
+    python scripts/scaling/scaling.py                 # compiles the missing rows; takes hours
+    python scripts/scaling/scaling.py --assigned      # stops after buffer assignment; half a minute per row
+    python scripts/scaling/scaling.py --only 1b:ppo:v5e:4x4 # one row
+    python scripts/scaling/scaling.py --weak          # weak scaling: v5p from 8 to 4,096 chips
+    python scripts/scaling/scaling.py --print         # prints the finished rows; also with --weak
 
-No weight is made. An update is 512 responses of 53 tokens to prompts of 512, 4 passes over each batch, bfloat16, each
-layer computed again in the backward pass; RLOO has 4 responses a prompt. FLOPs are counted in the traced program and
-shared among the chips; bytes of memory and of the links between chips in the text of the compiled one (hlo.py).
-Most of a compilation is the writing of machine code, after which nothing of this changes: see compiling.py.
+No weights are created. An update has 512 responses of 53 tokens to prompts of 512, 4 epochs per batch, bfloat16, and
+rematerialized layers; RLOO has 4 responses per prompt. FLOPs are counted in the traced program and divided by the
+number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program (hlo.py). Most
+of a compilation is code generation, which changes none of this (compiling.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.dry_run import memory
 from rlhf_jax.parallel import sharding
 
-# (mesh, rows a pass, rows generated at a time) of each size and slice.
+# (mesh, micro_batch_size, rollout_batch_size) of each size and slice.
 LAYOUTS: dict[str, dict[str, tuple[tuple[int, int, int], int, int]]] = {
     "v5e:4x4": {
         "1b": ((1, 16, 1), 256, 512),
@@ -63,25 +63,25 @@ LAYOUTS: dict[str, dict[str, tuple[tuple[int, int, int], int, int]]] = {
         "12b": ((1, 64, 2), 512, 512),
     },
 }
-# Slices to try, in order, where one is too small.
+# Larger slices to try, in order, if one is too small.
 LARGER = {"v5e": ("4x8", "8x8", "8x16", "16x16"), "v5p": ("2x2x4", "2x4x4", "4x4x4", "4x4x8")}
-# FLOP/s in bfloat16, bytes/s of memory, bytes/s of all links of a chip: cloud.google.com/tpu/docs/v5e and v5p.
+# bfloat16 FLOP/s, memory bytes/s, bytes/s of all links of a chip: cloud.google.com/tpu/docs/v5e and v5p.
 PEAKS = {"v5e": (197e12, 819e9, 200e9), "v5p": (459e12, 2765e9, 600e9)}
-# Chips of v5p and their mesh; rows grow with `data`.
+# v5p slices and their mesh; rows grow with `data`.
 WEAK = {
     "v5p:2x2x2": (1, 8, 1),
     "v5p:4x4x4": (8, 8, 1),
     "v5p:8x8x8": (64, 8, 1),
     "v5p:16x16x16": (512, 8, 1),
 }
-# What is compiled of an update; judging holds what generating holds and less.
+# Programs of an update that are compiled; log-probabilities and values need less memory than generation.
 PROGRAMS = ("generate", "update")
 GIB = 2**30
 ROWS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "scaling"
 
 
 def checkpoint(size: str, folder: str) -> str:
-    """A folder with the config.json of a Pythia and a tokenizer: all that a planned stage reads of a model."""
+    """A folder with the config.json of a Pythia and a tokenizer, which is all that a planned stage reads."""
     path = pathlib.Path(folder, size)
     if not path.exists():
         path.mkdir()
@@ -116,7 +116,7 @@ def config_of(algo: str, path: str, mesh: tuple[int, int, int], micro: int, roll
 
 
 def measure(program: str, algo: str, size: str, topology: str, layout: tuple, assigned: bool, batch: int = 512) -> dict:
-    """One row with one of its programs: compiles it and counts what it does."""
+    """One row with one of its programs, compiled and counted."""
     mesh, micro, rollout = layout
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
@@ -138,18 +138,18 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
             "programs": {},
         }
 
-        def tell(program: memory.Program) -> None:
+        def add(program: memory.Program) -> None:
             row["programs"][program.name] = count(program, len(devices), config.response_length)
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
             sys.stdout.flush()
 
-        memory.programs(stage, tell, (program,), compiling.assigned if assigned else compiling.whole)
+        memory.programs(stage, add, (program,), compiling.assigned if assigned else compiling.whole)
     return row
 
 
 def count(program: memory.Program, chips: int, steps: int) -> dict[str, Any]:
-    """What a chip holds, computes, moves and sends in one run of a program; of decoding also in one step."""
-    found: dict[str, Any] = {
+    """What a chip holds, computes, moves and sends in one run of a program; for decoding also in one step."""
+    row: dict[str, Any] = {
         "peak": program.peak,
         "own": program.temporary + program.outputs - program.aliased,
         "refused": program.refused,
@@ -158,12 +158,12 @@ def count(program: memory.Program, chips: int, steps: int) -> dict[str, Any]:
     }
     if program.name == "generate":
         one, none = work(program, chips, 1), work(program, chips, 0)
-        found["step"] = {name: one[name] - none[name] for name in one}
-    return found
+        row["step"] = {name: one[name] - none[name] for name in one}
+    return row
 
 
 def work(program: memory.Program, chips: int, turns: int) -> dict[str, float]:
-    """FLOPs, bytes of memory and bytes sent, a chip; `turns` of the loop that decodes."""
+    """FLOPs, bytes of memory and bytes sent per chip, with `turns` iterations of the decode loop."""
     flops = count_work.count(program.traced.jaxpr.jaxpr, [1.0], turns).flops / chips
     if program.refused:
         return {"flops": flops}
@@ -172,7 +172,7 @@ def work(program: memory.Program, chips: int, turns: int) -> dict[str, float]:
 
 
 def bound(done: dict[str, float], topology: str) -> tuple[float, str]:
-    """Seconds that the roofline allows, and what sets them."""
+    """Lower bound in seconds by the roofline, and the resource that sets it."""
     peaks = PEAKS[topology.split(":")[0]]
     times = {name: done.get(name, 0.0) / peak for name, peak in zip(("flops", "moved", "sent"), peaks)}
     longest = max(times, key=times.get)
@@ -183,37 +183,39 @@ def bound(done: dict[str, float], topology: str) -> tuple[float, str]:
 
 
 def stored(folder: pathlib.Path, name: str) -> dict | None:
-    """A row that an earlier call left."""
+    """A row that an earlier call wrote; None: there is none."""
     path = folder / f"{name.replace(':', '_')}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def fill(folder: pathlib.Path, name: str, make: Callable[..., dict], *args: Any) -> dict:
-    """The row on disk, or `make(program, *args)` of all PROGRAMS, each in a process of its own: libtpu compiles one at
-    a time. It is written at once."""
-    if (found := stored(folder, name)) is None:
+    """The row on disk, or else `make(program, *args)` for all PROGRAMS, which is written to disk.
+
+    Each runs in a process of its own, since libtpu compiles one program at a time.
+    """
+    if (row := stored(folder, name)) is None:
         print(name, flush=True)
         with tempfile.TemporaryDirectory() as parts:
             rows = [_made(pathlib.Path(parts, program), make, program, *args) for program in PROGRAMS]
         programs = {key: program for row in rows for key, program in row["programs"].items()}
         peak = max([sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values())])
         fits = peak <= rows[0]["limit"] and not any(program["refused"] for program in programs.values())
-        keep(folder, name, found := {**rows[0], "programs": programs, "peak": peak, "fits": fits})
-    return found
+        keep(folder, name, row := {**rows[0], "programs": programs, "peak": peak, "fits": fits})
+    return row
 
 
 def keep(folder: pathlib.Path, name: str, row: dict) -> None:
-    """Writes a row, whole or not at all."""
+    """Writes a row atomically."""
     part = folder / f"{name.replace(':', '_')}.part"
     part.write_text(json.dumps(row, indent=1) + "\n")
     part.rename(part.with_suffix(".json"))
 
 
 def _made(path: pathlib.Path, make: Callable[..., dict], *args: Any) -> dict:
-    """`make(*args)` of another process, through a file."""
-    code = compiling.apart(_write, path, make, args)
+    """`make(*args)` in another process; the result comes through a file."""
+    code = compiling.run_in_process(_write, path, make, args)
     if not path.exists():
-        raise UserError(f"a process ended with {code} and without a row: what it said stands above")
+        raise UserError(f"a process exited with code {code} without a row; its output is above")
     return json.loads(path.read_text())
 
 
@@ -222,13 +224,13 @@ def _write(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
 
 
 def names() -> list[tuple[str, str, str]]:
-    """(size, algorithm, topology) of the table's rows, small ones first."""
+    """(size, algorithm, topology) of the table's rows, smallest models first."""
     sizes = ("1b", "2.8b", "6.9b", "12b")
     return [(size, algo, topology) for size in sizes for algo in ("ppo", "rloo") for topology in LAYOUTS]
 
 
 def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned: bool) -> str | None:
-    """The smallest larger slice of the kind on which the row fits: each is compiled in its turn."""
+    """The smallest larger slice of the same kind on which the row fits; compiles each in turn."""
     kind = topology.split(":")[0]
     chips = len(memory.topology_devices(topology))
     for shape in LARGER[kind]:
@@ -249,7 +251,7 @@ def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned
 
 
 def table(folder: pathlib.Path) -> list[str]:
-    """The rows that are there, as Markdown."""
+    """The finished rows as Markdown."""
     lines = [
         "| model | | slice | mesh | rows a pass | trained | moments | frozen | cache | update's own | peak | of "
         "| a token: GFLOP, MiB moved, at least | an update: TFLOP, GiB moved, GiB sent, at least |",
@@ -263,7 +265,7 @@ def table(folder: pathlib.Path) -> list[str]:
             continue
         lines.append(line(row))
     if missing:
-        lines += ["", f"{missing} of {len(names())} rows are not compiled yet."]
+        lines += ["", f"{missing} of {len(names())} rows are missing."]
     return lines
 
 
@@ -290,7 +292,7 @@ def line(row: dict) -> str:
 
 
 def weak_table(folder: pathlib.Path) -> list[str]:
-    """Weak scaling, as Markdown."""
+    """Weak scaling as Markdown."""
     lines = [
         "| slice | chips | mesh | responses | program | FLOPs | memory moved | sent | bound |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -311,12 +313,12 @@ def weak_table(folder: pathlib.Path) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(ROWS), help="folder of the rows, a JSON file each (docs/scaling)")
-    parser.add_argument("--only", nargs="+", default=[], help="rows, as SIZE:ALGORITHM:SLICE")
-    parser.add_argument("--weak", action="store_true", help="weak scaling in place of the table")
-    parser.add_argument("--print", action="store_true", help="print the tables of what is there, compile nothing")
-    parser.add_argument("--assigned", action="store_true", help="stop each compilation where memory is assigned")
-    parser.add_argument("--no_larger", action="store_true", help="do not look for the smallest slice that fits")
+    parser.add_argument("--out", default=str(ROWS), help="folder of the rows, one JSON file each (docs/scaling)")
+    parser.add_argument("--only", nargs="+", default=[], help="rows to compile, as SIZE:ALGORITHM:SLICE")
+    parser.add_argument("--weak", action="store_true", help="weak scaling instead of the table")
+    parser.add_argument("--print", action="store_true", help="print the finished rows without compiling")
+    parser.add_argument("--assigned", action="store_true", help="stop each compilation after buffer assignment")
+    parser.add_argument("--no_larger", action="store_true", help="do not search for the smallest slice that fits")
     options = parser.parse_args(argv)
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
-"""The table of docs/lora.md: how many chips PPO takes with adapters and without, from programs that XLA compiles for
-TPUs that are not there.
+"""The table of docs/lora.md: chips that PPO needs with and without LoRA, from programs compiled for TPU slices.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling/scaling_adapters.py            # compiles what is not there yet, to where memory is assigned
+    python scripts/scaling/scaling_adapters.py            # compiles the missing rows up to buffer assignment
     python scripts/scaling/scaling_adapters.py --print
 
-The update is that of scaling.py. Slices are tried from the smallest: one whose models alone are over its memory is not
-compiled, and the first on which all programs fit is the row.
+The update is that of scaling.py. Slices are tried from the smallest. A slice whose memory is too small for the models
+alone is not compiled; the first on which all programs fit becomes the row.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ WAYS = {
 
 
 def config_of(path: str, mesh: tuple[int, int, int], options: dict) -> PPOConfig:
-    """The config of a row: few rows a pass, as where memory is what is short."""
+    """The config of a row, with small micro-batches, as where memory is scarce."""
     rows = max(16, mesh[1])
     base = scaling.config_of("ppo", path, mesh, rows, max(64, rows))
     return PPOConfig(**{**vars(base), **options})
 
 
 def measure(program: str, size: str, way: str, topology: str) -> dict:
-    """One slice: what each chip holds, and the peak of a program where that is less than it has."""
+    """One slice: what each chip holds, and the peak of a program if that fits."""
     devices = memory.topology_devices(topology)
     tensor = min(TENSOR[size], len(devices))
     mesh = (1, len(devices) // tensor, tensor)
@@ -59,14 +58,14 @@ def measure(program: str, size: str, way: str, topology: str) -> dict:
         row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
         row["chips"], row["programs"] = len(devices), {}
         if sum(parts.values()) <= limit:
-            (made,) = memory.programs(stage, only=(program,), make=compiling.assigned)
-            row["programs"][program] = {"peak": made.peak, "refused": made.refused}
-            print(f"  {program}: peak {made.peak / scaling.GIB:.1f} GiB {made.refused}", flush=True)
+            (compiled,) = memory.programs(stage, only=(program,), make=compiling.assigned)
+            row["programs"][program] = {"peak": compiled.peak, "refused": compiled.refused}
+            print(f"  {program}: peak {compiled.peak / scaling.GIB:.1f} GiB {compiled.refused}", flush=True)
     return row
 
 
 def table(folder: pathlib.Path) -> list[str]:
-    """What is there, as Markdown; sizes are of all chips together."""
+    """The finished rows as Markdown; sizes are totals over all chips."""
     lines = [
         "| model | trained | policy | value | moments | base | ref | reward | together | slice | chips | peak a chip |",
         "|" + "---|" * 12,
@@ -74,10 +73,10 @@ def table(folder: pathlib.Path) -> list[str]:
     for size in TENSOR:
         for way in WAYS:
             rows = [scaling.stored(folder, name_of(size, way, topology)) for topology in SLICES]
-            found = [row for row in rows if row]
-            if not found:
+            rows = [row for row in rows if row]
+            if not rows:
                 continue
-            row = next((row for row in found if row["fits"]), found[-1])
+            row = next((row for row in rows if row["fits"]), rows[-1])
             peak = f"{row['peak'] / scaling.GIB:.1f} GiB"
             where = f"{row['topology']} | {row['chips']} | {peak}" if row["fits"] else "none tried fits | | "
             lines.append(f"{head_of(row)} {where} |")
@@ -85,7 +84,7 @@ def table(folder: pathlib.Path) -> list[str]:
 
 
 def head_of(row: dict) -> str:
-    """The first cells of a row: GiB of what is held, on all chips together."""
+    """The first cells of a row: GiB of each part, over all chips."""
     parts = {name: count * row["chips"] / scaling.GIB for name, count in row["parts"].items()}
     names = ("policy", "value", "optimizer", "base", "reference", "reward")
     cells = [f"{parts[name]:.1f}" if name in parts else "" for name in names]
@@ -93,15 +92,15 @@ def head_of(row: dict) -> str:
 
 
 def name_of(size: str, way: str, topology: str) -> str:
-    """Of a row's file."""
+    """Name of a row's file."""
     return f"{size}:{''.join(c if c.isalnum() else '_' for c in way)}:{topology}"
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=ROWS, help="folder of the rows, a JSON file each")
-    parser.add_argument("--print", action="store_true", help="print the table of what is there, compile nothing")
+    parser.add_argument("--out", type=pathlib.Path, default=ROWS, help="folder of the rows, one JSON file each")
+    parser.add_argument("--print", action="store_true", help="print the finished rows without compiling")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for size in () if options.print else TENSOR:

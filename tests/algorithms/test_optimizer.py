@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from transformers import get_scheduler
 
 from rlhf_jax.algorithms import optimizer
 from rlhf_jax.config import PPOConfig, RLOOConfig
+from tests.helpers.optional import optional
+
+torch = optional("torch")
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

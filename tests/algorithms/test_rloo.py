@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 from rlhf_jax.algorithms import rloo
 from rlhf_jax.algorithms.rollout_metrics import split_groups
@@ -19,7 +18,9 @@ from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
 from tests.helpers.arrays import distance, flat
 from tests.helpers.models_common import PAD, reference, reference_inputs
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 P, G, C, T = 4, 3, 9, 6
 B, EOS = P * G, 3
 PROMPTS = np.array([9, 1, 5, 3])

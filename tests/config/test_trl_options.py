@@ -169,9 +169,8 @@ def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
 def test_no_option_of_trl_itself_is_missing():
     """Every field that TRL's own dataclasses add to TrainingArguments has a row."""
     import transformers
-    import trl
-    import trl.experimental.ppo as ppo
 
+    trl, ppo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.ppo")
     options = {table.title: table.options for table in trl_options.TABLES}
     inherited = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for title, config_type in (

@@ -52,7 +52,7 @@ def test_both_orders_are_asked_and_a_fair_judge_says_the_same_in_both(server):
     texts = [body["messages"][0]["content"] for body in bodies]
     one = judges.PROMPT.format(prompt="p1", answer_a="bad 1", answer_b="good 1")
     assert one in texts and judges.PROMPT.format(prompt="p1", answer_a="good 1", answer_b="bad 1") in texts
-    assert found.said[1] == ["I looked. [[B]]", "I looked. [[A]]"]
+    assert found.replies[1] == ["I looked. [[B]]", "I looked. [[A]]"]
 
 
 def test_a_judge_that_likes_the_first_place_gives_ties_and_is_found_out(server):
@@ -91,7 +91,10 @@ def test_what_names_no_verdict_is_counted_and_leaves_the_prompt_out(server):
     found = remote(server).compare(PROMPTS, MINE, OTHERS)
     np.testing.assert_array_equal(found.preference, [1, np.nan, 0.5])
     assert found.unparsable == 1 and found.summary()["prompts_without_verdict"] == 1
-    assert found.problems == ["no verdict in 'I cannot say'"] and found.said[1] == ["I cannot say", "I looked. [[A]]"]
+    assert found.problems == ["no verdict in 'I cannot say'"] and found.replies[1] == [
+        "I cannot say",
+        "I looked. [[A]]",
+    ]
 
 
 def test_an_answer_without_words_is_no_verdict(server):
@@ -136,12 +139,12 @@ def test_a_key_that_is_quoted_back_is_in_no_verdicts_words(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", SECRET)
     server.forever = answers(200, chat(f"your key is {SECRET} [[A]]"))
     found = remote(server, token_env="MY_KEY").compare(PROMPTS, MINE, OTHERS)
-    assert found.said[0][0] == "your key is *** [[A]]" and SECRET not in json.dumps(found.said)
+    assert found.replies[0][0] == "your key is *** [[A]]" and SECRET not in json.dumps(found.replies)
 
 
 def test_a_judge_that_stops_answering_is_not_asked_forever(server):
     server.forever = answers(500, {"error": "gone"})
-    with pytest.raises(JudgeFailure, match="12 questions.*status 500"):
+    with pytest.raises(JudgeFailure, match="12 consecutive questions had no reply. The last: .*status 500"):
         remote(server, retries=0, concurrency=2).compare(["p"] * 60, ["a"] * 60, ["b"] * 60)
     assert len(server.requests) < 20
 
@@ -161,7 +164,7 @@ def test_so_many_questions_at_a_time_and_no_more(server):
 
 def test_a_trial_question_finds_what_is_no_chat_endpoint(server):
     server.forever = answers(200, {"scores": [1.0]})
-    with pytest.raises(JudgeFailure, match="chat completion"):
+    with pytest.raises(JudgeFailure, match="not a chat completion.*test question"):
         remote(server).probe()
     server.forever = fair
     remote(server).probe()

@@ -120,7 +120,7 @@ def test_the_kl_is_that_of_two_forward_passes(room, whole):
     config = PPOConfig(response_length=6, temperature=1.0)
     found = Sampler(config, source, 4, seed=42, batch_size=8, ref=ref).answers("policy", policy, 0)
     assert found.kl[0].tolist() == [answer["kl"] for answer in whole[1][0]["answers"]["policy"]]
-    rollout = found.batches[0][0]
+    rollout = found.rollouts[0][0]
     row, columns = int(np.argmax(rollout.lengths)), rollout.prompt_tokens.shape[1]
     tokens = jnp.asarray(np.concatenate([rollout.prompt_tokens[row], rollout.response[row]]))[None]
     there = np.arange(tokens.shape[1])[None] >= columns - rollout.prompt_lengths[row]
@@ -226,7 +226,7 @@ def test_a_pipelines_folder_brings_policy_data_rewards_and_pairs(room, tmp_path,
 
 def test_options_are_the_runs_but_for_those_given(room, tmp_path):
     folder = finished_run(room, tmp_path, generation_kwargs={"top_k": 5, "top_p": 0.9}, reward_weights=(2.0,))
-    made = plan.make(EvaluateConfig(run_dir=str(folder), top_k=3, reward_funcs=("m:f",)))
+    made = plan.make_plan(EvaluateConfig(run_dir=str(folder), top_k=3, reward_funcs=("m:f",)))
     assert made.prompts.top_k == 3 and made.prompts.generation_kwargs == {"top_p": 0.9}
     assert made.prompts.temperature == 0.9 and made.prompts.response_length == 6
     assert made.prompts.reward_weights is None and made.prompts.reward_model_path == str(room / "reward")
@@ -240,7 +240,7 @@ def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):
     (old / "sft").mkdir()
     (old / "sft" / "policy").symlink_to(room / "sft")
     old.rename(tmp_path / "new")
-    made = plan.make(EvaluateConfig(run_dir=str(tmp_path / "new")))
+    made = plan.make_plan(EvaluateConfig(run_dir=str(tmp_path / "new")))
     assert made.ref.path == str(tmp_path / "new" / "sft" / "policy")
 
 
@@ -262,20 +262,20 @@ def test_a_run_with_adapters_is_evaluated_against_what_it_trained_from(room, tmp
     adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(noise, x.shape), fresh)
     peft.save(folder / "policy", model, jax.device_get(adapter), kind="causal", base=str(room / "sft"))
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "policy"))
-    made = plan.make(EvaluateConfig(run_dir=str(folder)))
+    made = plan.make_plan(EvaluateConfig(run_dir=str(folder)))
     assert made.policy.path == str(folder / "policy") and made.ref.path == str(room / "sft")
     assert not made.prompts.use_peft
     assert main(["--run_dir", str(folder), "--bootstrap_resamples", "100", "--max_eval_samples", "4"]) == 0
     found = json.loads((folder / "evaluation" / "evaluation.json").read_text())
     assert found["policies"][0]["kl"]["mean"] > 0.01 > 0 == found["policies"][2]["kl"]["mean"]
     named = finished_run(room, tmp_path / "named", **given, adapters=(f"old={folder}/policy",), ref_adapter_name="old")
-    assert plan.make(EvaluateConfig(run_dir=str(named))).ref.path == f"{folder}/policy"
+    assert plan.make_plan(EvaluateConfig(run_dir=str(named))).ref.path == f"{folder}/policy"
     trained_on = finished_run(room, tmp_path / "on", use_peft=True, sft_model_path=f"{folder}/policy")
-    assert plan.make(EvaluateConfig(run_dir=str(trained_on))).ref.path == f"{folder}/policy"
+    assert plan.make_plan(EvaluateConfig(run_dir=str(trained_on))).ref.path == f"{folder}/policy"
 
 
 def test_policies_of_runs_have_names_of_their_own(room):
-    made = plan.make(EvaluateConfig(**options(room, against=("a/ppo/policy", "b/ppo/policy", "org/pythia"))))
+    made = plan.make_plan(EvaluateConfig(**options(room, against=("a/ppo/policy", "b/ppo/policy", "org/pythia"))))
     assert [other.name for other in made.others] == ["ppo/policy", "ppo/policy'", "pythia"] and not made.reference
 
 
@@ -294,16 +294,19 @@ def test_policies_of_runs_have_names_of_their_own(room):
         ({"judge_url": "http://u:p@h/v1", "judge_model": "m"}, "user name or a password"),
         ({"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m", "judge_api_key_env": "NOT_SET"}, "NOT_SET"),
         ({"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m", "judge_prompt": "/nothing"}, "cannot be read"),
-        ({"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m", "judge_kwargs": {"model": "x"}}, "judge's own"),
+        (
+            {"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m", "judge_kwargs": {"model": "x"}},
+            "evaluation sets it",
+        ),
         ({"judge_funcs": ("nothing:f",)}, "there is no module 'nothing'"),
         ({"reward_funcs": ("nothing:f",)}, "there is no module 'nothing'"),
         ({"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
         ({"bootstrap_resamples": 1}, "at least 100"),
         ({"against": ("reference",), "completion_column": "summary_"}, "has no column 'summary_'.*it has .*completion"),
-        ({"against": ("ref_model",)}, "there is no reference model; give --ref_model_path"),
+        ({"against": ("ref_model",)}, "there is no reference model; set --ref_model_path"),
         ({"against": ("nobody/there",)}, "nobody/there"),
         ({"run_dir": "/nothing"}, "there is no such folder"),
-        ({"output_dir": "/proc/version/x"}, "/proc/version is no folder"),
+        ({"output_dir": "/proc/version/x"}, "/proc/version is not a folder"),
         ({"prompt_column": "question"}, "has no column 'question'"),
         ({"response_length": 90}, "query_length . --response_length = 150 tokens.*context of 96"),
         ({"pairs": "posts.jsonl"}, "--pairs needs --reward_model_path"),
@@ -324,7 +327,7 @@ def test_an_unfinished_run_is_refused(room, tmp_path):
     folder = finished_run(room, tmp_path)
     os.remove(folder / "finished.json")
     with pytest.raises(UserError, match="is not finished"):
-        plan.make(EvaluateConfig(run_dir=str(folder)))
+        plan.make_plan(EvaluateConfig(run_dir=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +368,7 @@ def test_a_remote_judge_is_asked_about_every_pair_in_both_orders_and_its_key_is_
     (wins,) = found["win_rates"]
     assert wins["by"] == "judge small" and wins["prompts"] == 2 and wins["left_out"] == 1 and wins["win_rate"] == 0.5
     assert wins["judge"]["unparsable"] == 2 and wins["judge"]["first_place"] == 1.0
-    assert "1 prompts left out (2 verdicts not to be read, 0 questions not answered)" in told
+    assert "1 prompts left out (2 unparsable replies, 0 questions without a reply)" in told
     assert rows[0]["verdicts"]["judge small against reference"]["said"] == ["Short. [[A]]"] * 2
     assert len(server.requests) == 1 + 6  # the trial question first
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {SECRET}"}
@@ -377,7 +380,7 @@ def test_a_judge_that_is_not_there_is_known_before_a_weight_is_read(room, tmp_pa
     monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("weights were read"))
     server.forever = answers(401, {"error": "no key"})
     given = {"judge_url": server.url, "judge_model": "small", "judge_retries": 0}
-    with pytest.raises(UserError, match="status 401"):
+    with pytest.raises(UserError, match="status 401.*test question"):
         run(EvaluateConfig(**options(room, output_dir=str(tmp_path / "out"), **given)), lambda _: None)
 
 
@@ -405,7 +408,7 @@ def test_rouge_by_hand():
 
 def test_rouge_that_is_missing_is_said_before_anything_is_done(room, monkeypatch):
     monkeypatch.setattr(rouge.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install 'rlhf_jax\\[rouge\\]'"):
+    with pytest.raises(UserError, match="pip install '.\\[rouge\\]'"):
         run(EvaluateConfig(**options(room, rouge=True)), lambda _: None)
 
 
@@ -431,14 +434,14 @@ def test_greedy_answers_have_no_kl(room, tmp_path):
 
 def test_a_length_controlled_rate_that_extrapolates_is_said_to():
     row = {"by": "x", "policy": "policy", "against": "other", "left_out": 0, "longer": 0.97}
-    (line,) = terminal._caveats([row, row | {"by": "y"}])
+    (line,) = terminal._notes([row, row | {"by": "y"}])
     assert line.startswith("against other: 97 % of policy's answers are longer")
-    assert not [*terminal._caveats([row | {"longer": 0.6}])]
+    assert not [*terminal._notes([row | {"longer": 0.6}])]
 
 
 def test_a_win_on_every_prompt_is_shown_with_wilsons_interval():
     base = {"policy": "policy", "against": "other", "ties": 0, "losses": 0}
     rates = {"win_rate": 1.0, "win_rate_low": 1.0, "win_rate_high": 1.0, "wilson_low": 0.84, "wilson_high": 1.0}
     rates |= dict.fromkeys((f"length_controlled_win_rate{end}" for end in ("", "_low", "_high")), 1.0)
-    text = terminal._wins([{**base, **rates, "by": "x", "wins": 20}])
+    text = terminal._win_rates_table([{**base, **rates, "by": "x", "wins": 20}])
     assert "100.0 % (84.0 to 100.0)" in text and "(100.0 to" not in text

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import torch
 import transformers
+
+from tests.helpers.optional import optional
+
+torch = optional("torch")
 
 VOCAB, PAD = 61, 60
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -13,6 +16,7 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 
 def reference(kind: str = "causal", seed: int = 0, **fields):
     """A transformers model with every weight random, biases and layer norms too: nothing hides behind 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
     rope = {
         "rope_type": "default",
         "rope_theta": fields.pop("rotary_emb_base", 10000.0),
@@ -25,7 +29,6 @@ def reference(kind: str = "causal", seed: int = 0, **fields):
         model = transformers.GPTNeoXForSequenceClassification(config)
     else:
         model = transformers.GPTNeoXForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

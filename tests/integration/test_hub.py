@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-import torch
 
 from rlhf_jax import models
 from rlhf_jax.data import synthetic
 from rlhf_jax.models.io import hf
 from tests.helpers.children import QUICK
 from tests.helpers.hub import Hub
+from tests.helpers.optional import optional
 from tests.helpers.paths import ROOT
 
+torch = optional("torch")
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
 REWARD = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
 POSTS = "trl-lib/tldr"

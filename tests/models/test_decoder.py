@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import HEADS, custom_shape, decoder, layers, pythia
-from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.models import HEADS, attention, custom_shape, decoder, layers, pythia
+from rlhf_jax.models.context import Context, row_dropout
+from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES, decoder_config
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, random_params
 
@@ -71,7 +72,7 @@ def test_prefill_and_decode_equal_the_full_forward(parallel):
     for slot in range(context, total):
         positions = jnp.asarray(mask[:, :slot].sum(axis=1))
         index = jnp.int32(slot - context)
-        hidden, cache = decode(unstacked, prefix, context_mask, cache, tokens[:, slot], positions, index)
+        hidden, cache = decode(unstacked, prefix, cache, tokens[:, slot], positions, index)
         assert distance(hidden, full[:, slot]) < 1e-6
 
 
@@ -114,25 +115,24 @@ def test_decoding_after_a_shared_prefix_equals_decoding_after_a_copy_of_it():
     unstacked = MODEL.unstack(PARAMS)
     hidden, prefix = MODEL.prefill(unstacked, prompts, prompt_mask)
     copied = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), prefix)
-    copied_mask = jnp.repeat(prompt_mask, 3, axis=0)
     positions = jnp.repeat(prompt_mask.sum(axis=1), 3)
     ours, theirs = MODEL.empty_cache(6, 5), MODEL.empty_cache(6, 5)
     for t in range(5):
         tokens = responses[:, t]
-        a, ours = MODEL.decode(unstacked, prefix, prompt_mask, ours, tokens, positions + t, jnp.int32(t))
-        b, theirs = MODEL.decode(unstacked, copied, copied_mask, theirs, tokens, positions + t, jnp.int32(t))
+        a, ours = MODEL.decode(unstacked, prefix, ours, tokens, positions + t, jnp.int32(t))
+        b, theirs = MODEL.decode(unstacked, copied, theirs, tokens, positions + t, jnp.int32(t))
         assert distance(a, b) < 1e-6
 
 
 def test_scan_over_stacked_params_equals_a_loop_over_layers():
     tokens, mask = padded_rows([9, 4], [0, 3], 9)
     backbone = MODEL.unstack(PARAMS)["backbone"]
-    ids, positions = decoder.prepare(tokens, jnp.asarray(mask))
-    rope = layers.rotary_angles(positions, MODEL.config.rotary_ndims, MODEL.config.rotary_emb_base)
+    ids, positions = decoder.mask_tokens(tokens, jnp.asarray(mask))
+    rope = attention.rotary_angles(positions, MODEL.config.rotary_ndims, MODEL.config.rotary_emb_base)
     x = backbone["embed_in"]["embedding"][ids]
     for layer in backbone["layers"]:
-        x, _ = decoder.Block(MODEL.config).apply(
-            {"params": layer}, x, rope, lambda q, k, v: (layers.causal_attention(q, k, v, mask), None)
+        x, _ = decoder.Block(Context(decoder_config(MODEL.config))).apply(
+            {"params": layer}, x, rope, lambda q, k, v: (attention.causal_attention(q, k, v, mask), None)
         )
     x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + MODEL.config.layer_norm_eps)
     norm = backbone["final_layer_norm"]
@@ -159,7 +159,7 @@ def test_bfloat16_compute_stays_close_and_heads_are_float32():
     assert unstacked["backbone"]["final_layer_norm"]["scale"].dtype == jnp.float32
     hidden, prefix = jax.jit(MODEL.prefill, static_argnums=3)(unstacked, tokens, jnp.asarray(mask), jnp.bfloat16)
     assert distance(hidden[0], rough[0, -1]) < 0.02
-    assert prefix[0]["k"].dtype == jnp.bfloat16 and prefix[0]["k"].shape == (2, 4, 9, 8)
+    assert prefix.layers[0]["k"].dtype == jnp.bfloat16 and prefix.layers[0]["k"].shape == (2, 4, 9, 8)
     assert MODEL.empty_cache(2, 12, jnp.bfloat16)[0]["k"].shape == (2, 4, 12, 8)
 
 
@@ -195,7 +195,7 @@ def test_one_dropout_key_becomes_a_key_a_row_and_gradients_flow():
 
 def test_dropout_keeps_the_mean_and_the_rate():
     keys = jax.random.split(jax.random.key(0), 4)
-    dropped = layers.row_dropout(jnp.ones((4, 5000)), 0.25, keys, 3)
+    dropped = row_dropout(jnp.ones((4, 5000)), 0.25, keys, 3)
     assert abs(float((dropped == 0).mean()) - 0.25) < 0.02
     assert abs(float(dropped.mean()) - 1.0) < 0.03
 

@@ -6,9 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +15,12 @@ from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from rlhf_jax.models.io.safetensors import open_file
-from rlhf_jax.models.layers import frozen_product, product
+from rlhf_jax.models.linear import frozen_product, product
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, reference, reference_inputs
+from tests.helpers.optional import optional
 
+peft, torch = optional("peft"), optional("torch")
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FORM = lora.Lora(r=3, alpha=5, dropout=0.0, target_modules=LINEARS, use_rslora=True)
 

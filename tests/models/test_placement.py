@@ -9,7 +9,6 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-import torch
 
 from rlhf_jax import data, models
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
@@ -19,7 +18,9 @@ from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.stages import open_stage
 from tests.helpers.children import child
 from tests.helpers.models_common import assert_trees_equal, random_params
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 pytestmark = pytest.mark.processes
 MODEL = models.custom_shape("2x32x4", vocab_size=256, max_positions=128)
 FORMS = {"single": 10**9, "sharded": 20_000}

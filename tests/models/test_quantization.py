@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -21,7 +20,9 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.context import StageContext
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FORM = lora.Lora(r=3, alpha=6, dropout=0.0, target_modules=LINEARS[::2])
 

@@ -1,4 +1,4 @@
-"""Layers run by their numbers: what is not asked of the last one is not computed, and no stack of params is copied."""
+"""Layers are scanned: the last one computes only what is asked of it, and no stack of params is copied."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models import custom_shape, layers, lora
+from rlhf_jax.models import attention, custom_shape, lora, scan_layers
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_causal
 from tests.helpers.models_common import padded_rows, random_params
@@ -67,7 +67,7 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     upstream = normal(9, 2, queries, 2, 8)
 
     def alone(query, key, value):
-        return layers.causal_attention(query[:, -queries:], key, value, mask)
+        return attention.causal_attention(query[:, -queries:], key, value, mask)
 
     def of_all(query, key, value):
         return plain_causal(query, key, value, mask)[:, -queries:]
@@ -76,6 +76,25 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     assert distance(found[0], expected[0]) < 1e-6
     for ours, wanted in zip(found[1], expected[1]):
         assert distance(ours, wanted) < 2e-6
+
+
+def test_jax_has_the_primitives_that_the_scan_over_layer_numbers_names():
+    assert scan_layers.SLICING is not None, "jax renamed one: without them all layers run in a plain scan"
+
+
+def test_without_these_primitives_all_layers_run_in_a_plain_scan(monkeypatch):
+    model, trained, whole = model_and_params(3, adapters=True)
+    tokens, mask = padded_rows([9, 5, 7], [0, 4, 2], 9)
+
+    def run(trained):
+        return jax.value_and_grad(lambda trained: (model.hidden(whole(trained), tokens, mask, last=4) ** 2).sum())(
+            trained
+        )
+
+    expected = run(trained)
+    monkeypatch.setattr(scan_layers, "SLICING", None)
+    for a, b in zip(jax.tree.leaves(run(trained)), jax.tree.leaves(expected), strict=True):
+        assert distance(a, b) < 1e-6
 
 
 def products(function, *args):
@@ -130,8 +149,10 @@ def test_with_adapters_the_first_layer_passes_no_gradient_on_to_what_is_frozen()
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
-def test_no_pass_copies_the_stacked_params(adapters, remat):
+@pytest.mark.parametrize(
+    ("adapters", "last"), [(False, 2), (True, 2), (False, None)], ids=["full", "adapters", "plain scan"]
+)
+def test_no_pass_copies_the_stacked_params(adapters, last, remat):
     depth, width = 16, 128
     model = custom_shape(f"{depth}x{width}x4", 61)
     base = trained = model.init(jax.random.key(0))
@@ -141,7 +162,7 @@ def test_no_pass_copies_the_stacked_params(adapters, remat):
     tokens, mask = padded_rows([6], [0], 6)
 
     def loss(trained, base):
-        return model.hidden(model.with_lora(base, trained), tokens, mask, remat=remat, last=2).sum()
+        return model.hidden(model.with_lora(base, trained), tokens, mask, remat=remat, last=last).sum()
 
     layer = 4 * 12 * width**2
     for function in (loss, jax.grad(loss)):

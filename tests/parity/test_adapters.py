@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.helpers.optional import optional
 from tests.parity import adapters, options, replay, report, weights
 
+torch = optional("torch")
 CASES = Path(__file__).parent / "cases"
 
 

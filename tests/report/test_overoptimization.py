@@ -1,4 +1,4 @@
-"""A reward that is measured and not learned from: which it is, its fit against √KL, and its place on the page."""
+"""The gold reward of a run (measured, weight 0): its metric, its fit against √KL, and its chart on the page."""
 
 import json
 import math
@@ -33,9 +33,9 @@ def curves_of(*folders):
 
 def test_the_fit_finds_the_numbers_that_made_the_points():
     d = np.linspace(0, 5, 30)
-    r = overoptimization.value((0.3, 1.5, 0.8), d)
+    r = overoptimization.fitted_reward((0.3, 1.5, 0.8), d)
     assert overoptimization.fit(d, r) == pytest.approx((0.3, 1.5, 0.8), abs=1e-9)
-    assert overoptimization.value((0.3, 1.5, 0.8), np.array([0.0, 1.0, math.e])) == pytest.approx(
+    assert overoptimization.fitted_reward((0.3, 1.5, 0.8), np.array([0.0, 1.0, math.e])) == pytest.approx(
         [0.3, 1.8, 0.3 + math.e * 0.7]
     )
     holes = np.where(np.arange(30) % 3 == 0, np.nan, r)
@@ -48,7 +48,7 @@ def test_there_is_no_fit_of_too_little(d):
 
 
 def test_a_reward_of_weight_0_is_drawn_with_its_fit_and_its_turn(tmp_path):
-    found = overoptimization.frontier(curves_of(study(tmp_path / "a")))
+    found = overoptimization.gold_reward_chart(curves_of(study(tmp_path / "a")))
     (fit,) = found["fits"]
     assert found["name"] == "gold"
     assert (fit["alpha"], fit["beta"]) == pytest.approx((1.5, 0.8), rel=0.01)
@@ -62,9 +62,9 @@ def test_a_reward_of_weight_0_is_drawn_with_its_fit_and_its_turn(tmp_path):
 
 
 def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
-    assert overoptimization.frontier(curves_of(study(tmp_path / "a", weights=(1.0, 0.5)))) is None
+    assert overoptimization.gold_reward_chart(curves_of(study(tmp_path / "a", weights=(1.0, 0.5)))) is None
     report_runs.make(tmp_path / "b", PPOConfig())
-    assert overoptimization.frontier(curves_of(str(tmp_path / "b"))) is None
+    assert overoptimization.gold_reward_chart(curves_of(str(tmp_path / "b"))) is None
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
     ],
 )
 def test_it_is_known_whatever_the_other_rewards_are(tmp_path, options):
-    assert overoptimization.frontier(curves_of(study(tmp_path / "a", **options)))["name"] == "gold"
+    assert overoptimization.gold_reward_chart(curves_of(study(tmp_path / "a", **options)))["name"] == "gold"
 
 
 def test_the_page_has_the_chart_and_the_numbers(tmp_path):
     groups = report.read([study(tmp_path / "a"), study(tmp_path / "b", updates=30)])[1]
-    html = page.page(groups, "study")
+    html = page.render_page(groups, "study")
     assert (
         'data-scatter="measured"' in html
-        and "turns at d" in html
+        and "maximum at d" in html
         and html.count('<i class="dot"') == 4
         and "gold against √KL" in html
     )
     data = json.loads(html.split('id="data">')[1].split("</script>")[0])
     assert len(data["tabs"][0]["measured"]["fits"]) == 2
     report_runs.make(tmp_path / "plain", PPOConfig())
-    assert 'data-scatter="measured"' not in page.page(report.read([str(tmp_path / "plain")])[1], "plain")
+    assert 'data-scatter="measured"' not in page.render_page(report.read([str(tmp_path / "plain")])[1], "plain")

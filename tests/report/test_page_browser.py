@@ -180,7 +180,7 @@ def test_samples_are_searched_filtered_sorted_and_coloured(page):
     best = max(row["score"] for row in rows)
     shown = run("return document.querySelector('.sample .facts b').textContent")
     assert float(shown) == pytest.approx(best, rel=1e-3)
-    assert change(run, ".of-text", "no such words") == 0 and run(where) == "no row is like that"
+    assert change(run, ".of-text", "no such words") == 0 and run(where) == "no matching rows"
 
 
 def test_a_row_opens_to_its_prompt_and_what_other_updates_answered(page):

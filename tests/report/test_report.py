@@ -113,18 +113,18 @@ def test_a_run_that_is_being_written_or_damaged_is_read_as_far_as_it_can_be(tmp_
     bare.mkdir()
     (bare / "config.json").write_text('{"stage": "ppo"}')
     _, groups = report.read([str(bare)])
-    Elements(page.page(groups, "bare"))
+    Elements(page.render_page(groups, "bare"))
     assert groups[0].runs[0].notes == ["metrics.jsonl has no update yet"]
 
 
 def test_folders_are_found_in_those_that_are_given_and_models_are_none(folder, tmp_path):
     (folder / "rloo" / "policy").mkdir(exist_ok=True)
     (folder / "rloo" / "policy" / "config.json").write_text('{"model_type": "gpt_neox"}')
-    found = read_run.folders([str(folder), str(folder / "rloo")])
+    found = read_run.find_run_folders([str(folder), str(folder / "rloo")])
     assert [os.path.relpath(path, folder) for path in found] == [
         "sft", "reward", "rloo", "more_kl/ppo", "seed1/ppo", "seed2/ppo"
     ]  # fmt: skip
-    assert read_run.names(found)[3:] == ["more_kl/ppo", "seed1/ppo", "seed2/ppo"]
+    assert read_run.short_names(found)[3:] == ["more_kl/ppo", "seed1/ppo", "seed2/ppo"]
     for path, words in ((tmp_path / "none", "no such folder"), (tmp_path, "holds no run")):
         with pytest.raises(UserError, match=words):
             report.read([str(path)])
@@ -154,13 +154,13 @@ def test_seeds_of_one_config_are_a_band_and_nothing_else_is(folder):
     np.testing.assert_array_equal([curve.low, curve.high], [both.min(axis=0), both.max(axis=0)])
     assert curve.count == 2 and groups[3].curve("objective/kl").count == 1
     again = [read_run.read(str(folder / "seed1" / "ppo"), name) for name in ("a", "b")]
-    assert len(series.groups(again)) == 2  # the same seed twice is no band
+    assert len(series.group_by_config(again)) == 2  # the same seed twice is no band
 
 
 def test_a_band_goes_as_far_as_all_seeds_and_passes_over_what_is_not_finite():
     steps = np.arange(1.0, 6)
     first = (steps, np.array([1.0, np.nan, 3, np.inf, 5]))
-    found = series.together([first, (steps[:4], np.array([3.0, 4, np.nan, -np.inf]))])
+    found = series.aggregate_runs([first, (steps[:4], np.array([3.0, 4, np.nan, -np.inf]))])
     np.testing.assert_array_equal(found.steps, [1, 2, 3, 4])
     np.testing.assert_array_equal(found.mean, [2, 4, 3, np.nan])
     np.testing.assert_array_equal([found.low, found.high], [[1, 4, 3, np.nan], [3, 4, 3, np.nan]])
@@ -170,21 +170,21 @@ def test_thinning_keeps_both_ends_every_peak_of_a_stretch_and_gaps():
     values = np.random.default_rng(0).normal(size=10_000)
     values[4321], values[7777], values[2000:2200] = 50, -50, np.nan
     steps = np.arange(10_000.0)
-    thin = series.thinned(series.Curve(steps, values, values, values, 1), 600)
+    thin = series.downsample(series.Curve(steps, values, values, values, 1), 600)
     assert len(thin.steps) <= 600 and {0, 4321, 7777, 9999} <= set(thin.steps)
     assert np.all(np.diff(thin.steps) > 0) and np.isnan(thin.mean).any()
     np.testing.assert_array_equal(thin.mean, values[thin.steps.astype(int)])
     short = series.Curve(steps[:600], values[:600], values[:600], values[:600], 1)
-    assert series.thinned(short, 600) is short
+    assert series.downsample(short, 600) is short
 
 
 def test_the_frontier_has_the_root_of_the_kl_and_lengths_as_they_are(folder):
     _, groups = report.read([str(folder / "seed1")])
     lines = report_runs.read_lines(folder / "seed1" / "ppo" / "metrics.jsonl")
-    (found,) = charts.against(charts.Curves(groups), "objective/kl", "objective/scores", root=True)
+    (found,) = charts.scatter(charts.Curves(groups), "objective/kl", "objective/scores", square_root=True)
     np.testing.assert_allclose(found["x"], [math.sqrt(line["objective/kl"]) for line in lines], rtol=1e-4)
     np.testing.assert_allclose(found["y"], [line["objective/scores"] for line in lines], rtol=1e-4)
-    (found,) = charts.against(charts.Curves(groups), "eval/response_length", "eval/scores")
+    (found,) = charts.scatter(charts.Curves(groups), "eval/response_length", "eval/scores")
     assert found["step"] == list(range(4, 41, 4))
 
 
@@ -231,11 +231,11 @@ def test_alarms_and_numbers_that_are_not_finite_are_told(folder, tmp_path):
     rows[9] |= {"nonfinite/loss": 1.0, "nonfinite/steps_applied": 3, "grad_norm": math.inf, "loss/policy_avg": math.nan}
     report_runs.lines(path, rows)
     run = read_run.read(str(tmp_path / "ppo"), "ppo")
-    assert read_run.alarms(run) == [
+    assert read_run.alarm_periods(run) == [
         {"name": "alarm/kl_above", "first": 3, "last": 6},
         {"name": "alarm/eos_share", "first": 25, "last": None},
     ]
-    events, bad = read_run.not_finite(run)
+    events, bad = read_run.nonfinite_events(run)
     assert events == [{"step": 10, "causes": ["loss"], "applied": 3, "rows": []}]
     assert bad == {"grad_norm": (1, 10), "loss/policy_avg": (1, 10)}
     words = "".join(text for _, text in Elements(html_parts.alarms([run])).texts)
@@ -269,7 +269,7 @@ def test_the_own_folder_of_a_pipeline_does_not_tell_seeds_apart(folder):
 
 def test_calibration_is_of_pairs_and_its_absence_is_said(folder, tmp_path, written):
     data = written.data()
-    assert data["policy"]["calibration"] == [] and "No data for it here" in "".join(t for _, t in written.texts)
+    assert data["policy"]["calibration"] == [] and "No data: " in "".join(t for _, t in written.texts)
     found = data["reward"]["calibration"]
     assert [point["step"] for point in found] == [10, 20, 30]
     last = found[-1]
@@ -277,7 +277,7 @@ def test_calibration_is_of_pairs_and_its_absence_is_said(folder, tmp_path, writt
     assert last["error"] == pytest.approx(sum(b[2] * abs(b[0] - b[1]) for b in last["bins"]) / 400, rel=0.01)
     report_runs.make_reward(tmp_path / "old", calibrated=False)
     _, groups = report.read([str(tmp_path / "old")])
-    assert "No data for it here: no evaluation on pairs" in page.page(groups, "old")
+    assert "No data: no evaluation on pairs" in page.render_page(groups, "old")
 
 
 # --- samples
@@ -302,12 +302,12 @@ def test_samples_carry_their_tokens_kl_and_advantages(written):
 
 def test_more_samples_than_a_page_carries_are_left_out_evenly_and_counted(folder):
     run = read_run.read(str(folder / "seed1" / "ppo"), "one")
-    whole = samples.collect([run])
+    whole = samples.collect_samples([run])
     assert whole["left_out"] == 0 and [file["step"] for file in whole["files"]] == [8, 16, 24, 32, 40]
-    some = samples.collect([run], most=6000)
+    some = samples.collect_samples([run], max_characters=6000)
     steps = [file["step"] for file in some["files"]]
     assert some["left_out"] == 5 - len(steps) > 0 and steps[0] == 8 and steps[-1] == 40
-    assert samples._spread(9) == [8, 0, 4, 2, 6, 1, 3, 5, 7]
+    assert samples._bisection_order(9) == [8, 0, 4, 2, 6, 1, 3, 5, 7]
 
 
 def test_tokens_that_do_not_fit_their_row_are_passed_over(folder, tmp_path):
@@ -319,7 +319,7 @@ def test_tokens_that_do_not_fit_their_row_are_passed_over(folder, tmp_path):
     report_runs.lines(path, rows[:4])
     with open(path, "a") as file:
         file.write('{"tokens"')
-    found = samples.collect([read_run.read(str(tmp_path / "ppo"), "ppo")])["files"][-1]["rows"]
+    found = samples.collect_samples([read_run.read(str(tmp_path / "ppo"), "ppo")])["files"][-1]["rows"]
     assert "kl" not in found[0] and "advantages" in found[0]
     assert "tokens" not in found[1] and "tokens" not in found[2] and "tokens" not in found[4]
     assert found[3]["advantages"][0] is None
@@ -363,7 +363,7 @@ def test_hostile_text_is_text_everywhere(tmp_path):
         json.dumps({"rows": [{"name": bad, "score": 1.0, bad: 1}, {"name": []}]})
     )
     _, groups = report.read([run.path])
-    text = page.page(groups, bad)
+    text = page.render_page(groups, bad)
     found = Elements(text)
     assert len(found.of("script")) == 2 and found.of("img") == []
     assert "onerror=" not in "".join(name for _, attributes in found.elements for name in attributes)

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import interface, python_functions
 from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 PROMPTS = ["first " + "p" * 500 + " question", "second question", "third question"]
 COMPLETIONS = [" one", " two", " three"]
 IDS = [[1], [2, 0], [3, 4, 0]]
@@ -267,8 +268,7 @@ def test_close_ends_the_threads():
         np.array([1, 2.5, -3], np.float16),
         jnp.array([1, 2.5, -3]),
         jnp.array([1, 2.5, -3], jnp.bfloat16),
-        torch.tensor([1, 2.5, -3]),
-        [np.float32(1), jnp.float32(2.5), torch.tensor(-3)],
+        [np.float32(1), jnp.float32(2.5), np.array(-3)],
         [True, fractions.Fraction(5, 2), np.int64(-3)],
         [np.bool_(True), jnp.bfloat16(2.5), np.array(-3.0)],
     ],
@@ -276,6 +276,11 @@ def test_close_ends_the_threads():
 )
 def test_sequences_and_arrays_of_numbers_are_rewards(value):
     assert call(fixed(value)).rewards[:, 0].tolist() == [1.0, 2.5, -3.0]
+
+
+def test_tensors_of_torch_are_rewards():
+    for value in (torch.tensor([1, 2.5, -3]), [np.float32(1), jnp.float32(2.5), torch.tensor(-3)]):
+        assert call(fixed(value)).rewards[:, 0].tolist() == [1.0, 2.5, -3.0]
 
 
 def test_none_is_not_applicable_and_no_failure():
@@ -338,12 +343,19 @@ BAD_ANSWERS = {
     "a jax column": (jnp.ones((3, 1)), r"an array of shape \[3, 1\]"),
     "a scalar array": (np.float32(3), r"an array of shape \[\]"),
     "a short array": (np.ones(2), "returned 2 rewards"),
-    "a tensor with a gradient": (torch.ones(3, requires_grad=True), "requires grad"),
 }
 
 
 @pytest.mark.parametrize(("bad", "said"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
 def test_an_answer_that_is_not_one_entry_a_row_fails_or_drops_all_rows(bad, said):
+    fails_or_drops_all_rows(bad, said)
+
+
+def test_a_tensor_with_a_gradient_fails_or_drops_all_rows():
+    fails_or_drops_all_rows(torch.ones(3, requires_grad=True), "requires grad")
+
+
+def fails_or_drops_all_rows(bad, said):
     with pytest.raises(
         RewardFailure, match=f"reward function fixed_reward returned .*{said.removeprefix('returned ')}"
     ):

@@ -225,7 +225,7 @@ def test_every_option_with_a_number_refuses_what_is_none_by_name(value):
 def test_numbers_beyond_what_is_counted_in_are_refused_at_once():
     start = time.monotonic()
     for field in ("batch_size", "total_episodes", "response_length", "query_length", "save_steps"):
-        with pytest.raises(UserError, match=f"{field} is {2**31}; it must be below 2\\^31"):
+        with pytest.raises(UserError, match=rf"{field} is {2**31}.*; it must be .*below 2\^31"):
             validation.check(PPOConfig(**{field: 2**31}))
     with pytest.raises(UserError, match="batch_size.*bits"):
         config_files.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")

@@ -10,7 +10,7 @@ import pytest
 from rlhf_jax import models
 from rlhf_jax.config import batch_sizes, validation, values
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.families.gpt_neox_config import PYTHIA_SHAPES
+from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
 from tests.helpers.paths import ROOT, SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS / "bench"))  # as for a script run from there

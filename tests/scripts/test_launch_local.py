@@ -125,8 +125,8 @@ def test_the_machines_gpus_are_those_that_nvidia_smi_lists(plain, tmp_path):
             "--processes 2 with --devices_per_process 2 needs 4 GPUs and there are 2 (0,1): ask for fewer",
         ),
         ({"JAX_PLATFORMS": "tpu"}, "--processes 2 -- --config x", "one process drives all chips"),
-        ({}, "--processes 2 -- --config x --distributed a:1", "--distributed, --num_processes, --process_id are given"),
-        ({}, "--processes 2 -- --config x --process_id=1", "are given by this script; leave them out"),
+        ({}, "--processes 2 -- --config x --distributed a:1", "--distributed, --num_processes, --process_id are set"),
+        ({}, "--processes 2 -- --config x --process_id=1", "--process_id are set by this script"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_to_do(plain, capsys, environment, argv, message):
@@ -144,9 +144,9 @@ def test_what_cannot_run_is_refused_with_what_to_do(plain, capsys, environment, 
         ("--processes 2 --devices_per_process 0 -- --config x", "--devices_per_process 0: give 1 or more"),
         ("--processes 2 --grace -1 -- --config x", "--grace -1.0: give 0 or more seconds"),
         ("--processes 2 --grace nan -- --config x", "--grace nan: give 0 or more seconds"),
-        ("--processes 2", "give the options of rlhf_jax.train after --"),
-        ("--processes 2 --", "give the options of rlhf_jax.train after --"),
-        ("--processes 2 --config x", "--config x: options of rlhf_jax.train come after --"),
+        ("--processes 2", "--config CONFIG after --"),
+        ("--processes 2 --", "--config CONFIG after --"),
+        ("--processes 2 --config x", "--config x: options of rlhf_jax.train must follow --"),
     ],
 )
 def test_a_wrong_option_is_named(plain, capsys, argv, message):

@@ -1,4 +1,7 @@
-"""GPT-NeoX in Hugging Face's words: config.json of transformers 4 and 5, and the names of the tensors."""
+"""GPT-NeoX (Pythia): config.json in and out, the decoder's switches, the tensor table.
+
+Black et al. 2022, arXiv:2204.06745; transformers' `GPTNeoXModel`.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,103 @@ import math
 from typing import Any
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.families.gpt_neox_config import GPTNeoXConfig
+from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL
+from rlhf_jax.models.tensor_table import ParamRule, Tensor, linear_rules
 
-PREFIX = "gpt_neox."
-# Buffers of checkpoints written before transformers 4.30: causal masks and rotary frequencies, not weights.
-IGNORED = (
-    r"^layers\.\d+\.attention\.(bias|masked_bias)$",
-    r"^layers\.\d+\.attention\.rotary_emb\.inv_freq$",
-    r"^rotary_emb\.inv_freq$",
-)
+
+@dataclasses.dataclass(frozen=True)
+class GPTNeoXConfig:
+    """Everything that shapes the function; names are transformers' (rotary_* as in transformers 4)."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 128
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    intermediate_size: int = 512
+    max_position_embeddings: int = 2048
+    rotary_pct: float = 0.25
+    rotary_emb_base: float = 10000.0
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_ndims(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.rotary_pct)
+
+
+def decoder_config(config: GPTNeoXConfig) -> DecoderConfig:
+    """The decoder's sizes and switches."""
+    return DecoderConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rotary_ndims=config.rotary_ndims,
+        rotary_base=config.rotary_emb_base,
+        parallel_residual=config.use_parallel_residual,
+        norm="layer_norm",
+        norm_eps=config.layer_norm_eps,
+        activation="gelu",
+        attention_bias=config.attention_bias,
+        mlp_bias=True,
+        tie_word_embeddings=config.tie_word_embeddings,
+        initializer_range=config.initializer_range,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+    )
+
+
+# Layers, width, heads, vocabulary rows. Biderman et al. 2023, arXiv:2304.01373, table 1; rows of the published files.
+PYTHIA_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "14m": (6, 128, 4, 50304),
+    "31m": (6, 256, 8, 50304),
+    "70m": (6, 512, 8, 50304),
+    "160m": (12, 768, 12, 50304),
+    "410m": (24, 1024, 16, 50304),
+    "1b": (16, 2048, 8, 50304),
+    "1.4b": (24, 2048, 16, 50304),
+    "2.8b": (32, 2560, 32, 50304),
+    "6.9b": (32, 4096, 32, 50432),
+    "12b": (36, 5120, 40, 50688),
+}
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
 ARCHITECTURES = ("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification", "GPTNeoXModel", "ScalarModel")
+# The config nested in a ScalarModel's is saved as its difference from transformers' defaults: what absent keys mean.
+NESTED_DEFAULTS = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+}
+MOST_LAYERS = 10_000  # the tensor table has rows for each, made before any file is opened
 
 _SAME_NAME = tuple(
     field.name for field in dataclasses.fields(GPTNeoXConfig) if field.name not in ("rotary_pct", "rotary_emb_base")
 )
-MOST_LAYERS = 10_000  # a list of a layer's tensors is made for each, before any file is opened
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_NATURAL = (*_REQUIRED, "max_position_embeddings")
+_POSITIVE = (*_REQUIRED, "max_position_embeddings")
 
 
 def check(config: GPTNeoXConfig, where: str) -> None:
-    """UserError, naming the key and the value, when no model can have this config."""
-    for key in _NATURAL:
+    """Raises a UserError that names the key and the value when no model can have this config."""
+    for key in _POSITIVE:
         value = getattr(config, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: {key} is {value!r}; it must be a positive whole number.")
@@ -48,7 +126,7 @@ def check(config: GPTNeoXConfig, where: str) -> None:
     if not 0 <= config.rotary_pct <= 1 or config.rotary_ndims % 2:
         raise UserError(
             f"{where}: rotary_pct (partial_rotary_factor) {config.rotary_pct!r} rotates {config.rotary_ndims} of "
-            f"{config.head_size} dimensions of a head; it must be an even number of them."
+            f"{config.head_dim} dimensions of a head; it must be an even number of them."
         )
     for key in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, key) < 1:
@@ -62,9 +140,9 @@ def _number(value: Any, key: str, where: str) -> float:
 
 
 def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
-    """Our config from config.json's dict, keys of transformers 4 or 5.
+    """The config from config.json's dict, with the keys of transformers 4 or 5.
 
-    UserError, naming the key, the value and `where`, for what is missing or would be another function.
+    Raises a UserError that names the key, the value and `where` for a missing key and for what is not supported.
     """
     if missing := [key for key in _REQUIRED if hf.get(key) is None]:
         raise UserError(f"{where}: {missing[0]} is missing.")
@@ -80,7 +158,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
             raise UserError(f"{where}: {named} is not supported; only the default rotary embedding is.")
         rope.update(value)
     fields = {key: hf[key] for key in _SAME_NAME if hf.get(key) is not None}
-    # transformers 5 keeps both numbers in rope_parameters; 4 wrote its own names, and late ones the general names too.
+    # transformers 5 keeps both numbers in rope_parameters; 4 wrote its own names, and its last versions both.
     fields["rotary_pct"] = _first(rope, hf, "partial_rotary_factor", "rotary_pct", 0.25, where)
     fields["rotary_emb_base"] = _first(rope, hf, "rope_theta", "rotary_emb_base", 10000.0, where)
     config = GPTNeoXConfig(**fields)
@@ -98,7 +176,7 @@ def _first(rope: dict[str, Any], hf: dict[str, Any], name: str, legacy: str, def
 def config_to_hf(config: GPTNeoXConfig, kind: str) -> dict[str, Any]:
     """config.json's dict, readable by transformers 4 (rotary_pct) and 5 (rope_parameters); kind 'causal' or 'scalar'.
 
-    Token ids default to Pythia's <|endoftext|>, 0; the caller knows the tokenizer and overrides them.
+    Token ids default to Pythia's <|endoftext|>, 0; a caller who knows the tokenizer overrides them.
     """
     hf = {key: getattr(config, key) for key in _SAME_NAME}
     hf |= {
@@ -121,15 +199,42 @@ def config_to_hf(config: GPTNeoXConfig, kind: str) -> dict[str, Any]:
     return {"architectures": ["GPTNeoXForSequenceClassification"], **hf, **labels}
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Where a checkpoint's tensor goes: shape as in the file; `layer` is its index in the stacked [L, ...] param."""
+# --- the tensor table -------------------------------------------------------------------------------------------------
 
-    name: str
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
-    layer: int | None = None
-    transpose: bool = False
+PREFIX = "gpt_neox."
+# Buffers of checkpoints written before transformers 4.30: causal masks and rotary frequencies, not weights.
+IGNORED = (
+    r"^layers\.\d+\.attention\.(bias|masked_bias)$",
+    r"^layers\.\d+\.attention\.rotary_emb\.inv_freq$",
+    r"^rotary_emb\.inv_freq$",
+)
+LINEARS: dict[str, tuple[str, ...]] = {
+    "query_key_value": ("layers", "attention", "query_key_value"),
+    "dense": ("layers", "attention", "dense"),
+    "dense_h_to_4h": ("layers", "mlp", "dense_h_to_4h"),
+    "dense_4h_to_h": ("layers", "mlp", "dense_4h_to_h"),
+}
+LORA_TARGETS = ("query_key_value",)
+MODULES: dict[str, tuple[str, ...]] = {
+    "embed_in": ("backbone", "embed_in"),
+    "final_layer_norm": ("backbone", "final_layer_norm"),
+    "embed_out": ("embed_out",),
+    "score": ("score",),
+}
+# QKV's last axis is head-major (H, 3, K), so "tensor" splits between heads. The first axis of a layer's params is L and
+# is never split: the scan slices it. Logits are split by columns: their kernel is larger than a layer, so it is never
+# gathered.
+PARAM_RULES: tuple[ParamRule, ...] = (
+    (r"(^|/)backbone/embed_in/embedding$", ("tensor", "fsdp")),
+    *linear_rules("backbone/layers/attention/query_key_value", COLUMN_PARALLEL),
+    *linear_rules("backbone/layers/attention/dense", ROW_PARALLEL),
+    *linear_rules("backbone/layers/mlp/dense_h_to_4h", COLUMN_PARALLEL),
+    *linear_rules("backbone/layers/mlp/dense_4h_to_h", ROW_PARALLEL),
+    (r"(^|/)backbone/layers/(input|post_attention)_layernorm/(scale|bias)$", ()),
+    (r"(^|/)backbone/final_layer_norm/(scale|bias)$", ()),
+    (r"(^|/)embed_out/kernel$", (None, "vocabulary")),
+    (r"(^|/)score/(kernel|bias)$", ()),
+)
 
 
 def tensors(config: GPTNeoXConfig) -> list[Tensor]:

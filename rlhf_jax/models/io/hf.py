@@ -2,8 +2,8 @@
 
 In: hub names with a revision or local folders; safetensors or old .bin files, single or sharded; causal models,
 `GPTNeoXForSequenceClassification` (`score`), and the N+ implementation's `ScalarModel` (`lm_backbone.*`,
-`scalar_head` with a bias, and an offset `bias` in the config that is taken off every score; Huang et al. 2024,
-arXiv:2403.17031). Out: what transformers 4 and 5 load with the same logits.
+`scalar_head` with a bias, and an offset `bias` in the config that is subtracted from every score; Huang et al. 2024,
+arXiv:2403.17031). Out: checkpoints that transformers 4 and 5 load with the same logits.
 """
 
 from __future__ import annotations
@@ -35,17 +35,9 @@ _CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and
 _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
 _HEAD_NAMES = (*_CAUSAL_HEADS, _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS)
 _SCALAR_PREFIX = "lm_backbone."
-# A nested config is saved as its difference from transformers' defaults, so these are what its absent keys mean.
-_NESTED_DEFAULTS = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-}
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- resolve ---------------------------------------------------------------------------------------------------------
 
 
 def resolve(
@@ -53,8 +45,8 @@ def resolve(
 ) -> Path:
     """The local folder of a checkpoint: the folder itself, or the hub repository downloaded to the cache.
 
-    Downloads JSON files and, with `weights`, safetensors, or .bin files where there are no safetensors. HF_ENDPOINT and
-    HF_HUB_OFFLINE are huggingface_hub's. UserError when it is neither a folder nor found on the hub.
+    Downloads JSON files and, with `weights`, safetensors, or .bin files where there are no safetensors. huggingface_hub
+    reads HF_ENDPOINT and HF_HUB_OFFLINE. Raises a UserError when it is neither a folder nor on the hub.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -73,7 +65,7 @@ def _download(name: str, revision: str | None, subfolder: str | None, weights: b
     neither = f"{name!r} is neither a local folder nor a model on the hub"
     at = f" at revision {revision!r}" if revision else ""
     prefix = f"{subfolder}/" if subfolder else ""
-    # The pattern's star also matches slashes: without a subfolder, leave out the files of every folder.
+    # The pattern's star also matches slashes: without a subfolder, exclude the files of every folder.
     ignore = f"{prefix}*/*"
 
     def snapshot(*patterns: str) -> Path:
@@ -104,24 +96,25 @@ def _download(name: str, revision: str | None, subfolder: str | None, weights: b
         ) from error
 
 
-# --- in --------------------------------------------------------------------------------------------------------------
+# --- load ------------------------------------------------------------------------------------------------------------
 
 
 def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
-    """Only the shape of a checkpoint, from its config.json; of an adapter that of its base. UserError as `load`."""
-    path = under(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
+    """The model of a checkpoint without params, from its config.json; of an adapter, that of its base. UserError as
+    `load`."""
+    path = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
     return _model(read_json(path), path)[0]
 
 
-def under(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
-    """What lies under a folder: (the folder of the model, the adapters on it, the lowest first).
+def resolve_base(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
+    """(The folder of the base model, the adapters on it in the order in which they are applied).
 
     Args:
-      folder: of a model, or of an adapter in PEFT's form.
+      folder: of a model, or of an adapter in PEFT's format, possibly on further adapters.
       weights: as `resolve`, of the model.
 
     Raises:
-      UserError: an adapter that is not plain LoRA, or whose base is not to be found.
+      UserError: an adapter that is not plain LoRA, or whose base is missing.
     """
     adapters: list[peft.Config] = []
     while is_adapter(folder):
@@ -140,13 +133,13 @@ def under(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config
 
 
 def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
-    """Whether a path or hub name is an adapter in PEFT's form. UserError as `resolve`."""
+    """Whether a path or hub name is an adapter in PEFT's format. UserError as `resolve`."""
     folder = resolve(name_or_path, revision, weights=False)
     return (folder / peft.CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
 def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
-    """(checkpoint, its revision) that an adapter belongs on."""
+    """(checkpoint, its revision) that an adapter was trained on."""
     folder = resolve(name_or_path, revision, weights=False)
     adapter = peft.read_config(folder)
     if adapter.base is None:
@@ -155,7 +148,7 @@ def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple
 
 
 def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:
-    """An adapter in PEFT's form, for `model`: (its `lora.Lora`, numpy params). UserError as `lora_hf.read`."""
+    """An adapter in PEFT's format, for `model`: (its `lora.Lora`, numpy params). UserError as `peft.read`."""
     folder = resolve(name_or_path, revision)
     if not is_adapter(folder):
         raise UserError(f"{name_or_path} is no adapter: a folder with {peft.CONFIG} and no {CONFIG}.")
@@ -171,33 +164,33 @@ def load(
     new_head: bool = False,
     head_seed: int = 0,
     head_std: float | None = None,
-    where: Callable[[Model, Params], Any] | None = None,
+    shardings: Callable[[Model, Params], Any] | None = None,
     cast_on_load: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
 
     kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
     normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
-    without it a checkpoint that has no scalar head is refused. Heads that were not asked for are left out.
-    `where` gives a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what its
-    own devices hold, a shard at a time (a .bin file's tensors one by one, whole); every process must see the files.
-    `cast_on_load` with it: what becomes of each param, by its path, before the next is read.
-    An adapter in PEFT's form is merged into its base as it is read. UserError names the file and the key, or the tensor
-    that is missing, extra or misshapen.
+    without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not loaded.
+    `shardings` returns a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what
+    its own devices hold, one shard at a time (one full tensor at a time from a .bin file); every process must see the
+    files. `cast_on_load` is then applied to each param, given its path, before the next one is read.
+    An adapter in PEFT's format is merged into its base on loading. A UserError names the file and the key, or the
+    tensor that is missing, extra or of another shape.
     """
     _check_kind(kind)
-    folder, adapters = under(resolve(name_or_path, revision, subfolder))
+    folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
     hf = read_json(folder / CONFIG)
     model, offset = _model(hf, folder / CONFIG)
     sources = open_weights(folder)
-    read = [peft.read(adapter, model) for adapter in adapters]
-    own = {name for form, _ in read for name in form.modules_to_save}
+    loras = [peft.read(adapter, model) for adapter in adapters]
+    replaced = {name for form, _ in loras for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
     heads = kind.split("+")
     if "causal" in heads and not model.config.tie_word_embeddings:
-        leaves["embed_out"] = {} if "embed_out" in own else {"kernel": _causal_head(model, sources, folder)}
+        leaves["embed_out"] = {} if "embed_out" in replaced else {"kernel": _causal_head(model, sources, folder)}
     if "scalar" in heads:
-        if "score" in own and not new_head:
+        if "score" in replaced and not new_head:
             leaves["score"] = {}
         elif new_head:
             std = model.config.initializer_range if head_std is None else head_std
@@ -206,33 +199,33 @@ def load(
             leaves["score"] = {"kernel": HostParam((std * noise).astype(np.float32))}
         else:
             leaves["score"] = _scalar_head(model, sources, folder, hf, offset)
-    for form, adapter in read:
+    for form, adapter in loras:
         if new_head:
             adapter = {key: value for key, value in adapter.items() if key != "score"}
-        leaves = peft.merged_into(leaves, form, adapter)
-    if where is None:
+        leaves = peft.add_to_leaves(leaves, form, adapter)
+    if shardings is None:
         return model, jax.tree.map(read_all, leaves)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
 
-    def placed(path: tuple, leaf: Any, where: Any) -> Any:
-        read = read_shards(leaf, where)
-        return read if cast_on_load is None else cast_on_load(tuple(entry.key for entry in path), read)
+    def load_param(path: tuple, leaf: Any, sharding: Any) -> Any:
+        param = read_shards(leaf, sharding)
+        return param if cast_on_load is None else cast_on_load(tuple(entry.key for entry in path), param)
 
-    return model, jax.tree_util.tree_map_with_path(placed, leaves, where(model, shapes))
+    return model, jax.tree_util.tree_map_with_path(load_param, leaves, shardings(model, shapes))
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """Which checkpoint this is, whatever it is called; see `weight_files.fingerprint_of`. UserError as `load`."""
-    folder, adapters = under(resolve(name_or_path, revision=revision))
+    """Identifies a checkpoint by its weights, whatever its name, by `fingerprint_of`. UserError as `load`."""
+    folder, adapters = resolve_base(resolve(name_or_path, revision=revision))
     return "+".join(fingerprint_of(path) for path in (folder, *(adapter.folder for adapter in adapters)))
 
 
 def load_shapes(
     name_or_path: str | Path, *, kind: str = "causal", revision: str | None = None, new_head: bool = False
 ) -> tuple[Model, Params]:
-    """What `load` would give, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
+    """What `load` would return, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
-    path = under(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
+    path = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
     hf = read_json(path)
     model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
@@ -252,7 +245,7 @@ def _is_scalar_model(hf: dict[str, Any]) -> bool:
 
 
 def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
-    """The model of a config.json and the offset taken off its scores (0 but for a ScalarModel)."""
+    """The model of a config.json, and the offset subtracted from its scores (0 unless it is a ScalarModel)."""
     architectures = hf.get("architectures") or []
     if isinstance(architectures, str):
         architectures = [architectures]
@@ -270,7 +263,8 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
             raise UserError(f"{path}: bias is {offset!r}; a ScalarModel's offset must be a number.")
         nested = hf.get("base_config")
         if isinstance(nested, dict):
-            base = {**(_NESTED_DEFAULTS if nested.get("model_type") == "gpt_neox" else {}), **nested}
+            family = FAMILIES.get(str(nested.get("model_type")))
+            base = {**(family.nested_defaults if family else {}), **nested}
         elif hf.get("num_hidden_layers") is not None:
             base = {**hf, "model_type": "gpt_neox"}
         else:
@@ -286,7 +280,7 @@ def _prefix(model: Model, sources: dict[str, Source]) -> str:
 
 
 def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
-    """The backbone's params, not yet read; UserError for the first missing, extra or misshapen tensor."""
+    """The backbone's params, not yet read; UserError for the first tensor that is missing, extra or misshapen."""
     prefix = _prefix(model, sources)
     specs = model.family.tensors(model.config)
     wanted = {prefix + spec.name for spec in specs}
@@ -296,11 +290,11 @@ def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
             raise UserError(
                 f"{sources[name].file}: tensor {name} is not one that {CONFIG} gives the model a place for."
             )
-    found: dict[tuple[str, ...], dict[int | None, Source]] = {}
+    sources_by_path: dict[tuple[str, ...], dict[int | None, Source]] = {}
     backbone: Params = {}
     for spec in specs:
-        layers = found.setdefault(spec.path, {})
-        layers[spec.layer] = _found(sources, prefix + spec.name, spec.shape, folder)
+        layers = sources_by_path.setdefault(spec.path, {})
+        layers[spec.layer] = _source(sources, prefix + spec.name, spec.shape, folder)
         *parents, leaf = spec.path
         node = backbone
         for parent in parents:
@@ -310,7 +304,7 @@ def _backbone(model: Model, sources: dict[str, Source], folder: Path) -> Params:
     return backbone
 
 
-def _found(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder: Path) -> Source:
+def _source(sources: dict[str, Source], name: str, shape: tuple[int, ...], folder: Path) -> Source:
     if name not in sources:
         files = sorted({source.file.name for source in sources.values()})
         where = folder / files[0] if len(files) == 1 else f"{folder} ({len(files)} weight files)"
@@ -327,14 +321,14 @@ def _causal_head(model: Model, sources: dict[str, Source], folder: Path) -> File
             "A policy, a reference or an SFT model needs one."
         )
     shape = (model.config.vocab_size, model.config.hidden_size)
-    return FileParam((_found(sources, name, shape, folder),), transpose=True)
+    return FileParam((_source(sources, name, shape, folder),), transpose=True)
 
 
 def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dict[str, Any], offset: float) -> Params:
     shape = (1, model.config.hidden_size)
     if _SCALAR_WEIGHT in sources:
-        bias = read_all(FileParam((_found(sources, _SCALAR_BIAS, (1,), folder),)))
-        kernel = FileParam((_found(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
+        bias = read_all(FileParam((_source(sources, _SCALAR_BIAS, (1,), folder),)))
+        kernel = FileParam((_source(sources, _SCALAR_WEIGHT, shape, folder),), transpose=True)
         return {"kernel": kernel, "bias": HostParam((bias.astype(np.float64) - offset).astype(np.float32))}
     if _SCORE not in sources:
         raise UserError(
@@ -344,10 +338,10 @@ def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dic
     labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
     if labels != 1:
         raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
-    return {"kernel": FileParam((_found(sources, _SCORE, shape, folder),), transpose=True)}
+    return {"kernel": FileParam((_source(sources, _SCORE, shape, folder),), transpose=True)}
 
 
-# --- out -------------------------------------------------------------------------------------------------------------
+# --- save ------------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -362,9 +356,9 @@ def save(
 ) -> None:
     """Write config.json and safetensors that transformers 4 and 5 load: kind 'causal' or 'scalar'.
 
-    params: stacked arrays of numpy, or of JAX in any shards; heads of the other kind are left out. Tensors come to the
-    host one by one, and no more than one file's are held. With several processes every one must call it: all take part
-    in the gathering, the first writes. `extra_config` goes into config.json (token ids: bos_token_id, eos_token_id,
+    params: stacked arrays, numpy or JAX in any shards; heads of the other kind are not written. Tensors are gathered to
+    the host one by one, and no more than one file's are held. With several processes every one must call it: all of
+    them gather, the first writes. `extra_config` is added to config.json (token ids: bos_token_id, eos_token_id,
     pad_token_id). dtype 'float32', 'bfloat16' or 'float16'; max_shard_bytes: of a file.
     transformers' classifier has no bias, so the bias c of a scalar head w is folded into the final layer norm's,
     b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores.
@@ -403,11 +397,11 @@ def save(
 
 
 def fold_score_bias(norm: Params, score: Params) -> Params:
-    """The last layer norm {"scale", "bias"} [D] with the bias of the scalar head after it folded into its own, on the
-    host; see `save`. Every process must call it."""
+    """The final layer norm {"scale", "bias"} [D] with the bias of the scalar head folded into its own, on the host; see
+    `save`. Every process must call it."""
     kernel, bias = (gather_to_host(score[key]) for key in ("kernel", "bias"))
     weight = kernel[:, 0].astype(np.float64)
     if not weight.any():
         raise UserError("the scalar head is all zeros and has a bias, which a Hugging Face classifier cannot express.")
-    more = float(bias[0]) * weight / (weight @ weight)
-    return {**norm, "bias": (gather_to_host(norm["bias"]).astype(np.float64) + more).astype(np.float32)}
+    offset = float(bias[0]) * weight / (weight @ weight)
+    return {**norm, "bias": (gather_to_host(norm["bias"]).astype(np.float64) + offset).astype(np.float32)}

@@ -33,7 +33,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One tensor of a file, its numbers not yet read."""
+    """One tensor of a file, not yet read."""
 
     name: str
     file: Path
@@ -42,8 +42,8 @@ class Source:
     _read: Callable[[Index], np.ndarray]
 
     def check(self, shape: tuple[int, ...], asks: str) -> None:
-        """UserError, naming the tensor, when it has not the shape that `asks`, a file, gives it, or its numbers are not
-        floating-point."""
+        """Raises a UserError that names the tensor when its shape is not the one that the file `asks` requires, or its
+        dtype is not floating-point."""
         if self.shape != shape:
             raise UserError(
                 f"{self.file}: tensor {self.name} has shape {list(self.shape)}; {asks} asks for {list(shape)}."
@@ -54,11 +54,11 @@ class Source:
             )
 
     def read(self, index: Index) -> np.ndarray:
-        """The numbers of tensor[index] as float32; UserError, naming the tensor, when they cannot be read.
+        """tensor[index] as float32; a UserError names the tensor when it cannot be read.
 
         Args:
-          index: a slice without a step for each axis. Of a safetensors file only these bytes are read; of a .bin file
-            the tensor is read whole and cut.
+          index: a slice without a step for each axis. Only these bytes of a safetensors file are read; from a .bin file
+            the full tensor is read and sliced.
         """
         try:
             return self._read(index).astype(np.float32, copy=False)
@@ -67,10 +67,10 @@ class Source:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """What tells a checkpoint folder from another: sha256 of its weights' sizes and of a sample of their bytes.
+    """Identifies the weights of a checkpoint folder: sha256 of the files' sizes and of a sample of their bytes.
 
-    Of each file the first 64 KiB (the header of a safetensors file) and 16 KiB at 64 places; of a small one all of it.
-    Training moves every weight, so a sample tells.
+    The sample is the first 64 KiB of each file (the header of a safetensors file) and 16 KiB at 64 places; of a small
+    file, all of it. Training changes every weight, so a sample is enough.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")):
@@ -88,7 +88,7 @@ def fingerprint_of(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError, naming the file, when it is absent or not one."""
+    """A JSON object; a UserError names the file when it is missing or not a JSON object."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,9 +101,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> dict[str, Source]:
-    """Every tensor of a checkpoint folder by its name. Safetensors are preferred; a .bin admits tensors only.
+    """Every tensor of a checkpoint folder by its name. Safetensors are preferred; of a .bin file only tensors are read.
 
-    UserError names the file that is absent, damaged, or does not hold what its index says.
+    A UserError names the file that is missing, damaged, or does not hold what its index says.
     """
     for single, index in ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)):
         if (folder / single).is_file():
@@ -114,7 +114,7 @@ def open_weights(folder: Path) -> dict[str, Source]:
 
 
 def open_file(path: Path) -> dict[str, Source]:
-    """Every tensor of a file by its name; UserError, naming the file, where it is damaged."""
+    """Every tensor of a file by its name; a UserError names the file when it is damaged."""
     if path.suffix == ".bin":
         return {
             name: Source(name, path, tensor.shape, str(tensor.dtype), lambda index, tensor=tensor: tensor.read()[index])
@@ -144,19 +144,19 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
             raise UserError(f"{index}: weight_map names {shard!r}, which is not a file of that folder.")
         if not (folder / shard).is_file():
             raise UserError(f"{folder / shard} is missing, though {index.name} lists it.")
-        found = open_file(folder / shard)
+        tensors = open_file(folder / shard)
         listed = {name for name, file in weight_map.items() if file == shard}
-        if absent := sorted(listed - set(found)):
+        if absent := sorted(listed - set(tensors)):
             raise UserError(f"{folder / shard}: tensor {absent[0]} is missing, though {index.name} lists it there.")
-        if extra := sorted(set(found) - listed):
+        if extra := sorted(set(tensors) - listed):
             raise UserError(f"{folder / shard}: tensor {extra[0]} is not in {index.name}.")
-        sources.update(found)
+        sources.update(tensors)
     return sources
 
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes tensors as one safetensors file."""
-    # transformers asks for the "format" of the arrays that were saved.
+    # transformers requires the "format" of the saved arrays.
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlhf_jax.models.io.safetensors import Index, Source
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel.sharding import replicated
 
 
 @dataclasses.dataclass(frozen=True)
 class HostParam:
-    """A small param that is on the host of every process."""
+    """A small param on the host of every process."""
 
     array: np.ndarray
 
@@ -46,7 +46,7 @@ class FileParam:
         return (len(self.tensors), *shape) if self.stacked else shape
 
     def read(self, index: Index) -> np.ndarray:
-        """param[index] as float32, reading nothing else; `index` has a slice without a step for each axis."""
+        """param[index] as float32, reading only that; `index` has a slice without a step for each axis."""
         if not self.stacked:
             return np.ascontiguousarray(self._tensor(self.tensors[0], index))
         layers, *rest = index
@@ -61,11 +61,11 @@ class FileParam:
 
 @dataclasses.dataclass(frozen=True)
 class LoraParam:
-    """A stacked kernel with an adapter added to it: kernel + low high, in float32."""
+    """A stacked kernel with an adapter added to it: kernel + a @ b, in float32."""
 
     kernel: Any  # FileParam or LoraParam
-    low: np.ndarray  # [L, D, r]
-    high: np.ndarray  # [L, r, F]
+    a: np.ndarray  # [L, D, r]
+    b: np.ndarray  # [L, r, F]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,11 +73,11 @@ class LoraParam:
         return self.kernel.shape
 
     def read(self, index: Index) -> np.ndarray:
-        """param[index] as float32, reading no more of the kernel."""
+        """param[index] as float32, reading only that part of the kernel."""
         layers, rows, columns = index
         out = self.kernel.read(index)
-        for layer, low, high in zip(out, self.low[layers, rows], self.high[layers, :, columns]):
-            layer += low @ high
+        for layer, a, b in zip(out, self.a[layers, rows], self.b[layers, :, columns]):
+            layer += a @ b
         return out
 
 
@@ -86,19 +86,19 @@ def read_all(leaf: HostParam | FileParam | LoraParam) -> np.ndarray:
     return leaf.read(tuple(slice(0, size) for size in leaf.shape))
 
 
-def read_shards(leaf: HostParam | FileParam | LoraParam, where: NamedSharding) -> jax.Array:
-    """A param on the devices, float32. Reads what this process' devices hold, each part once, one at a time."""
+def read_shards(leaf: HostParam | FileParam | LoraParam, sharding: NamedSharding) -> jax.Array:
+    """A param on the devices, float32. Reads only the parts that this process' devices hold, one at a time."""
     holders: dict[tuple, list[jax.Device]] = {}
-    for device, index in where.addressable_devices_indices_map(leaf.shape).items():
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         ends = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape))
         holders.setdefault(ends, []).append(device)
     shards = []
     for ends, devices in holders.items():
         part = leaf.read(tuple(slice(*end) for end in ends))
-        # Not aliased: on a CPU the update would not give such buffers away.
+        # Not aliased: on a CPU an aliased buffer is not donated.
         shards += jax.block_until_ready([jax.device_put(part, device, may_alias=False) for device in devices])
-        del part  # or the next would be read beside it
-    return jax.make_array_from_single_device_arrays(leaf.shape, where, shards)
+        del part  # before the next one is read
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
 def gather_to_host(leaf: Any, layer: int | None = None) -> np.ndarray:
@@ -109,14 +109,14 @@ def gather_to_host(leaf: Any, layer: int | None = None) -> np.ndarray:
       layer: index on the first axis; None: all of it.
 
     Returns:
-      A numpy array, not to be written into.
+      A numpy array; do not write into it.
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
     if leaf.is_fully_addressable and layer is None:
         return jax.device_get(leaf)
-    where = None if leaf.is_fully_addressable else sharding.replicated(leaf.sharding.mesh)
-    # The layer is an argument, so that a param's layers share a program.
+    where = None if leaf.is_fully_addressable else replicated(leaf.sharding.mesh)
+    # The layer is an argument, so that all layers of a param share a program.
     return jax.device_get(_gather(where, layer is not None)(leaf, np.int32(layer or 0)))
 
 

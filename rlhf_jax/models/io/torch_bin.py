@@ -1,10 +1,10 @@
-"""Old `pytorch_model.bin` files without torch, admitting tensors and nothing else.
+"""Reads old `pytorch_model.bin` files without torch: tensors and nothing else.
 
 A file of `torch.save` (1.6 and later) is a zip archive: ARCHIVE/data.pkl, a pickle whose tensors refer to raw
-storages ARCHIVE/data/KEY. A pickle can call anything it can import, so this unpickler knows by name only what a state
-dict needs (OrderedDict, torch._utils._rebuild_tensor_v2, the typed storages) and refuses the rest unread. What it
-builds is immutable, because a pickle may also set the attributes of objects that it has made: a tensor's place in the
-file, say, after it was checked. Format: torch/serialization.py.
+storages ARCHIVE/data/KEY. A pickle can call anything it can import, so this unpickler allows only the names that a
+state dict needs (OrderedDict, torch._utils._rebuild_tensor_v2, the typed storages) and refuses all others. The objects
+that it builds are immutable, because a pickle may also set attributes of objects that it has made, such as a tensor's
+offset in the file after it was checked. Format: torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 _LARGEST_PICKLE = 256 << 20
-"""Bytes. It holds names and shapes: 100 a tensor."""
+"""Bytes. A pickle holds names and shapes, about 100 bytes a tensor."""
 
 
 class _Storage(NamedTuple):
@@ -51,7 +51,7 @@ class _Storage(NamedTuple):
 
 
 class BinTensor(NamedTuple):
-    """A tensor in the file: shape and dtype are known, the numbers are read by `read`."""
+    """A tensor in the file: shape and dtype are known, `read` reads the numbers."""
 
     storage: _Storage
     offset: int
@@ -71,7 +71,7 @@ class BinTensor(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows OrderedDict, _rebuild_tensor_v2 and the typed storages; refuses every other global by its name."""
+    """Allows OrderedDict, _rebuild_tensor_v2 and the typed storages; refuses every other global by its name."""
 
     def __init__(self, data: bytes, path: Path, archive: zipfile.ZipFile, prefix: str):
         super().__init__(io.BytesIO(data))
@@ -106,8 +106,8 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(self.archive, member, dtype, count)
 
     def _rebuild_tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> BinTensor:
-        whole = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= 64
-        if not isinstance(storage, _Storage) or not whole:
+        valid = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= 64
+        if not isinstance(storage, _Storage) or not valid:
             raise UserError(f"{self.path}: a tensor in it is not built from a storage; the file is damaged.")
         if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides)):
             raise UserError(f"{self.path}: a tensor in it has impossible sizes or strides; the file is damaged.")
@@ -125,8 +125,8 @@ def _is_zip(path: Path) -> bool:
 
 
 def _checked_pickle(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
-    """The bytes of the pickle. torch.save compresses nothing and numbers what it refers to again without gaps: a small
-    file that would fill the memory does neither."""
+    """The bytes of the pickle. torch.save compresses nothing and numbers its memo without gaps; a small file built to
+    fill the memory does not."""
     for member in archive.infolist():
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise UserError(f"{path}: {member.filename} is compressed or encrypted, which torch.save never does.")
@@ -140,10 +140,10 @@ def _checked_pickle(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
 
 
 def read(path: str | Path) -> dict[str, BinTensor]:
-    """The tensors of a `torch.save`d state dict, by name, their numbers not yet read.
+    """The tensors of a `torch.save`d state dict by name, not yet read.
 
-    UserError names the file and: the global, when the pickle wants anything but tensors; the legacy format of torch
-    before 1.6; an entry that is no tensor; damage.
+    A UserError names the file and the fault: a global that is not for tensors, the legacy format of torch before 1.6,
+    an entry that is not a tensor, or damage.
     """
     path = Path(path)
     if not _is_zip(path):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import torch
 import transformers
 
 from rlhf_jax.models import HEADS, Model, custom_shape
@@ -26,7 +25,9 @@ from tests.helpers.models_common import (
     reference,
     reference_inputs,
 )
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 TOKENS, MASK = padded_rows([9, 5], [0, 2], 9)
 TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 60}
 

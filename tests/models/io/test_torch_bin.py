@@ -14,14 +14,15 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf, torch_bin
 from tests.helpers.models_common import assert_trees_equal, reference
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 DTYPES = "float16 bfloat16 float32 float64 uint8 int8 int16 int32 int64 bool".split()
 
 

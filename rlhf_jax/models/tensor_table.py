@@ -1,0 +1,38 @@
+"""What a family's tensor table is made of: the tensors of its checkpoints, and the sharding rules of their params."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_jax.models.lora import A, B
+
+ParamRule = tuple[str, tuple[str | None, ...]]
+"""A regular expression on the '/'-joined path of a param, and the names of its axes (see `sharding.Layout`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a checkpoint's tensor goes: shape as in the file; `layer` is its index in the stacked [L, ...] param."""
+
+    name: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+    layer: int | None = None
+    transpose: bool = False
+
+
+def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
+    """Rules of a layer's linear layer: kernel (float or int8), its scale, bias and adapter, stacked over layers.
+
+    Args:
+      path: of the linear layer.
+      names: of the kernel's axes, `linear.COLUMN_PARALLEL` or `linear.ROW_PARALLEL`.
+    """
+    rows, columns = names
+    return (
+        (rf"(^|/){path}/kernel(/qvalue)?$", (None, rows, columns)),
+        (rf"(^|/){path}/kernel/scale$", (None, None, columns)),
+        (rf"(^|/){path}/bias$", (None, "tensor") if columns == "tensor" else ()),
+        (rf"(^|/){path}/{A}$", (None, rows, None)),
+        (rf"(^|/){path}/{B}$", (None, None, columns)),
+    )

@@ -1,0 +1,84 @@
+"""Attention in query blocks, in value and gradient the formula."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlhf_jax.models import attention
+from tests.helpers.arrays import distance, normal, value_and_vjp
+from tests.helpers.attention import plain_attention, plain_causal
+
+# --- products
+
+
+@pytest.mark.parametrize("length", [1, 5, 128, 300])
+def test_causal_attention_is_the_formula_in_value_and_gradient(length):
+    shape = (3, length, 2, 8)
+    arguments = [normal(i, *shape) for i in range(3)]
+    # A full row, a left-padded and a right-padded one; nothing comes from rows of padding.
+    columns = jnp.arange(length)[None, :]
+    mask = (columns >= jnp.array([0, length // 3, 0])[:, None]) & (
+        columns < jnp.array([length, length, -(-length * 2 // 3)])[:, None]
+    )
+    upstream = jnp.where(mask[:, :, None, None], normal(9, *shape), 0)
+    ours = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
+    wanted = value_and_vjp(lambda *args: plain_causal(*args, mask), arguments, upstream)
+    keep = mask[:, :, None, None]
+    assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-6
+    for found, gradient in zip(ours[1], wanted[1]):
+        # A single key has weight 1 whatever it is: the gradient of query and key is 0 there.
+        assert jnp.abs(found - gradient).max() < 1e-6 if length == 1 else distance(found, gradient) < 2e-6
+
+
+def test_causal_attention_keeps_no_weights_for_the_backward_pass():
+    length, mask = 300, jnp.ones((2, 300), bool)
+
+    def kept(attend):
+        arguments = [jnp.zeros((2, length, 2, 8))] * 3
+        residuals = jax.eval_shape(lambda *args: jax.vjp(attend, *args)[1], *arguments)
+        return max(math.prod(x.shape) for x in jax.tree.leaves(residuals))
+
+    assert kept(lambda *args: attention.causal_attention(*args, mask)) == 2 * length * 2 * 8
+    assert kept(lambda *args: plain_causal(*args, mask)) == 2 * 2 * length * length
+
+
+def test_attention_in_bfloat16_stays_close_to_float32():
+    arguments, mask = [normal(i, 2, 140, 2, 16) for i in range(3)], jnp.ones((2, 140), bool)
+    upstream = normal(4, 2, 140, 2, 16)
+    half = [x.astype(jnp.bfloat16) for x in arguments]
+    ours = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
+    wanted = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
+    assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
+    for found, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted)):
+        assert distance(found, exact) < 1e-2  # 8 bits of mantissa: 4e-3 a rounding
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_after_a_shared_prefix_is_the_formula_in_value_and_gradient(group):
+    prefixes, heads, before, own, size = 2, 2, 7, 5, 8
+    rows = prefixes * group
+    query, key, value = (normal(i, rows, heads, own, size) for i in range(3))
+    prefix_key, prefix_value = (normal(i, prefixes, heads, before, size) for i in (3, 4))
+    prefix_keep = jnp.arange(before)[None, :] >= jnp.array([0, 4])[:, None]
+    keep = (jnp.arange(own)[:, None] >= jnp.arange(own)[None, :])[None, None]
+
+    def ours(query, key, value, prefix_key, prefix_value):
+        return attention.attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prefix_keep)
+
+    def plain(query, key, value, prefix_key, prefix_value):
+        keys, values = (
+            jnp.concatenate([jnp.repeat(x, group, axis=0), y], axis=2)
+            for x, y in ((prefix_key, key), (prefix_value, value))
+        )
+        seen = jnp.repeat(prefix_keep, group, axis=0)[:, None, None, :]
+        seen = jnp.broadcast_to(seen, (rows, 1, own, before))
+        return plain_attention(
+            query, keys, values, jnp.concatenate([seen, jnp.broadcast_to(keep, (rows, 1, own, own))], axis=3)
+        )
+
+    arguments, upstream = (query, key, value, prefix_key, prefix_value), normal(8, rows, heads, own, size)
+    found, wanted = value_and_vjp(ours, arguments, upstream), value_and_vjp(plain, arguments, upstream)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        assert distance(one, other) < 2e-6

@@ -1,0 +1,49 @@
+"""How a model decodes on eight devices, read from the compiled program and from its results."""
+
+import json
+
+import jax
+import pytest
+
+from rlhf_jax.models import custom_shape
+from rlhf_jax.parallel import sharding
+from tests.helpers.arrays import distance
+from tests.helpers.children import child, last_line
+from tests.helpers.models_common import random_params
+
+WIDTH, VOCABULARY, ROWS = 64, 184, 8
+MESHES = ((2, 2, 2), (1, 1, 8))
+MODEL = custom_shape(f"1x{WIDTH}x8", VOCABULARY)
+
+
+def next_logits(model, params, hidden):
+    return model.next_logits(model.unstack(params), hidden)
+
+
+def on_mesh(sizes: tuple[int, int, int]) -> dict:
+    """Which kernels are in the program of a token's logits, and how far these are from those of one device."""
+    mesh = sharding.make_mesh(*sizes)
+    model, params = MODEL.on(mesh), random_params(MODEL)
+    hidden = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+    placed = sharding.place(params, sharding.shardings(params, model.param_rules, mesh))
+    program = jax.jit(next_logits, static_argnums=0).lower(model, placed, sharding.shard_batch(hidden, mesh)).compile()
+    logits = sharding.fetch(program(placed, sharding.shard_batch(hidden, mesh)))
+    full, split = (f"f32[{WIDTH},{size}]" in program.as_text() for size in (VOCABULARY, VOCABULARY // sizes[2]))
+    return {"full": full, "split": split, "distance": distance(logits, next_logits(MODEL, params, hidden))}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return last_line(child(__name__, devices=8))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_decoding_keeps_the_vocabulary_split_over_tensor(found, sizes):
+    outputs = found[str(sizes)]
+    assert outputs["split"] and not outputs["full"]
+    assert outputs["distance"] < 1e-6
+
+
+if __name__ == "__main__":
+    print(json.dumps({str(sizes): on_mesh(sizes) for sizes in MESHES}))
