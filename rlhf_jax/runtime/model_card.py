@@ -119,8 +119,8 @@ def model_card(
     citations = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {_ROLES[role]} by {_METHODS[stage]}" + (", as an adapter" if adapter else ""),
-        f"The {_ROLES[role].lower()} of a run of {_METHODS[stage]} with rlhf_jax, from {origin}, on {data}."
+        f"# {_ROLES[role]} by {_METHODS.get(stage, stage)}" + (", as an adapter" if adapter else ""),
+        f"The {_ROLES[role].lower()} of a run of {_METHODS.get(stage, stage)} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
         "To repeat the run: `python -m rlhf_jax.train --config RUN/config.json`, with the `config.json` of its folder.",

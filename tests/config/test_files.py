@@ -349,7 +349,7 @@ def test_a_dry_run_counts_every_reward_model(tmp_path):
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
     rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
     rloo, ppo = (
-        report.roles(memory.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        report.roles(memory.abstract_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
         for config in (RLOOConfig, PPOConfig)
     )
     count = sum(x.size for x in jax.tree.leaves(params))
@@ -369,7 +369,7 @@ def test_a_dry_run_of_the_rloo_quickstart_waits_for_the_stages_before_it(capsys,
         report.show(stage)
     out = capsys.readouterr().out
     assert "update: 128 episodes = 32 prompts x 4 responses" in out
-    assert f"memory: not known before {tmp_path}/sft/policy exists" in out
+    assert f"memory: unknown until {tmp_path}/sft/policy exists" in out
 
 
 # --- fields
