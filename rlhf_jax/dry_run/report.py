@@ -70,9 +70,7 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
             continue
         own = size(program.temporary + program.outputs - program.aliased)
         compiled = f"(compiled in {program.seconds:.0f} s)"
-        lines.append(
-            f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}"
-        )
+        lines.append(f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}")
     highest = max(programs, key=lambda program: program.peak)
     return [*lines, verdict(highest, limit, any(program.refused for program in programs))]
 

@@ -7,14 +7,15 @@ import tempfile
 import jax
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.models.io import hf
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, reference, reference_inputs
+from tests.helpers.optional import optional
 
+torch = optional("torch")
 SETTINGS = settings(max_examples=10, deadline=None, derandomize=True)
 
 
