@@ -15,7 +15,7 @@ from rlhf_jax.types import Array
 
 
 def _float(x: Array) -> Array:
-    """At least float32: half precision is widened before anything is summed."""
+    """At least float32: half precision is widened before any sum."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -47,7 +47,7 @@ def response_lengths(tokens: Array, stop_token_id: int) -> Array:
 
 
 def response_mask(lengths: Array, length: int) -> Array:
-    """Columns that hold a response token: column < lengths. Policy terms live here, the stop token included.
+    """Columns that hold a response token: column < lengths. Policy terms are taken here, stop token included.
 
     Args: lengths [B] int, 0..T; length: T. Returns [B, T] bool. Source: TRL `~padding_mask`, :763-766.
     """
@@ -70,7 +70,7 @@ def value_mask(lengths: Array, length: int) -> Array:
 
 
 def masked_mean(x: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """mean of x where mask: sum(x * mask) / max(sum(mask), 1). Nothing masked out is ever read, NaN included.
+    """mean of x where mask: sum(x * mask) / max(sum(mask), 1). Masked elements are never read, even NaN.
 
     Args: x, any shape; mask of the same shape, bool; axis to reduce (None: all). Returns float32 without `axis`; 0 for
     an empty mask. Source: TRL `masked_mean`, :237-242, which divides by 0 there.
@@ -132,7 +132,7 @@ def kl_penalty(logprobs: Array, ref_logprobs: Array, estimator: str = "k1") -> A
 def adaptive_kl(kl_coef: Array, kl: Array, *, target: float, horizon: float, n_steps: int) -> Array:
     """kl_coef * (1 + e * n_steps / horizon) with e = clip(kl / target - 1, -0.2, 0.2).
 
-    Args: kl_coef, kl [] float, the mean KL a response; target: the KL wanted; horizon and n_steps in episodes.
+    Args: kl_coef, kl [] float, the mean KL per response; target: the desired KL; horizon and n_steps in episodes.
     Returns float32 []. Source: Ziegler et al. 2019, section 2.2; lm-human-preferences `AdaptiveKLController`.
     """
     kl_coef, kl = _float(kl_coef), _float(kl)
@@ -197,8 +197,8 @@ def gae(rewards: Array, values: Array, *, gamma: float, lam: float) -> tuple[Arr
 def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
     """r_i minus the mean of the other rewards of its group: A_i = r_i - sum_{j != i} r_j / (G - 1).
 
-    With `keep`, a reward that is not kept is nobody's baseline and has advantage 0; so has the only kept one of its
-    group. What is not kept is never read, NaN included.
+    With `keep`, a reward that is not kept is in no baseline and has advantage 0; so has the only kept one of its
+    group. Rewards that are not kept are never read, even NaN.
 
     Args: rewards [..., G] float, G >= 2, a group in the last axis; keep bool, the same shape.
     Returns float32 [..., G]; each group sums to 0. Raises ValueError for G < 2.
@@ -228,18 +228,18 @@ def normalize(x: Array, keep: Array, eps: float) -> tuple[Array, Array]:
 
 
 def combine_rewards(rewards: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted sum of several rewards of each response; NaN says that a reward is not applicable, and is left out.
+    """Weighted sum of several rewards of each response; NaN marks a reward that does not apply, and is left out.
 
     Args: rewards [B, F] float; weights [F] float. Returns (float32 [B], 0 where no reward is applicable; bool [B],
     where one is). Source: rloo_trainer.py:1549-1561.
     """
     rewards = _float(rewards)
-    there = ~jnp.isnan(rewards)
-    return (jnp.where(there, rewards, 0) * weights[None, :]).sum(axis=1), there.any(axis=1)
+    applies = ~jnp.isnan(rewards)
+    return (jnp.where(applies, rewards, 0) * weights[None, :]).sum(axis=1), applies.any(axis=1)
 
 
-def paid_before(costs: Array) -> Array:
-    """Sum of the costs of the tokens before each: what a token can no longer change.
+def exclusive_cumsum(costs: Array) -> Array:
+    """Sum of the costs of all earlier tokens, which a token cannot change.
 
     Args: costs [..., T] float, 0 outside the response. Returns float32 [..., T]; column 0 is 0.
     Source: the reward-to-go of Sutton et al. 2000, Policy Gradient Methods.

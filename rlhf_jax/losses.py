@@ -1,8 +1,9 @@
 """Log-probabilities and losses, one function one equation. Arrays in, arrays out; all may be jitted and differentiated.
 
 Shape letters: B rows, T positions, V vocabulary. Reductions are float32 (float64 under x64). The `*_terms` functions
-give a number a token, for trainers that sum and divide by a count of their own; the `clipped_*_loss` functions give the
-masked mean. Line numbers are those of `trl/experimental/ppo/ppo_trainer.py` in TRL 1.12.0 unless another file is named.
+return one number per token, for algorithms that sum them and divide by their own count; the `clipped_*_loss` functions
+return the masked mean. Line numbers are those of `trl/experimental/ppo/ppo_trainer.py` in TRL 1.12.0 unless another
+file is named.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from rlhf_jax.types import Array
 
 INVALID_LOGPROB = 1.0
-"""Stands in for the log-probability of a position that holds no token: on both sides the ratio is 1 and the KL 0."""
+"""Replaces the log-probability of a position without a token: on both sides, so that the ratio is 1 and the KL 0."""
 
 
 def _float(x: Array) -> Array:
@@ -33,7 +34,7 @@ def _mean(x: Array, mask: Array) -> Array:
 
 
 def _below_largest(logits: Array) -> Array:
-    """Logits less their largest, which is a constant to the gradient."""
+    """Logits minus their maximum, which the gradient treats as a constant."""
     return logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
 
 
@@ -41,8 +42,8 @@ def logprobs_from_logits(logits: Array, tokens: Array) -> Array:
     """log softmax(logits)[token] = logits[token] - logsumexp(logits).
 
     Args: logits [..., V] float, already divided by the temperature; tokens [...] int, 0..V-1. Returns float32 [...].
-    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch; the largest logit is taken off first, so
-    that large logits keep their digits, as in torch's log_softmax.
+    Source: TRL `selective_log_softmax` (trainer/utils.py), float32 branch; the maximum is subtracted first, so
+    that large logits keep their precision, as in torch's log_softmax.
     """
     logits, tokens = _float(logits), jnp.asarray(tokens)
     chex.assert_type(tokens, int)
@@ -59,19 +60,19 @@ def _chosen(logits: Array, tokens: Array) -> Array:
 
 @_chosen.defjvp
 def _chosen_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    # One pass over the vocabulary makes the whole slope, 1[token] - softmax; the formula's own derivative takes three.
+    # The derivative 1[token] - softmax needs one pass over the vocabulary; autodiff of the formula needs three.
     logits, tokens = primals
     weights = jnp.exp(_below_largest(logits))
-    here = jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1) == tokens[..., None]
-    slope = here.astype(logits.dtype) - weights / weights.sum(axis=-1, keepdims=True)
+    is_token = jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1) == tokens[..., None]
+    slope = is_token.astype(logits.dtype) - weights / weights.sum(axis=-1, keepdims=True)
     return _chosen(logits, tokens), (slope * tangents[0]).sum(axis=-1)
 
 
 def entropy_from_logits(logits: Array) -> Array:
-    """H = logsumexp(z) - sum softmax(z) z of the categorical distribution; z may hold -inf, for tokens ruled out.
+    """H = logsumexp(z) - sum softmax(z) z of the categorical distribution; z may hold -inf for excluded tokens.
 
-    Args: logits [..., V] float. Returns float32 [...], 0..log V. Source: TRL :855-856. The largest logit is taken off
-    first, without which large logits cancel badly.
+    Args: logits [..., V] float. Returns float32 [...], 0..log V. Source: TRL :855-856. The maximum is subtracted first:
+    without it large logits cancel badly.
     """
     logits = _float(logits)
     shifted = _below_largest(logits)
@@ -92,7 +93,7 @@ def policy_loss_terms(
     cliprange: float,
     cliprange_high: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """max(-A r, -A clip(r, 1 - cliprange, 1 + cliprange_high)) a token, with r = exp(logp - old).
+    """max(-A r, -A clip(r, 1 - cliprange, 1 + cliprange_high)) per token, with r = exp(logp - old).
 
     Args: logprobs, old_logprobs, advantages, one shape, float; cliprange_high: default cliprange. Positions without a
     token hold INVALID_LOGPROB on both sides. Returns (losses float32, clipped bool, ratio float32), the same shape;
@@ -119,7 +120,7 @@ def clipped_policy_loss(
     """PPO's clipped policy loss: the mean of `policy_loss_terms` where mask.
 
     Args: logprobs, old_logprobs, advantages float, mask bool, one shape (mask: `advantages.response_mask`).
-    Returns float32 []; 0 for an empty mask. What is masked out is never read. Source: as `policy_loss_terms`; TRL :846.
+    Returns float32 []; 0 for an empty mask. Masked elements are never read. Source: as `policy_loss_terms`; TRL :846.
     """
     mask = jnp.asarray(mask)
     chex.assert_type(mask, bool)
@@ -146,7 +147,7 @@ def reinforce_loss_terms(logprobs: Array, advantages: Array) -> Array:
 def value_loss_terms(
     values: Array, old_values: Array, returns: Array, *, cliprange_value: float
 ) -> tuple[Array, Array]:
-    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) a token.
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token.
 
     Args: values, old_values, returns, one shape, float. Returns (losses float32, clipped bool), the same shape;
     clipped: the clip made the loss larger. Source: OpenAI baselines `ppo2`; TRL :829-836.
@@ -164,7 +165,7 @@ def clipped_value_loss(
     """PPO's clipped value loss: the mean of `value_loss_terms` where mask, 0.5 included, vf_coef not.
 
     Args: values, old_values, returns float, mask bool, one shape (mask: `advantages.value_mask`).
-    Returns float32 []; 0 for an empty mask. What is masked out is never read. Source: as `value_loss_terms`; TRL :837.
+    Returns float32 []; 0 for an empty mask. Masked elements are never read. Source: as `value_loss_terms`; TRL :837.
     """
     mask = jnp.asarray(mask)
     chex.assert_type(mask, bool)
@@ -183,7 +184,7 @@ def pairwise_reward_loss(
     margin: Array | None = None,
     center_coefficient: float | None = None,
 ) -> Array:
-    """-log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2, a pair.
+    """-log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2, per pair.
 
     Args: chosen, rejected [B] float, scores of a pair; margin [B] float or None (0); center_coefficient or None (0).
     Returns float32 [B]. Source: Bradley-Terry as in Stiennon et al. 2020; margin: Llama 2 (arXiv 2307.09288),
@@ -205,7 +206,7 @@ def pairwise_reward_loss(
 def cross_entropy(logits: Array, labels: Array, mask: Array) -> Array:
     """-log softmax(logits)[label] where mask, 0 elsewhere. Shift before: logits of column t predict label t.
 
-    Args: logits [..., V] float; labels [...] int, anything where masked out; mask [...] bool. Returns float32 [...];
+    Args: logits [..., V] float; labels [...] int, any value where masked; mask [...] bool. Returns float32 [...];
     divide the sum by mask.sum() for the mean loss.
     """
     logits, labels, mask = jnp.asarray(logits), jnp.asarray(labels), jnp.asarray(mask)

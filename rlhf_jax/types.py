@@ -22,8 +22,8 @@ class PromptBatch:
 
     tokens: Array  # [B, C] int32; the prompt ends in the last column
     lengths: Array  # [B] int32, 1..C
-    rows: Array  # [B] int32, the rows of the data set, for columns that reward functions want; on the host all of them,
-    # where tokens and lengths are those of a process' share
+    rows: Array  # [B] int32, rows of the data set, for the columns that reward functions read; on the host all rows,
+    # while tokens and lengths are those of the process' share
 
 
 @flax.struct.dataclass
@@ -34,7 +34,7 @@ class Rollout:
     prompt_lengths: Array  # [B] int32
     response: Array  # [B, T] int32; filled with eos after its end
     lengths: Array  # [B] int32, 0..T, the stop token included
-    ended: Array  # [B] bool: a stop token came (false: cut at T)
+    ended: Array  # [B] bool: a stop token was sampled (False: truncated at T)
     logprobs: Array  # [B, T] float32 of the sampler, at its temperature; 0 after the end
     response_mask: Array  # [B, T] bool: response columns that may be attended
 
@@ -44,7 +44,7 @@ class ScoredRollout:
     """A rollout with its scores: what an algorithm makes experience of."""
 
     rollout: Rollout
-    scores: Array  # [B] float32, one a response
+    scores: Array  # [B] float32, one per response
     scorable: Array | None = None  # [B] bool, False: no reward scored the row; None: all rows have a score
     token_rewards: Array | None = None  # [B, T] float32 dense rewards, added position by position; None: none
     eos_id: int = flax.struct.field(pytree_node=False, default=0)  # the tokenizer's, for the missing-eos penalty
@@ -53,7 +53,7 @@ class ScoredRollout:
 
 @flax.struct.dataclass
 class Experience:
-    """What one PPO update learns from. Columns of [B, T] arrays are response positions."""
+    """What one PPO update trains on. Columns of [B, T] arrays are response positions."""
 
     tokens: Array  # [B, C + T] int32
     mask: Array  # [B, C + T] bool, attention
@@ -66,31 +66,31 @@ class Experience:
 
 @flax.struct.dataclass
 class GroupExperience:
-    """What one RLOO update learns from: G responses beside the prompt that they answer.
+    """What one RLOO update trains on: G responses per prompt.
 
-    With G = 1 each response has a copy of its prompt to itself: the same numbers, more work.
+    With G = 1 each response has its own copy of the prompt: the same numbers, more work.
     """
 
     prompt_tokens: Array  # [P, C] int32, left-padded
     prompt_lengths: Array  # [P] int32
     response: Array  # [P, G, T] int32
     mask: Array  # [P, G, T] bool: response columns that may be attended
-    lengths: Array  # [P, G] int32, 0..T: tokens that are learned from
+    lengths: Array  # [P, G] int32, 0..T: tokens that are trained on
     logprobs: Array  # [P, G, T] float32, behaviour policy
     advantages: Array  # [P, G] float32 of whole responses, or [P, G, T] of tokens
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a run needs to go on."""
+    """All that a run needs to resume."""
 
     params: Params  # {"policy": ..., "value": ...} or {"model": ...}
     opt_state: Any
     step: Array  # [] int32, updates done
-    episodes: Array  # [] int32, responses learned from
+    episodes: Array  # [] int32, responses trained on
     seed: Array  # [] uint32; every key is fold_in(key(seed), step)
-    kl_coef: Array  # [] float32, the KL controller's present value
+    kl_coef: Array  # [] float32, the KL controller's current value
     tokens: Array  # [] uint32, tokens of prompts and responses seen so far
-    ref_params: Params | None = None  # the reference, where training moves it
+    ref_params: Params | None = None  # the reference policy, if training moves it
     nonfinite: Array = flax.struct.field(default_factory=lambda: jnp.int32(0))  # [] int32, updates in a row in which
     # something was not finite

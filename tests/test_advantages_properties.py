@@ -338,8 +338,8 @@ def test_normalised_and_combined_rewards_are_trls(trl, precision):
     run()
 
 
-def test_what_was_paid_before_is_the_whole_less_what_is_to_come(precision):
-    ours = with_gradients(adv.paid_before)
+def test_what_was_exclusive_cumsum_is_the_whole_less_what_is_to_come(precision):
+    ours = with_gradients(adv.exclusive_cumsum)
 
     def theirs(costs):
         return costs.sum(-1, keepdim=True) - costs.flip(-1).cumsum(-1).flip(-1)
@@ -350,6 +350,6 @@ def test_what_was_paid_before_is_the_whole_less_what_is_to_come(precision):
         scale = np.linalg.norm(costs)
         size = max(scale, 1)
         same(ours, theirs, [costs], precision=precision, seed=seed, scale=size, gradient_scale=size)
-        assert not np.asarray(adv.paid_before(costs.astype(precision[0])))[..., 0].any()
+        assert not np.asarray(adv.exclusive_cumsum(costs.astype(precision[0])))[..., 0].any()
 
     run()

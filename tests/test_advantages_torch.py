@@ -281,13 +281,13 @@ def test_combined_rewards_have_gradients_where_some_are_not_applicable():
 
 @few
 @given(seeds, shapes)
-def test_what_was_paid_before_and_what_is_still_to_come_are_the_whole(seed, shape):
+def test_what_was_exclusive_cumsum_and_what_is_still_to_come_are_the_whole(seed, shape):
     b, t = shape
     costs, _, _, lengths = random_case(seed, b, t)
     costs = np.where(np.arange(t)[None] < lengths[:, None], costs, 0)
-    before = np.asarray(advantages.paid_before(costs.astype(np.float32)))
+    before = np.asarray(advantages.exclusive_cumsum(costs.astype(np.float32)))
     to_go = np.stack([costs[:, i:].sum(1) for i in range(t)], axis=1)
     assert not before[:, 0].any()
     check(before + to_go, np.tile(costs.sum(1, keepdims=True), (1, t)), 1e-5)
-    grouped = advantages.paid_before(costs.reshape(b, 1, t).astype(np.float32))
+    grouped = advantages.exclusive_cumsum(costs.reshape(b, 1, t).astype(np.float32))
     np.testing.assert_array_equal(grouped[:, 0], before)

@@ -95,7 +95,7 @@ def make_experience(
     if config.token_level_kl:
         # Dense rewards that were normalised or clipped with the score are no longer a sum over tokens.
         in_score = config.normalize_reward or config.reward_clip_range is not None
-        earlier = adv.paid_before((0.0 if in_score else dense) - config.beta * kl) / divisor
+        earlier = adv.exclusive_cumsum((0.0 if in_score else dense) - config.beta * kl) / divisor
         advantages = jnp.where(trained_mask & keep[:, None], advantages[:, None] - earlier, 0.0)
     experience = experience.replace(
         logprobs=group_rows(logprobs, group_size), advantages=group_rows(advantages, group_size)

@@ -1,6 +1,6 @@
-"""What a stage holds on each device, from its own programs: compiled for the mesh, never run, without a weight.
+"""The memory that a stage needs on each device, by its own programs, which are compiled and never run.
 
-The same programs compile for devices that are not there: libtpu makes them for any TPU slice on any Linux machine.
+No weights are loaded. With libtpu any Linux machine compiles for any TPU slice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage
 
 GIB = 2**30
-# GiB of high-bandwidth memory that XLA gives the programs of a device, by jax's name of it: what libtpu 0.0.51 says
-# when one does not fit. A device of a v4 topology is half a chip.
+# GiB of high-bandwidth memory that XLA allows, by jax's device kind: libtpu 0.0.51 reports them when a program
+# does not fit. A device of a v4 topology is half a chip.
 HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
 
 
@@ -36,76 +36,76 @@ class Program:
 
     name: str
     seconds: float
-    """That it took to compile."""
+    """Compile time."""
     arguments: int
     outputs: int
     temporary: int
     aliased: int
-    """Outputs that take the place of arguments."""
-    beside: int
-    """What the stage holds on the device while the program runs, and the program does not see."""
+    """Outputs that reuse the buffers of arguments."""
+    other_resident: int
+    """Arrays of the stage that stay on the device and are no arguments of the program."""
     refused: str = ""
-    """What the compiler said, where the program does not fit."""
+    """The compiler's reason if the program does not fit."""
     traced: Any = None
-    """What was compiled, as jax.stages.Traced."""
-    made: Any = None
-    """What came out, as jax.stages.Compiled."""
+    """jax.stages.Traced."""
+    compiled: Any = None
+    """jax.stages.Compiled."""
     text: str = ""
-    """XLA's text of it, where `make` kept that."""
+    """Its optimised HLO, if the compile function kept it."""
 
     @property
     def peak(self) -> int:
-        """The most bytes that are held while it runs."""
-        return self.beside + self.arguments + self.temporary + self.outputs - self.aliased
+        """Peak bytes on the device while it runs."""
+        return self.other_resident + self.arguments + self.temporary + self.outputs - self.aliased
 
 
 @functools.cache
 def topology_devices(name: str) -> tuple[Any, ...]:
-    """The devices of a TPU slice that is not there, such as 'v5e:16x16'.
+    """The devices of a TPU slice to compile for, such as 'v5e:16x16'.
 
     Raises:
       UserError: libtpu is not installed, or knows no such slice.
     """
     from jax.experimental import topologies
 
-    # Or libtpu asks the network which slice this machine is part of, and lets only one process compile at a time.
-    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "none", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for variable, value in {**alone, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+    # Without these libtpu looks for a TPU on the network and lets only one process compile at a time.
+    settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "none", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for variable, value in {**settings, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
         os.environ.setdefault(variable, value)
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"--topology {name}: {reason}. It takes a TPU's name and shape, v5e:4x4 or v5p:2x2x2, and "
+            f"--topology {name}: {reason}. Give a TPU name and shape such as v5e:4x4 or v5p:2x2x2; it needs "
             "pip install '.[tpu-aot]'"
         ) from error
 
 
 def capacity(device: Any) -> int | None:
-    """Bytes of a device's memory; of a CPU device its share of the machine's; None where nothing says."""
+    """Bytes of a device's memory; for a CPU device its share of the machine's; None if unknown."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     try:
-        said = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a chip that is not there
-        said = None
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # a described device
+        limit = None
     known = HBM.get(device.device_kind)
-    return said if said is not None or known is None else int(known * GIB)
+    return limit if limit is not None or known is None else int(known * GIB)
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes that each device holds of arrays, or shapes, with shardings; what waits in host memory counts nothing."""
-    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.PINNED]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
+    """Bytes on each device of arrays, or shapes, with shardings; arrays in host memory count 0."""
+    on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.PINNED]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in on_device)
 
 
-def planned_stage(config: StageConfig, mesh: Any) -> Any:
-    """The stage of a config on shapes alone: neither weights nor data are read, config.json and the tokenizer are.
+def abstract_stage(config: StageConfig, mesh: Any) -> Any:
+    """The stage of a config with shapes in place of arrays. Reads config.json and the tokenizer; no weights, no data.
 
     Args:
       config: a stage's.
-      mesh: to lay it on; its devices need not be there.
+      mesh: its devices may be described ones.
 
     Raises:
       UserError: a model or the tokenizer cannot be read, or does not fit the run or the mesh.
@@ -118,52 +118,53 @@ def planned_stage(config: StageConfig, mesh: Any) -> Any:
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if stage_name(config) in ALGORITHMS:
-        # Functions of the host hold nothing on a device, and the stage asks for at least one reward.
+        # Host functions use no device memory, and the stage needs at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
         given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
     return open_stage(dataclasses.replace(config, **quiet), **given)
 
 
-def parts(stage: Any) -> dict[str, int]:
-    """Bytes that each device holds between programs: params of each role, optimizer, frozen models by name."""
+def resident_bytes(stage: Any) -> dict[str, int]:
+    """Bytes on each device between programs: params of each role, optimizer, frozen models by name."""
     state = stage.state
-    found = {role: bytes_on_device(params) for role, params in state.params.items()}
-    found["optimizer"] = bytes_on_device(state.opt_state)
-    return found | {name: bytes_on_device(params) for name, params in stage.frozen().items()}
+    sizes = {role: bytes_on_device(params) for role, params in state.params.items()}
+    sizes["optimizer"] = bytes_on_device(state.opt_state)
+    return sizes | {name: bytes_on_device(params) for name, params in stage.frozen().items()}
 
 
 def programs(
     stage: Any,
-    tell: Callable[[Program], None] = lambda program: None,
+    on_compiled: Callable[[Program], None] = lambda program: None,
     only: Sequence[str] = (),
-    make: Callable[..., Program] | None = None,
+    compile_fn: Callable[..., Program] | None = None,
 ) -> list[Program]:
     """The programs of an update, compiled.
 
     Args:
-      stage: by `planned_stage`.
-      tell: called with each as soon as it is there.
+      stage: by `abstract_stage`.
+      on_compiled: called with each program as soon as it is compiled.
       only: names of the programs to compile; empty: all.
-      make: compiles one, as `compiled`, the default.
+      compile_fn: compiles one; default `compile_program`.
 
     Returns:
       A Program each, in the order of an update.
     """
-    held = sum(parts(stage).values())
-    found: list[Program] = []
+    resident_total = sum(resident_bytes(stage).values())
+    compiled: list[Program] = []
 
     def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
         if not only or name in only:
-            found.append((make or compiled)(name, program.trace(*args), held - bytes_on_device(resident)))
-            tell(found[-1])
-        return on_mesh(program.eval_shape(*args), stage.mesh)
+            others = resident_total - bytes_on_device(resident)
+            compiled.append((compile_fn or compile_program)(name, program.trace(*args), others))
+            on_compiled(compiled[-1])
+        return shard_shapes(program.eval_shape(*args), stage.mesh)
 
     stage.trace_programs(build)
-    return found
+    return compiled
 
 
-def on_mesh(shapes: Any, mesh: Any) -> Any:
-    """Shapes as a batch lies on the mesh: rows over `data` and `fsdp`, what has none on every device."""
+def shard_shapes(shapes: Any, mesh: Any) -> Any:
+    """Shapes with the shardings of a batch: rows over `data` and `fsdp`, anything without rows replicated."""
 
     def place(x: Any) -> Any:
         rows = x.ndim and x.shape[0] % sharding.row_shards(mesh) == 0
@@ -173,34 +174,34 @@ def on_mesh(shapes: Any, mesh: Any) -> Any:
     return jax.tree.map(place, shapes)
 
 
-def compiled(name: str, traced: Any, beside: int, options: dict[str, Any] | None = None) -> Program:
+def compile_program(name: str, traced: Any, other_resident: int, options: dict[str, Any] | None = None) -> Program:
     """Compiles a program.
 
     Args:
-      name: of it.
+      name: of the program.
       traced: jax.stages.Traced.
-      beside: bytes that a device holds of what the program does not see.
+      other_resident: bytes of arrays on the device that are no arguments of the program.
       options: of XLA's compiler.
 
     Returns:
-      The Program; with `refused` where it does not fit.
+      The Program, with `refused` if it does not fit.
     """
     began = time.perf_counter()
     try:
-        with _kept_nowhere():
-            made = traced.lower().compile(compiler_options=options)
+        with _no_disk_cache():
+            compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        size, said = _refusal(str(error))
-        return Program(name, time.perf_counter() - began, 0, 0, size, 0, beside, said, traced)
-    memory, seconds = made.memory_analysis(), time.perf_counter() - began
+        size, reason = _refusal(str(error))
+        return Program(name, time.perf_counter() - began, 0, 0, size, 0, other_resident, reason, traced)
+    memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, beside, traced=traced, made=made)
+    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, other_resident, traced=traced, compiled=compiled)
 
 
 def _refusal(error: str) -> tuple[int, str]:
-    """Bytes that a program needs by the compiler's error (0: it says nothing of them), and that in a line."""
+    """(bytes that the program needs, 0 if the compiler's error does not say; the reason in one line)"""
     size = r"([\d.]+)([KMGT])"
     used = re.search(rf"Used {size} of {size}", error) or re.search(
         rf"memory required for [\w ]+ \({size}\) exceeds available HBM \({size}\)", error
@@ -212,8 +213,8 @@ def _refusal(error: str) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _kept_nowhere() -> Iterator[None]:
-    """Within it no program goes to jax's cache on disk: these are never run."""
+def _no_disk_cache() -> Iterator[None]:
+    """Programs compiled within are not written to jax's cache on disk, since they are never run."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -224,7 +225,7 @@ def _kept_nowhere() -> Iterator[None]:
 
 
 def cache_bytes(stage: Any) -> int:
-    """Bytes of keys and values that each device holds while it samples a rollout's chunk."""
+    """Bytes of keys and values on each device while it samples a chunk of a rollout."""
     config, policy = stage.config, stage.opened.policy
     rows = config.rollout_batch_size or config.batch_size
     layout = policy.layout

@@ -1,4 +1,4 @@
-"""--dry_run: the resolved config, the batch arithmetic, the mesh and the memory, with nothing loaded."""
+"""--dry_run: prints the resolved config, the batch arithmetic, the mesh and the memory; loads no weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf_jax.stages import ALGORITHMS
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def awaited(config: StageConfig) -> str | None:
-    """The export of an earlier stage of the same pipeline that the stage starts from and that is not there yet."""
+def missing_start(config: StageConfig) -> str | None:
+    """The export of an earlier stage of the pipeline that this stage starts from, if it does not exist yet."""
     folder, stage = os.path.split(config.run_dir or "")
     exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
     starts = [value for value in vars(config).values() if value in exports and not os.path.exists(value)]
@@ -28,87 +28,86 @@ def awaited(config: StageConfig) -> str | None:
 
 
 def roles(stage: Any) -> list[tuple[str, int, bool]]:
-    """(role, parameters, trained) of every model that a planned stage holds."""
+    """(role, parameters, trained) of every model of an abstract stage."""
     trained, frozen = stage.state.params, stage.frozen()
     count = lambda params: sum(math.prod(x.shape) for x in jax.tree.leaves(params))  # noqa: E731
     return [(role, count(params), role in trained) for role, params in {**trained, **frozen}.items()]
 
 
 def mesh_of(config: StageConfig) -> Any:
-    """The mesh of a stage: of the devices that are there, or of the TPU slice that --topology names."""
+    """The mesh of a stage: of this machine's devices, or of the TPU slice that --topology names."""
     devices = None if config.topology is None else memory.topology_devices(config.topology)
     return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
 
 
 def size(count: float) -> str:
-    """Bytes in words, '12.3 MiB'."""
+    """Bytes as text, '12.3 MiB'."""
     unit = next((unit for unit in ("GiB", "MiB") if count >= UNITS[unit]), "KiB")
     return f"{count / UNITS[unit]:,.1f} {unit}"
 
 
 def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
-    """The parameters of each model; what each device holds between programs and while each of them runs; whether it
-    fits."""
-    if (path := awaited(config)) is not None:
-        return [f"memory: not known before {path} exists"]
-    stage = memory.planned_stage(config, mesh)
+    """The parameters of each model, each device's memory between and during programs, and whether it fits."""
+    if (path := missing_start(config)) is not None:
+        return [f"memory: unknown until {path} exists"]
+    stage = memory.abstract_stage(config, mesh)
     lines = [
         f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}"
         for role, count, trained in roles(stage)
     ]
-    device, parts = mesh.devices.flat[0], memory.parts(stage)
+    device, resident = mesh.devices.flat[0], memory.resident_bytes(stage)
     limit = memory.capacity(device)
-    has = f"which has {size(limit)}" if limit else "whose memory is not known"
-    lines.append(f"each device ({device.device_kind}, {has}) holds")
-    lines += [f"  {name:<12} {size(count):>12}" for name, count in parts.items()]
-    lines.append(f"  {'together':<12} {size(sum(parts.values())):>12}")
+    total = f"{size(limit)} of memory" if limit else "memory unknown"
+    lines.append(f"resident on each device ({device.device_kind}, {total})")
+    lines += [f"  {name:<12} {size(count):>12}" for name, count in resident.items()]
+    lines.append(f"  {'total':<12} {size(sum(resident.values())):>12}")
     if stage_name(config) in ALGORITHMS:
-        lines.append(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, while it generates")
-    found = memory.programs(stage)
-    for program in found:
+        lines.append(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, during generation")
+    programs = memory.programs(stage)
+    for program in programs:
         if program.refused:
             lines.append(f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}")
             continue
-        beside = size(program.temporary + program.outputs - program.aliased)
+        own = size(program.temporary + program.outputs - program.aliased)
         compiled = f"(compiled in {program.seconds:.0f} s)"
-        lines.append(f"  {program.name:<12} {size(program.peak):>12} at its peak, {beside} of them its own {compiled}")
-    highest = max(found, key=lambda program: program.peak)
-    return [*lines, verdict(highest, limit, any(program.refused for program in found))]
+        lines.append(f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}")
+    highest = max(programs, key=lambda program: program.peak)
+    return [*lines, verdict(highest, limit, any(program.refused for program in programs))]
 
 
 def verdict(highest: memory.Program, limit: int | None, refused: bool) -> str:
-    """Whether it fits, in a line."""
+    """One line: whether it fits."""
     if refused:
-        return "memory: does NOT fit; split over more devices, smaller micro_batch_size or rollout_batch_size"
+        return "memory: does NOT fit; use more devices, or a smaller micro_batch_size or rollout_batch_size"
     if limit is None:
-        return f"memory: {size(highest.peak)} a device at the highest, in {highest.name}"
-    share = f"{size(highest.peak)} of {size(limit)} a device at the highest, in {highest.name}"
+        return f"memory: peak {size(highest.peak)} per device, in {highest.name}"
+    share = f"peak {size(highest.peak)} of {size(limit)} per device, in {highest.name}"
     if highest.peak > limit:
-        return f"memory: does NOT fit: {share}; more devices, smaller micro_batch_size or rollout_batch_size"
+        return f"memory: does NOT fit: {share}; use more devices, or a smaller micro_batch_size or rollout_batch_size"
     return f"memory: fits: {share}"
 
 
-def show(config: StageConfig, tell: Callable[[str], None] = print) -> None:
-    """Prints the plan of a stage: compiles its programs, but loads and writes nothing.
+def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
+    """Prints the plan of a stage: compiles its programs, loads and writes nothing.
 
     Args:
       config: a stage's.
-      tell: what to do with each line.
+      log: takes each line.
 
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
     mesh = mesh_of(config)
-    tell(config_files.to_json(config))
+    log(config_files.to_json(config))
     device = mesh.devices.flat[0]
     for line in batch_sizes.batch_lines(
         batch_sizes.with_micro_batch(config, sharding.row_shards(mesh), device.platform)
     ):
-        tell(line)
+        log(line)
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    where = f" of {config.topology}, compiled for and not there" if config.topology else ""
+    where = f" of {config.topology}, described" if config.topology else ""
     devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
-    tell(f"mesh: {axes} ({devices}), jax {jax.__version__}")
+    log(f"mesh: {axes} ({devices}), jax {jax.__version__}")
     for line in memory_lines(config, mesh):
-        tell(line)
-    tell(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")
+        log(line)
+    log(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

@@ -26,6 +26,8 @@ _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, AttributeError)
 _METADATA_BYTES = 1 << 20  # upper bound beside the arrays: names, shapes, indices
 SAVE_TIMEOUT = 1200
 """Seconds after which a save is abandoned."""
+FORMAT = 2
+"""Of what a checkpoint holds; another number is refused."""
 DAMAGED_SUFFIX = ".damaged"
 """Ends the folder name of a checkpoint that cannot be used."""
 
@@ -178,7 +180,7 @@ class Checkpoints:
         if problem is not None:
             self._warn_failed(step, problem)
             return False
-        notes = {"tensors": _tensors(state), "extra": extra or {}, "score": score}
+        notes = {"format": FORMAT, "tensors": _tensors(state), "extra": extra or {}, "score": score}
         notes["sums"] = np.asarray(checksums(state)).tolist()
         text = json.dumps(notes)
         items = ocp.args.Composite(
@@ -285,6 +287,11 @@ class Checkpoints:
         if step not in self.steps():
             raise UserError(f"no checkpoint {where}; existing steps: {self.steps() or 'none'}")
         notes = self._notes(step)
+        if notes.get("format") != FORMAT:
+            raise UserError(
+                f"checkpoint {where} was written by another version of rlhf_jax. Finish the run with that version, or "
+                "start over with another --run_dir"
+            )
         _check_tensors(notes["tensors"], _tensors(like), where)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))

@@ -94,13 +94,13 @@ def programs(case: Case, model, tokenizer, micro: int) -> tuple[dict[str, Any], 
     def build(name: str, program: Any, *arguments: Any, resident: Any) -> Any:
         if name in PHASES:
             jaxprs[name] = program.trace(*arguments).jaxpr
-        return memory.on_mesh(program.eval_shape(*arguments), mesh)
+        return memory.shard_shapes(program.eval_shape(*arguments), mesh)
 
     with tempfile.TemporaryDirectory() as folder:
         path = planned_checkpoint(model, tokenizer, Path(folder, "model"))
         options = our_options(case, Path(folder), micro, "none")
         config = CONFIGS[case.algo](**{**options, "sft_model_path": path, "reward_model_path": path})
-        memory.planned_stage(config, mesh).trace_programs(build)
+        memory.abstract_stage(config, mesh).trace_programs(build)
     return jaxprs, microbatch.prompt_widths(config, case.query_length)
 
 

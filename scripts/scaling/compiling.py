@@ -37,24 +37,24 @@ def _file(folder: str, end: str) -> pathlib.Path | None:
     return next(pathlib.Path(folder).glob(f"module_*.jit_*.{end}"), None)
 
 
-def whole(name: str, traced: Any, beside: int) -> memory.Program:
-    """As `memory.compiled`, with the text; also for CPU devices."""
+def whole(name: str, traced: Any, other_resident: int) -> memory.Program:
+    """As `memory.compile_program`, with the text; also for CPU devices."""
     with tempfile.TemporaryDirectory() as folder:
-        program = memory.compiled(name, traced, beside, _dump(folder))
+        program = memory.compile_program(name, traced, other_resident, _dump(folder))
         if program.refused:
             return program
         file = _file(folder, "after_codegen.txt")
-        return dataclasses.replace(program, text=file.read_text() if file else program.made.as_text())
+        return dataclasses.replace(program, text=file.read_text() if file else program.compiled.as_text())
 
 
-def assigned(name: str, traced: Any, beside: int) -> memory.Program:
+def assigned(name: str, traced: Any, other_resident: int) -> memory.Program:
     """As `whole`, but returns after buffer assignment, with its sizes."""
     began, done = time.perf_counter(), []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def run() -> None:
             try:
-                done.append(memory.compiled(name, traced, beside, _dump(folder)))
+                done.append(memory.compile_program(name, traced, other_resident, _dump(folder)))
             except Exception as error:  # raised again below, in the waiting thread
                 done.append(error)
 
@@ -67,7 +67,7 @@ def assigned(name: str, traced: Any, beside: int) -> memory.Program:
             return done[0]
         arguments, own = sizes(_file(folder, _ALLOCATIONS).read_text())
         text, seconds = _file(folder, _ASSIGNED).read_text(), time.perf_counter() - began
-    return memory.Program(name, seconds, arguments, 0, own, 0, beside, traced=traced, text=text)
+    return memory.Program(name, seconds, arguments, 0, own, 0, other_resident, traced=traced, text=text)
 
 
 def _written(folder: str) -> bool:

@@ -118,7 +118,7 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
         devices = memory.topology_devices(topology)
-        stage = memory.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
+        stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
         limit = memory.capacity(devices[0])
         row: dict[str, Any] = {
             "algo": algo,
@@ -130,7 +130,7 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
             "batch": batch,
             "limit": limit,
             "assigned": assigned,
-            "parts": memory.parts(stage),
+            "parts": memory.resident_bytes(stage),
             "cache": memory.cache_bytes(stage),
             "programs": {},
         }

@@ -53,12 +53,12 @@ def measure(program: str, size: str, way: str, topology: str) -> dict:
     limit = memory.capacity(devices[0])
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(scaling.checkpoint(size, folder), mesh, WAYS[way])
-        stage = memory.planned_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        parts = memory.parts(stage)
+        stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
+        parts = memory.resident_bytes(stage)
         row = {"size": size, "way": way, "topology": topology, "mesh": mesh, "limit": limit, "parts": parts}
         row["chips"], row["programs"] = len(devices), {}
         if sum(parts.values()) <= limit:
-            (compiled,) = memory.programs(stage, only=(program,), make=compiling.assigned)
+            (compiled,) = memory.programs(stage, only=(program,), compile_fn=compiling.assigned)
             row["programs"][program] = {"peak": compiled.peak, "refused": compiled.refused}
             print(f"  {program}: peak {compiled.peak / scaling.GIB:.1f} GiB {compiled.refused}", flush=True)
     return row

@@ -1,38 +1,24 @@
-"""Configs in and out of files, pipelines, and fields that mean something."""
+"""Configs in and out of files, and pipelines."""
 
-import ast
 import dataclasses
-import pathlib
 import runpy
 
-import jax
 import pytest
 
-import rlhf_jax
-from rlhf_jax import data, models
 from rlhf_jax.config import (
     REWARD_EXPORT,
     SFT_EXPORT,
-    STAGES,
     Pipeline,
-    PolicyConfig,
     PPOConfig,
     RLOOConfig,
     SFTConfig,
-    StageConfig,
     batch_sizes,
-    sampling_options,
     stages_of,
     validation,
     values,
 )
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.io import hf
-from rlhf_jax.parallel import sharding
-
-PACKAGE = pathlib.Path(rlhf_jax.__file__).parent
 
 
 def config_file(folder, body: str) -> str:
@@ -320,101 +306,3 @@ def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
 def test_a_folder_without_a_config_json_is_told(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config\.json"):
         config_files.load_config(str(tmp_path))
-
-
-# --- dry runs
-
-SCRATCH = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
-SCRATCH |= {"sft_model_path": None, "reward_model_path": None, "run_dir": "nowhere/run", "dry_run": True}
-ROLES = [
-    (RLOOConfig(**SCRATCH), "policy reference"),
-    (RLOOConfig(**SCRATCH, beta=0.0), "policy"),
-    (PPOConfig(**SCRATCH), "policy value reference"),
-    (PPOConfig(**SCRATCH, value_model="shared_backbone"), "policy reference"),
-]
-
-
-@pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
-def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
-    validation.check(config)
-    report.show(config)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()
-    assert lines[-1] == "compute float32; dry run: nothing was loaded or written"
-
-
-def test_a_dry_run_counts_every_reward_model(tmp_path):
-    model, params = tiny_reward_model()
-    hf.save(tmp_path / "rm", model, params, kind="scalar")
-    data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
-    rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
-    rloo, ppo = (
-        report.roles(memory.planned_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
-        for config in (RLOOConfig, PPOConfig)
-    )
-    count = sum(x.size for x in jax.tree.leaves(params))
-    assert rloo[2:] == [("reward", count, False), ("reward 2", count, False)]
-    assert ppo[1] == ("value", count, True)
-
-
-def tiny_reward_model():
-    model = models.custom_shape("1x16x2", 128)
-    return model, model.init(jax.random.key(0), heads=("scalar",))
-
-
-def test_a_dry_run_of_the_rloo_quickstart_waits_for_the_stages_before_it(capsys, tmp_path):
-    for stage in stages_of(
-        dataclasses.replace(config_files.load_config("quickstart_rloo"), run_dir=str(tmp_path))
-    ).values():
-        report.show(stage)
-    out = capsys.readouterr().out
-    assert "update: 128 episodes = 32 prompts x 4 responses" in out
-    assert f"memory: not known before {tmp_path}/sft/policy exists" in out
-
-
-# --- fields
-
-
-def test_every_field_has_a_line_of_meaning():
-    documented = set()
-    for path in (PACKAGE / "config").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                for field, doc in zip(node.body, node.body[1:], strict=False):
-                    if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                        documented.add((node.name, field.target.id))
-    for config_type in (*STAGES.values(), Pipeline):
-        for name in config_type.__dataclass_fields__:
-            owners = [base.__name__ for base in config_type.__mro__ if name in vars(base).get("__annotations__", {})]
-            assert (owners[0], name) in documented
-
-
-# Functions that read options for whoever calls them.
-READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
-READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
-
-
-def test_every_field_is_read_somewhere():
-    """An option that nothing reads is TRL's max_grad_norm all over again."""
-    read = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "config" and path.relative_to(PACKAGE).as_posix() != "dry_run/report.py":
-            tree = ast.parse(path.read_text())
-            names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-            read |= names
-            # getattr(config, "name"), for options that not every stage has
-            calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-            gets = [n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "getattr"]
-            read |= {arg.value for arg in gets if isinstance(arg, ast.Constant)}
-            called = names | {n.func.id for n in calls if isinstance(n.func, ast.Name)}
-            read |= {option for reader, options in READERS.items() if reader in called for option in options}
-    fields = {name for config_type in STAGES.values() for name in config_type.__dataclass_fields__}
-    in_arithmetic_alone = {"total_episodes", "max_steps", "num_train_epochs", "dataset_streaming"}
-    assert fields - read <= in_arithmetic_alone, f"nothing reads {sorted(fields - read - in_arithmetic_alone)}"
-
-
-def test_what_ppo_and_rloo_share_is_declared_once():
-    """RLOO's own defaults aside, an option of both is PolicyConfig's or has the same type."""
-    for name in PPOConfig.__dataclass_fields__.keys() & RLOOConfig.__dataclass_fields__.keys():
-        assert values.field_types(PPOConfig)[name] == values.field_types(RLOOConfig)[name], name
-    assert issubclass(PolicyConfig, StageConfig)

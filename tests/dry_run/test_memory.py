@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def stage():
-    return memory.planned_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
+    return memory.abstract_stage(PPOConfig(**POLICY), sharding.make_mesh(devices=jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def programs(stage):
 
 
 def test_parts_are_the_bytes_of_params_and_moments(stage):
-    parts = memory.parts(stage)
+    parts = memory.resident_bytes(stage)
     heads = {"policy": "causal", "value": "scalar"}
     made = lambda head: jax.eval_shape(lambda: stage.opened.policy.init(jax.random.key(0), heads=(head,)))  # noqa: E731
     counts = {role: sum(x.size for x in jax.tree.leaves(made(head))) for role, head in heads.items()}
@@ -50,32 +50,34 @@ def test_the_update_takes_the_place_of_the_state_that_it_is_given(stage, program
 
 
 def test_what_a_program_does_not_see_counts_too(stage, programs):
-    held = memory.parts(stage)
-    assert programs["generate"].beside == sum(held.values()) - held["policy"]
+    held = memory.resident_bytes(stage)
+    assert programs["generate"].other_resident == sum(held.values()) - held["policy"]
     # The reference is all that an update does not see, but for the few scalars of the state.
-    assert abs(programs["update"].beside - held["reference"]) < 64
-    program = dataclasses.replace(programs["update"], arguments=100, outputs=50, temporary=30, aliased=40, beside=7)
+    assert abs(programs["update"].other_resident - held["reference"]) < 64
+    program = dataclasses.replace(
+        programs["update"], arguments=100, outputs=50, temporary=30, aliased=40, other_resident=7
+    )
     assert program.peak == 7 + 100 + 30 + 50 - 40
 
 
 def test_a_larger_micro_batch_takes_more(programs):
     whole = dataclasses.replace(PPOConfig(**POLICY), micro_batch_size=16)
-    stage = memory.planned_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
+    stage = memory.abstract_stage(whole, sharding.make_mesh(devices=jax.devices()[:1]))
     (update,) = memory.programs(stage, only=("update",))
     assert 1.3 < update.temporary / programs["update"].temporary < 3
 
 
 def test_offloaded_models_take_nothing_on_the_device():
     away = RLOOConfig(**POLICY, num_generations=2, offload_frozen="pinned_host")
-    parts = memory.parts(memory.planned_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
+    parts = memory.resident_bytes(memory.abstract_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))
     assert parts["reference"] == 0 and parts["policy"] > 0
 
 
 def test_a_model_that_comes_back_for_a_program_counts_while_it_runs():
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     here, away = (RLOOConfig(**POLICY, num_generations=2, offload_frozen=where) for where in ("none", "pinned_host"))
-    peaks = [memory.programs(memory.planned_stage(config, mesh), only=("experience",))[0] for config in (here, away)]
-    assert peaks[0].beside == peaks[1].beside and peaks[0].peak == peaks[1].peak
+    peaks = [memory.programs(memory.abstract_stage(config, mesh), only=("experience",))[0] for config in (here, away)]
+    assert peaks[0].other_resident == peaks[1].other_resident and peaks[0].peak == peaks[1].peak
 
 
 def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
@@ -85,14 +87,14 @@ def test_a_cache_is_two_arrays_a_layer_of_prompt_and_response(stage):
 def test_a_reward_stage_from_scratch_has_a_plan():
     lengths = {"query_length": 16, "max_length": 32, "batch_size": 8}
     config = RewardConfig(**TINY, **lengths, model_name_or_path=None, margin_column="margin")
-    planned = memory.planned_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    planned = memory.abstract_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
     assert [program.name for program in memory.programs(planned)] == ["update"]
 
 
 def test_adams_first_moment_may_be_kept_in_half():
     half = SFTConfig(**TINY, model_name_or_path=None, adam_mu_dtype="bfloat16", max_length=32, batch_size=8)
-    stage = memory.planned_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
-    parts = memory.parts(stage)
+    stage = memory.abstract_stage(half, sharding.make_mesh(devices=jax.devices()[:1]))
+    parts = memory.resident_bytes(stage)
     assert parts["optimizer"] == 6 * parts["model"] // 4 + 4
     assert [p.name for p in memory.programs(stage)] == ["update"]
 
@@ -100,10 +102,10 @@ def test_adams_first_moment_may_be_kept_in_half():
 @pytest.mark.parametrize(
     ("peak", "limit", "refused", "words"),
     [
-        (3 * MIB, 4 * MIB, False, "memory: fits: 3.0 MiB of 4.0 MiB a device at the highest, in update"),
-        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: 5.0 MiB of 4.0 MiB"),
-        (3 * MIB, 4 * MIB, True, "memory: does NOT fit; split"),
-        (3 * MIB, None, False, "memory: 3.0 MiB a device at the highest, in update"),
+        (3 * MIB, 4 * MIB, False, "memory: fits: peak 3.0 MiB of 4.0 MiB per device, in update"),
+        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: peak 5.0 MiB of 4.0 MiB"),
+        (3 * MIB, 4 * MIB, True, "memory: does NOT fit; use more devices"),
+        (3 * MIB, None, False, "memory: peak 3.0 MiB per device, in update"),
     ],
 )
 def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
@@ -117,7 +119,7 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
-    assert rows[:6] == ["policy", "value", "optimizer", "reference", "together", "cache"]
+    assert rows[:6] == ["policy", "value", "optimizer", "reference", "total", "cache"]
     assert rows[6:10] == ["generate", "experience", "update", "memory:"]
     assert "memory: fits" in lines[-2]
 
@@ -152,7 +154,7 @@ def test_a_program_that_the_compiler_refuses_says_what_it_needs(error, size, sai
         def lower(self):
             raise jax.errors.JaxRuntimeError(error)
 
-    program = memory.compiled("update", Refused(), beside=7)
+    program = memory.compile_program("update", Refused(), other_resident=7)
     assert program.peak == 7 + size and said in program.refused and program.refused
 
 
@@ -162,7 +164,7 @@ def test_another_error_of_the_compiler_is_not_hidden():
             raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
-        memory.compiled("update", Broken(), beside=0)
+        memory.compile_program("update", Broken(), other_resident=0)
 
 
 @pytest.mark.parametrize(

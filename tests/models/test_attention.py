@@ -1,4 +1,4 @@
-"""Attention in query blocks, in value and gradient the formula."""
+"""Attention: the plain formula's values and gradients, with less kept for the backward pass."""
 
 import math
 
@@ -9,8 +9,6 @@ import pytest
 from rlhf_jax.models import attention
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_attention, plain_causal
-
-# --- products
 
 
 @pytest.mark.parametrize("length", [1, 5, 128, 300])

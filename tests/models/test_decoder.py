@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import HEADS, attention, custom_shape, decoder, layers, pythia
+from rlhf_jax.models import HEADS, attention, custom_shape, decoder, pythia
 from rlhf_jax.models.context import Context, row_dropout
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES, decoder_config
 from tests.helpers.arrays import distance
@@ -198,12 +198,6 @@ def test_dropout_keeps_the_mean_and_the_rate():
     dropped = row_dropout(jnp.ones((4, 5000)), 0.25, keys, 3)
     assert abs(float((dropped == 0).mean()) - 0.25) < 0.02
     assert abs(float(dropped.mean()) - 1.0) < 0.03
-
-
-def test_gelu_is_the_exact_one():
-    x = jnp.linspace(-6.0, 6.0, 1001)
-    assert np.abs(layers.gelu(x) - jax.nn.gelu(x, approximate=False)).max() < 1e-6
-    assert np.abs(layers.gelu(x) - jax.nn.gelu(x, approximate=True)).max() > 1e-4
 
 
 # Parameters in all, as published with the models (Biderman et al. 2023, arXiv:2304.01373).

@@ -1,4 +1,4 @@
-"""Products with kernels: forward and backward of the formula, gradients summed in float32."""
+"""Products: the plain formula's values, gradients summed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,6 @@ import pytest
 
 from rlhf_jax.models import linear
 from tests.helpers.arrays import normal
-
-# --- products
 
 
 @pytest.mark.parametrize("bias", [True, False])

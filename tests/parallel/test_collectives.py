@@ -41,9 +41,9 @@ def compiled(mesh: tuple[int, int, int], **more) -> dict:
         **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
         **more,
     )
-    stage = memory.planned_stage(config, sharding.make_mesh(*mesh))
+    stage = memory.abstract_stage(config, sharding.make_mesh(*mesh))
     found = {}
-    for program in memory.programs(stage, only=("generate", "update"), make=compiling.whole):
+    for program in memory.programs(stage, only=("generate", "update"), compile_fn=compiling.whole):
         text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
+from rlhf_jax.runtime import checkpoint
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.types import TrainState
 
@@ -126,6 +127,17 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path):
 
         with pytest.raises(UserError, match="episodes is int32.* but float32"):
             checkpoints.restore(1, abstract(state.replace(episodes=state.kl_coef)))
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    state = make_state()
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT - 1)
+        assert checkpoints.save(1, state)
+        checkpoints.wait()
+        monkeypatch.undo()
+        with pytest.raises(UserError, match="checkpoint .*another version.*--run_dir"):
+            checkpoints.restore_newest(abstract(state))
 
 
 def test_a_missing_step_names_those_that_are_there(tmp_path):

@@ -54,7 +54,7 @@ def test_welch_interval_of_runs_without_spread_is_a_point():
 
 
 def test_welch_interval_of_a_single_run_is_refused():
-    with pytest.raises(UserError, match="2 runs or more.*--seeds"):
+    with pytest.raises(UserError, match="--seeds"):
         parity.welch([1.0], [1.0, 2.0])
 
 

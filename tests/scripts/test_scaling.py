@@ -67,7 +67,7 @@ def broken(program):
 
 
 def test_a_row_whose_process_fails_is_not_written(tmp_path):
-    with pytest.raises(scaling.UserError, match="a process ended with 1 and without a row"):
+    with pytest.raises(scaling.UserError, match="a process exited with code 1"):
         scaling.fill(tmp_path, "1b:ppo:v5e:4x4", broken)
     assert not list(tmp_path.iterdir())
 

@@ -108,9 +108,9 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
     def held(**options):
         given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
         config = checked(PPOConfig(**{**given, **options}))
-        stage = memory.planned_stage(config, report.mesh_of(config))
+        stage = memory.abstract_stage(config, report.mesh_of(config))
         assert isinstance(stage.weights, AbstractWeights)
-        found = memory.parts(stage)
+        found = memory.resident_bytes(stage)
         return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))
 
     backbone = held(use_peft=False)[0]["reference"]
