@@ -161,7 +161,7 @@ def test_a_run_that_skips_goes_on_to_the_end(wrong, tmp_path, capsys):
     (worst, *_) = rows_of(result.run_dir, 3)
     assert worst["score"] == wrong and "score" in worst["not_finite"]
     assert finite_weights(result.paths["policy"]) and "skipped (1 in a row)" in capsys.readouterr().out
-    assert meddler.stage._update._cache_size() == 1
+    assert meddler.stage.programs.update._cache_size() == 1
 
 
 def test_a_run_that_skips_ends_after_so_many_in_a_row(tmp_path):
@@ -245,7 +245,7 @@ def test_sft_stops_at_a_bad_loss_and_goes_on_as_if_it_had_skipped(monkeypatch, t
         fit(tmp_path / "whole", on_nonfinite="skip"), train_dataset=DEMONSTRATIONS, callbacks=[meddler]
     )
     assert [meddler.kept(update) for update in (1, 2, 3, 4)] == [update == bad for update in (1, 2, 3, 4)]
-    assert finite_weights(whole.paths["policy"]) and meddler.stage._update._cache_size() == 1
+    assert finite_weights(whole.paths["policy"]) and meddler.stage.update_step._cache_size() == 1
     config = json.loads(bytes_of(whole.run_dir, "config.json")) | {"run_dir": str(tmp_path / "run")}
     config["on_nonfinite"] = "stop"
     data = tmp_path / "data.jsonl"
