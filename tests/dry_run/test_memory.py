@@ -125,7 +125,7 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
 
 
 def test_a_topology_is_for_dry_runs():
-    with pytest.raises(UserError, match="--topology v5e:4x4 is for --dry_run"):
+    with pytest.raises(UserError, match="--topology v5e:4x4 needs --dry_run"):
         train.run(PPOConfig(**{**POLICY, "dry_run": False}, topology="v5e:4x4"))
 
 

@@ -192,7 +192,7 @@ def test_a_link_in_the_place_of_the_final_model_is_refused(user_files, refusal, 
     (run / "config.json").write_text('{"stage": "sft"}')
     (run / "policy").symlink_to(user_files.sft)
     before = {path: path.read_bytes() for path in user_files.sft.iterdir()}
-    mentions(refusal("sft", run_dir=run), run / "policy", f"a link to {user_files.sft}", "would be written over")
+    mentions(refusal("sft", run_dir=run), run / "policy", f"a link to {user_files.sft}", "would overwrite")
     assert {path: path.read_bytes() for path in user_files.sft.iterdir()} == before
 
 
