@@ -123,7 +123,7 @@ def ended(start: Start, params: Any) -> tuple[Any, Any]:
         whole = lora.merge_lora(start.policy.with_lora(start.base["policy"], params))
         return whole, hf.load(start.final, kind="causal")[1]
     form, theirs = _read(start.final, start.policy)
-    for field in ("targets", "saved", "scale"):
+    for field in ("target_modules", "modules_to_save", "scale"):
         first, last = getattr(start.policy.lora, field), getattr(form, field)
         if first != last:
             raise Refused(f"{start.final}: its adapter has {field} {last}, and that of {start.where} {first}")
