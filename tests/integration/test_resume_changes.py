@@ -120,7 +120,7 @@ def test_a_finished_run_goes_on_when_it_is_to_be_longer(tmp_path, capsys):
         run(tmp_path / "run", max_steps=6)
     run(tmp_path / "run", max_steps=6, override_resume=True)
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
-    assert "sft: continuing after update 4 of 6" in capsys.readouterr().out
+    assert "sft: resuming after update 4 of 6" in capsys.readouterr().out
     run(tmp_path / "run", max_steps=6)
     assert "is finished (update 6); nothing to do" in capsys.readouterr().out
 

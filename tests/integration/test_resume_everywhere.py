@@ -90,7 +90,7 @@ def test_a_run_continued_from_any_of_its_checkpoints_ends_the_same(whole, tmp_pa
         for step in range(start + 1, updates + 1):
             shutil.rmtree(f"run/checkpoints/{step}")
         rlhf_jax.run(config)
-        assert f"continuing after update {start} of {updates}" in capsys.readouterr().out
+        assert f"resuming after update {start} of {updates}" in capsys.readouterr().out
         assert chaos_compare.differences(reference, tmp_path / "run") == [], f"from checkpoint {start}"
 
 
@@ -102,7 +102,7 @@ def test_a_run_killed_in_every_update_ends_the_same(whole, tmp_path, monkeypatch
             rlhf_jax.run(config, callbacks=[KillAt(step, Killed)])
     rlhf_jax.run(config)
     said = capsys.readouterr().out
-    assert all(f"continuing after update {step} of {updates}" in said for step in range(1, updates))
+    assert all(f"resuming after update {step} of {updates}" in said for step in range(1, updates))
     assert chaos_compare.differences(reference, tmp_path / "run") == []
 
 

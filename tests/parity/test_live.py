@@ -10,7 +10,9 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.parity import replay
-from tests.parity.recording import draw, tiny
+
+pytest.importorskip("torch")
+from tests.parity.recording import draw, tiny  # noqa: E402
 
 SCRIPTS = ROOT / "scripts" / "parity"
 

@@ -331,7 +331,7 @@ def test_a_killed_run_ends_by_the_same_alarm_at_the_same_update(early, tmp_path,
         early.paths["policy"], "model.safetensors"
     )
     out = capsys.readouterr().out
-    assert "continuing after update 1" in out and "stopping; an alarm" in out
+    assert "resuming after update 1" in out and "stopping; an alarm" in out
     assert "alarm reward_std: all" not in out  # it has been told
     # Killed after its last checkpoint: it is not trained further.
     os.remove(os.path.join(resumed.run_dir, "finished.json"))

@@ -70,7 +70,7 @@ def test_a_failing_server_ends_the_run_which_continues_with_a_healed_one(fault, 
     assert_first_update_is_kept(tmp_path / "run", unfailing[0])
     server.forever = None
     assert_same_run(rlhf_jax.run(config), unfailing[0])
-    assert "continuing after update 1 of 3" in capsys.readouterr().out
+    assert "resuming after update 1 of 3" in capsys.readouterr().out
 
 
 def test_ppo_continues_after_a_failing_server_too(server, unfailing, tmp_path):

@@ -73,7 +73,7 @@ def test_a_card_says_what_its_folder_holds(tmp_path):
     for name in ("policy", "value"):
         os.makedirs(tmp_path / name)
         model_card.write_model_card(str(tmp_path / name), "ppo", {"dataset_name": "d"}, {}, base_model="a/b")
-    assert (tmp_path / "policy" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
+    assert (tmp_path / "policy" / "README.md").read_text().startswith("---\n")
     value = (tmp_path / "value" / "README.md").read_text()
     assert "# Value model by PPO" in value and "AutoModelForSequenceClassification" in value
     with pytest.raises(ValueError, match="policy, value, reward_model"):

@@ -139,7 +139,7 @@ def test_ppo_merges_an_adapter_and_trains_a_new_one_on_it(models):
     for a, b in zip(leaves(stage.models.base["policy"]), jax.tree.leaves(merged), strict=True):
         np.testing.assert_array_equal(a, b)
     trained_on = ppo_stage(models, "one", start_adapter="continue")
-    assert trained_on.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2  # TRL's PPO: the base is the reference
+    assert trained_on.opened.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2  # TRL's PPO: the base is the reference
 
 
 def test_named_adapters_are_trained_and_are_the_reference(models):
@@ -148,9 +148,9 @@ def test_named_adapters_are_trained_and_are_the_reference(models):
     assert abs(first_kl(same)) < 1e-4
     other = ppo_stage(models, adapters=named, model_adapter_name="a", ref_adapter_name="b")
     assert abs(first_kl(other)) > 1e-2
-    base, model = other.base["policy"], other.nets.ref
+    base, reference = other.models.base["policy"], other.models.reference
     _, whole = hf.load(models / "two")
-    found = lora.merge_lora(jax.device_get(model.with_lora(base, other.ref_params)))
+    found = lora.merge_lora(jax.device_get(reference.model.with_lora(base, reference.params)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -160,7 +160,7 @@ def test_named_adapters_are_trained_and_are_the_reference(models):
     [
         ({"ref_adapter_name": "c"}, "ref_adapter_name 'c' is no adapter of this run"),
         ({"model_adapter_name": "default"}, "model_adapter_name 'default'"),
-        ({"start_adapter": "continue"}, "is no adapter to train on with"),
+        ({"start_adapter": "continue"}, "start_adapter .*sft_model_path .*is no adapter"),
         ({"adapters": ("one",)}, "NAME=PATH"),
         ({"adapters": ("base=x",)}, "'base' has a meaning of its own"),
         ({"lora_target_modules": ("c_attn",)}, "lora_target_modules: 'c_attn'"),
@@ -201,7 +201,7 @@ def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(mod
     for first, second in zip(*(leaves(stage.models.base) for stage in stages), strict=True):
         np.testing.assert_array_equal(first, second)  # what a continued run stands on
     stage = stages[0]
-    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < 0.35 * held(plain.base)
+    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < 0.35 * held(plain.models.base)
     base, before = leaves(stage.models.base), leaves(stage.state.params)
     state, metrics, _ = stage.train_step(stage.state, 0)
     assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4

@@ -380,7 +380,7 @@ def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
     pair = {"reward_model_path": str(models / "judge1"), "more_reward_models": (str(models / "judge2"),)}
     names, each = scored(sampled, **pair)
     assert names == ("judge1", "judge2")
-    one, two = np.asarray(each.each).T
+    one, two = np.asarray(each.each_reward).T
     np.testing.assert_allclose(each.scores, one + two, rtol=1e-5)
     assert np.abs(one - two).min() > 0
     wanted = {
@@ -392,8 +392,8 @@ def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
         options = {"reward_ensemble": kind, "reward_ensemble_std_coef": 0.5, "reward_weights": (3.0, 1.0)}
         names, found = scored(sampled, [brevity], **pair, **options)
         assert names == (f"ensemble_{kind}", "brevity")
-        np.testing.assert_allclose(np.asarray(found.each)[:, 0], together, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found.scores, 3 * together + np.asarray(found.each)[:, 1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(found.each_reward)[:, 0], together, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.scores, 3 * together + np.asarray(found.each_reward)[:, 1], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.metrics[f"rewards/ensemble_{kind}/mean"], together.mean(), rtol=1e-4)
 
 
