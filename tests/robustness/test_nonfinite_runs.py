@@ -253,7 +253,7 @@ def test_sft_stops_at_a_bad_loss_and_goes_on_as_if_it_had_skipped(monkeypatch, t
     (tmp_path / "config.json").write_text(json.dumps(config | {"dataset_name": str(data)}))
     assert train.main(["--config", str(tmp_path / "config.json")]) == 2
     said = capsys.readouterr().err
-    assert f"error: update {bad}: the loss is not a finite number. Nothing of this update has reached" in said
+    assert f"error: update {bad}: the loss is not a finite number. Nothing of this update reached" in said
     found = rows_of(tmp_path / "run", bad)
     assert [row["row"] for row in found] == rows[bad - 1].tolist()
     texts = [row["text"] for row in found]
@@ -342,8 +342,8 @@ def test_a_killed_run_ends_by_the_same_alarm_at_the_same_update(early, tmp_path,
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"early_stop": ("kl_abov",)}, "early_stop: 'kl_abov' is no alarm; there are kl_below, kl_above"),
-        ({"early_stop": ("kl_above",), "alarm_kl_above": None}, "early_stop: kl_above is switched off"),
+        ({"early_stop": ("kl_abov",)}, "early_stop: 'kl_abov' .*kl_below, kl_above"),
+        ({"early_stop": ("kl_above",), "alarm_kl_above": None}, "early_stop: .*kl_above is disabled.*alarm_kl_above"),
         ({"max_nonfinite": 0}, "max_nonfinite is 0; it must be at least 1"),
         ({"target_kl": 0.0}, "target_kl is 0.0; it must be above 0"),
     ],

@@ -139,7 +139,8 @@ def test_ppo_merges_an_adapter_and_trains_a_new_one_on_it(models):
     for a, b in zip(leaves(stage.models.base["policy"]), jax.tree.leaves(merged), strict=True):
         np.testing.assert_array_equal(a, b)
     trained_on = ppo_stage(models, "one", start_adapter="continue")
-    assert trained_on.opened.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2  # TRL's PPO: the base is the reference
+    # TRL's PPO: the base is the reference.
+    assert trained_on.opened.policy.lora.r == 3 and abs(first_kl(trained_on)) > 1e-2
 
 
 def test_named_adapters_are_trained_and_are_the_reference(models):

@@ -393,7 +393,9 @@ def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
         names, found = scored(sampled, [brevity], **pair, **options)
         assert names == (f"ensemble_{kind}", "brevity")
         np.testing.assert_allclose(np.asarray(found.each_reward)[:, 0], together, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found.scores, 3 * together + np.asarray(found.each_reward)[:, 1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found.scores, 3 * together + np.asarray(found.each_reward)[:, 1], rtol=1e-4, atol=1e-5
+        )
         np.testing.assert_allclose(found.metrics[f"rewards/ensemble_{kind}/mean"], together.mean(), rtol=1e-4)
 
 
