@@ -149,7 +149,7 @@ import importlib.metadata, importlib.util, platform
 
 assert importlib.util.find_spec("torch") is None, "torch has come with another package"
 names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "datasets", "qwix", "pytest")
-print("Python", platform.python_version(), *(f"{name} {importlib.metadata.version(name)}" for name in names), sep="\n")
+print(f"Python {platform.python_version()}", *(f"{name} {importlib.metadata.version(name)}" for name in names), sep="\n")
 PYTHON
 
 if [ "$1" = short ]; then
