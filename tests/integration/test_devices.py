@@ -208,7 +208,7 @@ def test_each_device_holds_its_share_of_matrices_moments_and_cache(folder, mesh)
 @pytest.mark.parametrize("mesh", (ONE, *MANY))
 def test_each_program_compiles_once(folder, mesh):
     for algorithm, programs in found_on(folder, mesh)["programs"].items():
-        assert programs == {"rollout": 1, "experience": 1, "update": 1}, algorithm
+        assert programs == {"generate": 1, "experience": 1, "update": 1}, algorithm
 
 
 @pytest.mark.parametrize("mesh", MANY)
@@ -230,7 +230,7 @@ def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as
 
     one, many = (found_on(folder, mesh)[kind] for mesh in ADAPTED)
     assert many["samples"][:UPDATES] == one["samples"][:UPDATES]
-    assert many["programs"] == one["programs"] == {"ppo": {"rollout": 1, "experience": 1, "update": 1}}
+    assert many["programs"] == one["programs"] == {"ppo": {"generate": 1, "experience": 1, "update": 1}}
     for first, second in zip(*(metrics_on(folder, mesh, f"{kind}-") for mesh in ADAPTED), strict=True):
         assert abs(first["objective/kl"] - second["objective/kl"]) <= 1e-4 * max(abs(first["objective/kl"]), 0.01)
     # [L, D, r] by fsdp, [L, r, 3D] by tensor; each and its two moments.
