@@ -97,6 +97,7 @@ def test_half_precision_is_summed_in_float32():
 
 def test_kl_estimators_by_hand():
     logprobs, ref = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))
+    close(advantages.kl_penalty(logprobs, ref), [np.log(2)])
     close(advantages.kl_penalty(logprobs, ref, "k1"), [np.log(2)])
     close(advantages.kl_penalty(logprobs, ref, "k2"), [np.log(2) ** 2 / 2])
     close(advantages.kl_penalty(logprobs, ref, "k3"), [0.5 - 1 + np.log(2)])
@@ -116,6 +117,11 @@ def test_the_adaptive_coefficient_moves_by_a_fifth_of_n_over_horizon_at_most():
     close(step(0.0), 0.1 * (1 - 0.2 * 0.05))
     close(step(6.0), 0.1)
     close(step(6.6), 0.1 * (1 + 0.1 * 0.05))
+
+
+def test_the_adaptive_coefficient_takes_a_mean_and_not_the_kl_of_each_response():
+    with pytest.raises(AssertionError, match="rank"):
+        advantages.adaptive_kl(0.1, jnp.ones(2), target=6.0, horizon=10000, n_steps=500)
 
 
 def test_a_score_lands_one_column_after_eos_or_on_it():
