@@ -25,9 +25,10 @@ from tests.helpers.models_common import (
     reference,
     reference_inputs,
 )
-from tests.helpers.optional import optional
+from tests.helpers.optional import Absent, optional
 
 torch = optional("torch")
+needs_torch = pytest.mark.skipif(isinstance(torch, Absent), reason="needs torch")
 TOKENS, MASK = padded_rows([9, 5], [0, 2], 9)
 TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 60}
 
@@ -53,6 +54,7 @@ def test_export_and_import_are_bit_identical(tmp_path, kind, max_shard_bytes):
     assert_trees_equal(again, params)
 
 
+@needs_torch
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": False, "rotary_pct": 1.0}, {"tie_word_embeddings": True}])
 def test_exported_policy_loads_in_transformers_with_equal_logits(tmp_path, fields, max_shard_bytes, caplog):
@@ -67,6 +69,7 @@ def test_exported_policy_loads_in_transformers_with_equal_logits(tmp_path, field
     assert distance(np.asarray(our_logits(model, params))[MASK], expected[MASK]) < 1e-5
 
 
+@needs_torch
 @pytest.mark.parametrize("bias", [None, -1.75])
 def test_exported_reward_model_loads_in_transformers_with_equal_scores(tmp_path, bias):
     model = custom_shape("2x32x4", VOCAB)
