@@ -104,7 +104,7 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
         "objective/scores": mean_score,
         "objective/scores_std": jnp.sqrt(adv.masked_var(scores, present, ddof=0)),
         "objective/kl_coef": kl_coef,
-        "val/num_eos_tokens": form.eos_count(rollout, lengths, scored.eos_id).astype(jnp.float32),
+        "val/num_eos_tokens": form.eos_count(rollout, lengths >= 0, scored.eos_id).astype(jnp.float32),
         "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }

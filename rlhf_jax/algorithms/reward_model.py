@@ -67,12 +67,13 @@ def score_rollout(model, params: Params, rollout, *, dtype, group_size: int = 1)
         last, hidden = model.hidden_after_prompts(
             params, prompts, prompt_mask, rollout.response, response_mask, dtype=dtype
         )
-        hidden = jnp.concatenate([jnp.repeat(last, group_size, axis=0)[:, None], hidden], axis=1)
-    else:
-        tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
-        mask = jnp.concatenate([prompt_mask, response_mask], axis=1)
-        hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
-    # hidden [B, 1 + T, D] begins with the prompt's last column, so that a length is the column of its last token.
+        rows = jnp.take_along_axis(hidden, jnp.maximum(rollout.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        rows = jnp.where((rollout.lengths > 0)[:, None], rows, jnp.repeat(last, group_size, axis=0))
+        return model.scalars(params, rows)
+    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
+    mask = jnp.concatenate([prompt_mask, response_mask], axis=1)
+    # [B, 1 + T, D] begins with the prompt's last column, so that a length is the column of its last token.
+    hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
     rows = jnp.take_along_axis(hidden, rollout.lengths[:, None, None], axis=1)[:, 0]
     return model.scalars(params, rows)
 

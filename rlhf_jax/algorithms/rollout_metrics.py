@@ -115,7 +115,7 @@ def objective_metrics(
     form = FORMS[config.metrics]
     present = rollout.lengths >= 0
     surprise = form.surprise(logprobs, rollout.lengths)
-    eos = form.eos_count(rollout, rollout.lengths, eos_id)
+    eos = form.eos_count(rollout, present, eos_id)
     return {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
         "objective/entropy": adv.masked_mean(surprise, present),
