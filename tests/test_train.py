@@ -19,7 +19,18 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.stages import open_stage
-from tests.helpers.runs import OPTIONS, TEXTS, KillAt, Killed, lines, ppo_config, sft_config, tensors, wordiness
+from tests.helpers.runs import (
+    OPTIONS,
+    TEXTS,
+    KillAt,
+    Killed,
+    compilations,
+    lines,
+    ppo_config,
+    sft_config,
+    tensors,
+    wordiness,
+)
 
 
 class StopAfter(Callback):
@@ -133,11 +144,7 @@ def test_each_program_of_ppo_compiles_once(sft, tmp_path):
     state = stage.state
     for step in range(3):
         state, _, seconds = stage.train_step(state, step)
-    assert (
-        stage.programs.generate._cache_size(),
-        stage.programs.experience._cache_size(),
-        stage.programs.update._cache_size(),
-    ) == (1, 1, 1)
+    assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
     assert set(seconds) == {"generate", "score", "experience", "update", "reward/wordiness"}
     assert set(stage._next_prompts) == {3}  # prepared while the last update ran
     np.testing.assert_array_equal(stage._next_prompts[3].tokens, stage.train_data.batch(config.seed, 3, 8).tokens)

@@ -116,6 +116,36 @@ def apply_if_finite(
     return params, opt_state, steps_enabled, metrics
 
 
+def single_step_update(
+    optimizer: Optimizer, state: TrainState, grads: Params, *, loss: Any, config, counts: dict[str, Any]
+) -> tuple[TrainState, Metrics]:
+    """An update of one optimizer step, as those of SFT and the reward model are.
+
+    Args:
+      optimizer: see `Optimizer`.
+      state: before.
+      grads: of state.params.
+      loss: pytree of the step's losses.
+      config: on_nonfinite, max_nonfinite.
+      counts: what is added to the state's counts.
+
+    Returns:
+      (TrainState, the metrics of `apply_if_finite`). If something is not finite, params and optimizer state are
+      unchanged.
+    """
+    params, opt_state, _, metrics = apply_if_finite(
+        optimizer,
+        state.params,
+        state.opt_state,
+        grads,
+        step=state.step,
+        loss=loss,
+        steps_enabled=updates_enabled(state, jnp.int32(0), config),
+    )
+    trained = {"params": params, "opt_state": opt_state}
+    return finish_update(state, metrics["nonfinite/causes"], config, trained=trained, counts=counts), metrics
+
+
 def finish_update(
     state: TrainState, causes: Array, config, *, trained: dict[str, Any], counts: dict[str, Any]
 ) -> TrainState:

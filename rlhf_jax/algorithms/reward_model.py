@@ -145,20 +145,12 @@ def update(
         return loss, {"loss": loss, "scores": jnp.where(slot[..., None], scores[None], 0.0)}
 
     grads, sums = microbatch.accumulate_gradients(loss_fn, state.params, micros)
-    params, opt_state, _, step_metrics = nonfinite.apply_if_finite(
+    state, step_metrics = nonfinite.single_step_update(
         optimizer,
-        state.params,
-        state.opt_state,
-        grads,
-        step=state.step,
-        loss=sums["loss"],
-        steps_enabled=nonfinite.updates_enabled(state, jnp.int32(0), config),
-    )
-    state = nonfinite.finish_update(
         state,
-        step_metrics["nonfinite/causes"],
-        config,
-        trained={"params": params, "opt_state": opt_state},
+        grads,
+        loss=sums["loss"],
+        config=config,
         counts={"step": 1, "episodes": b, "tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths)},
     )
     scores = sums["scores"]

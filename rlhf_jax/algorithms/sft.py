@@ -99,20 +99,12 @@ def update(
         return loss, {"loss": loss}
 
     grads, metrics = microbatch.accumulate_gradients(loss_fn, state.params, micros)
-    params, opt_state, _, step_metrics = nonfinite.apply_if_finite(
+    state, step_metrics = nonfinite.single_step_update(
         optimizer,
-        state.params,
-        state.opt_state,
-        grads,
-        step=state.step,
-        loss=metrics["loss"],
-        steps_enabled=nonfinite.updates_enabled(state, jnp.int32(0), config),
-    )
-    state = nonfinite.finish_update(
         state,
-        step_metrics["nonfinite/causes"],
-        config,
-        trained={"params": params, "opt_state": opt_state},
+        grads,
+        loss=metrics["loss"],
+        config=config,
         counts={"step": 1, "episodes": batch.lengths.shape[0]},
     )
     return state, {**metrics, **step_metrics}

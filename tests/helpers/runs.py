@@ -91,3 +91,8 @@ def lines(folder, name="metrics.jsonl"):
 def tensors(path):
     """Params of a saved policy."""
     return jax.tree.leaves(hf.load(path, kind="causal")[1])
+
+
+def compilations(stage, names=("generate", "experience", "update")):
+    """How often each program of a stage was compiled."""
+    return {name: getattr(stage.programs, name)._cache_size() for name in names}

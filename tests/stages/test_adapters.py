@@ -18,7 +18,7 @@ from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import open_stage
 from tests.helpers.arrays import distance
-from tests.helpers.runs import RLOO_OPTIONS
+from tests.helpers.runs import RLOO_OPTIONS, compilations
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
@@ -94,11 +94,7 @@ def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):
         assert not np.array_equal(old, new)
     for old, new in zip(base, leaves(stage.models.base), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert (
-        stage.programs.generate._cache_size(),
-        stage.programs.experience._cache_size(),
-        stage.programs.update._cache_size(),
-    ) == (1, 1, 1)
+    assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
 
 
 @pytest.mark.parametrize(("value", "copies"), [("shared", 1), ("own", 2), ("full", 2)])
@@ -211,11 +207,7 @@ def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(mod
         assert not np.array_equal(old, new)
     for old, new in zip(base, leaves(stage.models.base), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert (
-        stage.programs.generate._cache_size(),
-        stage.programs.experience._cache_size(),
-        stage.programs.update._cache_size(),
-    ) == (1, 1, 1)
+    assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
 
 
 @pytest.mark.parametrize("value", ["full", "own", "shared"])

@@ -24,7 +24,7 @@ from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
-from tests.helpers.runs import RLOO_OPTIONS, KillAt, lines, tensors
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, compilations, lines, tensors
 
 # A template of words that the synthetic tokenizer knows.
 TEMPLATE = (
@@ -259,7 +259,7 @@ def test_programs_compile_once_and_shared_prompts_change_nothing():
             assert {"generate", "score", "experience", "update"} <= set(seconds)
             stage.evaluate(state)  # 6 prompts x 2: a whole batch, and one that is filled up
         names = ("generate", "experience", "eval_metrics", "update")
-        assert [getattr(stage.programs, name)._cache_size() for name in names] == [1, 1, 1, 1]
+        assert compilations(stage, names) == dict.fromkeys(names, 1)
         runs.append(found)
         policies.append(state.params["policy"])
         stage.close()
