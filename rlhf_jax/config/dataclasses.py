@@ -426,8 +426,9 @@ class PPOConfig(PolicyConfig):
     value_model: Literal["separate", "shared_backbone"] = "separate"
     """A separate network (TRL), or a second head on the policy."""
     lora_value: Literal["full", "own", "shared"] = "full"
-    """With use_peft, what is trained of the value model: full: all params (TRL); own: an adapter and a head on its own
-    params, which are the reward model's if it starts from it (no copy); shared: both on the policy's params."""
+    """With use_peft, which params of the value model are trained: full: all (TRL); own: an adapter and a
+    head on its own params, which are the reward model's if it starts from it (no copy); shared: both on the policy's
+    params."""
 
     # --- the algorithm
     batch_size: PositiveInt = 512
