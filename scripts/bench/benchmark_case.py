@@ -246,6 +246,8 @@ def matrix_sizes(device: str) -> tuple[int, ...]:
 
 COPY_ENTRIES = 2**26
 """float32 entries of the array whose copy measures bandwidth: 256 MiB read and 256 MiB written."""
+COPIES = 5
+"""Copies in a row."""
 
 
 def rows_of(work: Path, pair: int) -> list[dict[str, Any]]:

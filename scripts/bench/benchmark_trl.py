@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_case import (
+    COPIES,
     COPY_ENTRIES,
     Case,
     best_rate,
@@ -210,7 +211,7 @@ def rates(device: str, dtype: str, synchronize: Callable[[], None]) -> dict[str,
     source = torch.zeros(COPY_ENTRIES, device=device)
     with torch.no_grad():
         flops = best_rate([product(n) for n in matrix_sizes(device)])
-        copied = best_rate([(8.0 * COPY_ENTRIES, timed(lambda: source + 1))])
+        copied = best_rate([(8.0 * COPY_ENTRIES * COPIES, timed(lambda: [source + 1 for _ in range(COPIES)][-1]))])
     return {"matmul_flops": flops, "bandwidth": copied}
 
 

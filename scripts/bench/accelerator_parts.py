@@ -1,0 +1,447 @@
+"""The parts of scripts/accelerator_day.py that are not other commands: prints one line of JSON.
+
+python scripts/bench/accelerator_parts.py NAME --folder DIR [--small] [--case NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """Devices, versions, and the rates that shares of the peak refer to."""
+    import benchmark_ours
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.devices()[0]
+    memory = device.memory_stats() or {}
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "trl", "datasets")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    words = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        gpu = None
+    rates = {"bandwidth": benchmark_ours.bandwidth()}
+    sizes = (256,) if args.small else benchmark_ours.matrix_sizes("cpu" if device.platform == "cpu" else "gpu")
+    for name, dtype, precision in (("bfloat16", jnp.bfloat16, None), ("float32", jnp.float32, None)) + (
+        ("float32_highest", jnp.float32, "highest"),
+    ):
+        multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
+        rates[name] = best_product(multiply, sizes, dtype)
+    return {
+        "devices": [str(d) for d in jax.devices()],
+        "kind": device.device_kind,
+        "bytes_limit": memory.get("bytes_limit"),
+        "nvidia_smi": gpu,
+        "versions": versions,
+        "flops_per_second": rates,
+    }
+
+
+def best_product(multiply: Any, sizes: tuple[int, ...], dtype: Any) -> float:
+    """FLOP/s of the fastest of the square products, on random numbers: zeros multiply faster on some devices."""
+    import benchmark_case
+    import jax
+
+    def attempt(n: int) -> tuple[float, Any]:
+        a = jax.random.normal(jax.random.key(n), (n, n), dtype)
+
+        def run() -> float:
+            began = time.perf_counter()
+            for _ in range(10):
+                out = multiply(a, a)
+            out.block_until_ready()
+            return (time.perf_counter() - began) / 10
+
+        return 2.0 * n**3, run
+
+    return benchmark_case.best_rate([attempt(n) for n in sizes])
+
+
+def shape_of(args: argparse.Namespace) -> tuple[Any, int, int]:
+    """Model, rows and tokens of a row."""
+    from rlhf_jax import models
+
+    return (models.custom_shape("2x64x4", 256), 4, 32) if args.small else (models.pythia("160m"), 8, 256)
+
+
+def random_rows(model: Any, rows: int, length: int) -> tuple[Any, Any]:
+    """Left-padded rows of random tokens, and their mask."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, model.config.vocab_size - 256 if model.config.vocab_size > 512 else 200, (rows, length))
+    pad = rng.integers(0, length // 2, (rows, 1))
+    mask = np.arange(length)[None, :] >= pad
+    return np.where(mask, tokens, 0).astype(np.int32), mask
+
+
+def numbers(args: argparse.Namespace) -> dict[str, Any]:
+    """Relative differences ||ours - torch|| / ||torch||, torch in float32 on the CPU."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import torch
+    import transformers
+
+    from rlhf_jax import losses
+    from rlhf_jax.models.io import hf
+
+    model, rows, length = shape_of(args)
+    params = model.init(jax.random.key(0), heads=("causal",))
+    folder = Path(args.folder) / "numbers"
+    hf.save(folder, model, jax.device_get(params), kind="causal")
+    tokens, mask = random_rows(model, rows, length)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids, keep = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask)
+    positions = (keep.cumsum(1) - 1).clamp(min=0)
+    logits = theirs(input_ids=ids, attention_mask=keep.long(), position_ids=positions).logits
+    real = keep[:, :-1] & keep[:, 1:]
+    chosen = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+    (chosen * real).sum().div(real.sum()).backward()
+    name = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
+    gradient = dict(theirs.named_parameters())[name].grad.numpy().T
+    reference = {"logits": logits.detach().numpy()[mask], "log-probabilities": chosen.detach().numpy()[real.numpy()]}
+
+    def ours(params: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        def mean(params: Any) -> tuple[Any, tuple[Any, Any]]:
+            out = model.logits(params, model.hidden(params, tokens, mask, dtype=dtype))
+            logprobs = losses.logprobs_from_logits(out[:, :-1], tokens[:, 1:])
+            return jnp.sum(jnp.where(real_mask, logprobs, 0.0)) / real_mask.sum(), (out, logprobs)
+
+        (_, (out, logprobs)), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return out, logprobs, grads
+
+    real_mask = real.numpy()
+    result: dict[str, Any] = {"shape": f"{rows} rows of {length} tokens", "params": count(params)}
+    for label, dtype, precision in (
+        ("float32, highest", jnp.float32, "highest"),
+        ("float32, default", jnp.float32, None),
+        ("bfloat16", jnp.bfloat16, None),
+    ):
+        with jax.default_matmul_precision(precision) if precision else jax.named_scope("default"):
+            out, logprobs, grads = jax.device_get(jax.jit(ours, static_argnums=1)(params, dtype))
+        found = {"logits": out[mask], "log-probabilities": logprobs[real_mask]}
+        errors = {key: relative(found[key], reference[key]) for key in reference}
+        kernel = first_mlp_kernel(grads)
+        result[label] = errors | {"gradient of the first MLP kernel": relative(kernel, gradient)}
+    assert np.isfinite(reference["logits"]).all()
+    return result
+
+
+def first_mlp_kernel(grads: Any) -> Any:
+    """The gradient of layer 0's first MLP kernel [D, 4D]."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    (kernel,) = [x for path, x in leaves if "dense_h_to_4h" in str(path) and "kernel" in str(path)]
+    return kernel[0]
+
+
+def count(params: Any) -> int:
+    """Numbers in a tree."""
+    import jax
+
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    """||ours - theirs|| / ||theirs||."""
+    import numpy as np
+
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def greedy(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens of the accelerator and of the CPU, float32 in the highest precision."""
+    import jax
+    import numpy as np
+
+    from rlhf_jax.generate import Sampling, generate
+    from rlhf_jax.types import PromptBatch
+
+    model, rows, length = shape_of(args)
+    tokens, mask = random_rows(model, rows, length)
+    prompts = PromptBatch(tokens=tokens, lengths=mask.sum(1).astype(np.int32), rows=np.arange(rows, dtype=np.int32))
+    params = jax.device_get(model.init(jax.random.key(0), heads=("causal",)))
+    new = 8 if args.small else 64
+    result: dict[str, Any] = {"tokens": rows * new}
+    for label, temperature in (("greedy", 0.0), ("sampled at temperature 1", 1.0)):
+        sampling = Sampling(max_new_tokens=new, temperature=temperature)
+        outs = {}
+        for device in (jax.devices()[0], jax.devices("cpu")[0]):
+            with jax.default_device(device), jax.default_matmul_precision("highest"):
+                run = jax.jit(generate, static_argnums=(0, 4))
+                outs[device.platform] = jax.device_get(run(model, params, prompts, jax.random.key(7), sampling))
+        first, *rest = outs.values()
+        second = rest[0] if rest else first
+        result[label] = {
+            "devices": list(outs),
+            "equal tokens": float((first.response == second.response).mean()),
+            "equal rows": float((first.response == second.response).all(1).mean()),
+            "log-probabilities": relative(first.logprobs, second.logprobs),
+        }
+    return result
+
+
+TINY_PPO = '''"""PPO of a small model from random weights, rewarded for short words."""
+
+from rlhf_jax.config import PPOConfig
+
+
+def brevity(completions, **_):
+    return [-len(text) / max(1, len(text.split())) for text in completions]
+
+
+def get_config(variant=None):
+    return PPOConfig(
+        sft_model_path=None,
+        scratch_model="2x128x4",
+        value_model="shared_backbone",
+        dataset_name="synthetic",
+        tokenizer_name_or_path="synthetic",
+        query_length=44,
+        length_buckets=(44,),
+        response_length=16,
+        reward_model_path=None,
+        reward_funcs=(f"{__file__}:brevity",),
+        batch_size=64,
+        total_episodes=64 * 8,
+        num_sample_generations=0,
+        save_steps=2,
+        report_to=(),
+        learning_rate=1e-3,
+    )
+'''
+
+
+def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, Any]:
+    """Whether a killed and continued run leaves the bytes of one that was not killed."""
+    base = Path(args.folder) / ("resume_deterministic" if deterministic else "resume")
+    base.mkdir(parents=True, exist_ok=True)
+    recipe = base / "tiny_ppo.py"
+    recipe.write_text(TINY_PPO, encoding="utf-8")
+    words = [sys.executable, "-m", "rlhf_jax.train", "--config", str(recipe)]
+    words += ["--deterministic"] if deterministic else []
+    seconds = {}
+    whole, killed = base / "whole", base / "killed"
+    for folder, kill in ((whole, False), (killed, True), (killed, False)):
+        began = time.monotonic()
+        log = (base.parent / f"{base.name}.train.log").open("a")
+        process = subprocess.Popen([*words, "--run_dir", str(folder)], cwd=ROOT, stdout=log, stderr=log)
+        if kill:
+            checkpoints = folder / "checkpoints"
+            while process.poll() is None and not (checkpoints.is_dir() and len(lines(folder)) >= 4):
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)
+        if process.wait() and not kill:
+            raise RuntimeError(Path(log.name).read_text()[-3000:])
+        name = "killed" if kill else "whole" if folder == whole else "continued"
+        seconds[name] = round(time.monotonic() - began, 1)
+        if kill:
+            at = len(lines(folder))
+    ours, theirs = [{path.relative_to(f): path.read_bytes() for path in outputs(f)} for f in (whole, killed)]
+    different = sorted(str(path) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    return {"killed after updates": at, "files": len(ours), "different": different, "seconds": seconds}
+
+
+def lines(folder: Path) -> list[str]:
+    """Lines of PPO's metrics so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def outputs(folder: Path) -> list[Path]:
+    """Files of a run that may not depend on when it was killed."""
+    kept = [folder / "metrics.jsonl"]
+    for name in ("policy", "value", "completions"):
+        kept += sorted(path for path in (folder / name).rglob("*") if path.is_file() and path.suffix != ".md")
+    return kept
+
+
+@contextlib.contextmanager
+def attention_as(name: str) -> Iterator[None]:
+    """Replaces causal attention by a variant while programs are traced."""
+    import jax
+
+    from rlhf_jax.models import attention
+
+    ours, block = attention._causal, attention.QUERY_BLOCK
+
+    def library(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        if query.shape[1] != key.shape[1]:  # the last layer, whose queries are the last positions
+            return ours(query, key, value, mask)
+        kind = {"implementation": name, "is_causal": True}
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None, :], **kind)
+
+    try:
+        if name in ("cudnn", "xla"):
+            attention._causal = library
+        elif name == "one block":
+            attention.QUERY_BLOCK = 4096
+        yield
+    finally:
+        attention._causal, attention.QUERY_BLOCK = ours, block
+
+
+def attention(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a policy's gradient for one micro-batch by variant of attention, and of attention alone."""
+    import jax
+    import jax.numpy as jnp
+
+    from rlhf_jax import models
+    from rlhf_jax.algorithms.actor_critic import response_hidden, response_logprobs
+    from rlhf_jax.config import PPOConfig
+    from rlhf_jax.models import attention as layers
+
+    small = args.small
+    model, rows, length, new = shape_of(args)[0], 2, 40, 8
+    if not small:
+        model, rows, length, new = models.pythia("410m"), 16, 565, 53
+    config = PPOConfig(sft_model_path="none", dtype="bfloat16")
+    params = model.init(jax.random.key(0), heads=("causal",))
+    tokens, mask = random_rows(model, rows, length)
+    heads, size = model.config.num_attention_heads, model.config.head_dim
+    qkv = [jax.random.normal(jax.random.key(i), (rows, length, heads, size), jnp.bfloat16) for i in range(4)]
+    result: dict[str, Any] = {"rows": rows, "tokens": length, "heads": heads, "head size": size}
+    for name in ("ours", "one block", "xla", *(("cudnn",) if jax.default_backend() == "gpu" else ())):
+
+        def loss(params: Any) -> Any:
+            hidden = response_hidden(model, params, tokens, mask, new, config)
+            return response_logprobs(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
+
+        def alone(q: Any, k: Any, v: Any, d: Any) -> Any:
+            out, pull = jax.vjp(lambda q, k, v: layers.causal_attention(q, k, v, jnp.asarray(mask)), q, k, v)
+            return out, pull(d)
+
+        with attention_as(name):
+            try:
+                found = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
+                found["policy's gradient"] = timed_calls(gradient := jax.jit(jax.value_and_grad(loss)), params)
+                found["temporary MiB"] = gradient.lower(params).compile().memory_analysis().temp_size_in_bytes / 2**20
+            except Exception as error:  # a variant that this device does not have
+                found = {"error": str(error)[:500]}
+        result[name] = found
+        if name == "ours":
+            with jax.profiler.trace(str(Path(args.folder) / "trace")):
+                jax.block_until_ready(gradient(params))
+        print(json.dumps({name: found}), flush=True)
+    return result
+
+
+def timed_calls(function: Any, *args: Any) -> dict[str, float]:
+    """Seconds of the first call, and milliseconds of one of ten calls in a row, the better of three."""
+    import jax
+
+    began = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    first, best = time.perf_counter() - began, float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(10):
+            out = function(*args)
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - began) / 10)
+    return {"first s": round(first, 2), "ms": round(1e3 * best, 3)}
+
+
+def stage_of_case(args: argparse.Namespace, run_dir: str, **changes: Any) -> Any:
+    """(case, config, work) of a benchmark's case."""
+    import benchmark_ours
+    from benchmark_case import Case
+
+    work = Path(args.folder) / args.case
+    case = Case.read(work)
+    measured = json.loads((work / "ours-0.json").read_text())
+    config = benchmark_ours.config_of(case, work, measured["micro"], run_dir)
+    return case, dataclasses.replace(config, **changes), work
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Peak of the compiled programs beside the measured peak."""
+    import benchmark_ours
+    import jax
+    from benchmark_case import rows_of
+
+    from rlhf_jax.dry_run import memory as compiled
+    from rlhf_jax.stages import open_stage
+
+    _, config, work = stage_of_case(args, str(Path(args.folder) / "memory"))
+    stage = open_stage(config, train_dataset=rows_of(work, 0))
+    result: dict[str, Any] = {"programs": {}}
+    try:
+        abstract = compiled.abstract_stage(config, stage.mesh)
+        for program in compiled.programs(abstract):
+            names = ("seconds", "arguments", "outputs", "temporary", "aliased", "other_resident", "peak")
+            result["programs"][program.name] = {name: getattr(program, name) for name in names}
+        abstract.close()
+        state, _, _ = stage.train_step(stage.state, 0)
+        state, metrics, _ = stage.train_step(state, 1)
+        jax.block_until_ready((state, metrics))
+    finally:
+        stage.close()
+    return result | {"measured": benchmark_ours.memory()}
+
+
+def deterministic(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of our updates with the flags of --deterministic, of the case that was measured without them."""
+    from rlhf_jax.runtime import determinism
+
+    work = Path(args.folder) / args.case
+    without = json.loads((work / "ours-0.json").read_text())
+    determinism.enable()
+    words = [sys.executable, str(ROOT / "scripts/bench/benchmark_ours.py"), str(work), "--name", "deterministic"]
+    subprocess.run([*words, "--micro", str(without["micro"])], check=True, cwd=ROOT, env={**os.environ})
+    with_flags = json.loads((work / "ours-deterministic.json").read_text())
+    return {"without": without["updates"], "with": with_flags["updates"], "flags": list(determinism.FLAGS)}
+
+
+PARTS = {
+    "environment": environment,
+    "numbers": numbers,
+    "greedy": greedy,
+    "attention": attention,
+    "resume": resume,
+    "resume_deterministic": functools.partial(resume, deterministic=True),
+    "memory": memory,
+    "deterministic": deterministic,
+}
+
+
+def main() -> None:
+    """One part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PARTS)
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--case", default="ppo_410m")
+    args = parser.parse_args()
+    print(json.dumps(PARTS[args.name](args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

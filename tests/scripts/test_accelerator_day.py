@@ -1,0 +1,87 @@
+"""scripts/accelerator_day.py: it runs to its end on a CPU at toy sizes, continues, skips and reports."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/accelerator_day.py"
+
+spec = importlib.util.spec_from_file_location("accelerator_day", SCRIPT)
+day = importlib.util.module_from_spec(spec)
+sys.modules["accelerator_day"] = day
+spec.loader.exec_module(day)
+
+
+def run(out, *words):
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--small", "--platform", "cpu", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.runs
+def test_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
+    out = tmp_path / "day.json"
+    done = run(out, "--only", "environment", "numbers", "greedy", "attention", "replay")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    assert {part["status"] for part in results.values()} == {"done"}
+    assert results["environment"]["result"]["kind"] == "cpu"
+    assert results["numbers"]["result"]["float32, highest"]["logits"] < 1e-5
+    assert results["greedy"]["result"]["greedy"]["equal tokens"] == 1.0
+    assert results["attention"]["result"]["ours"]["policy's gradient"]["ms"] > 0
+    assert "ppo_small replays" in results["replay"]["result"]
+
+
+def part(*words, **fields):
+    return day.Part("probe", ("-c", *words), **fields)
+
+
+@pytest.fixture
+def args(tmp_path):
+    return day.parse(["--out", str(tmp_path / "day.json")])
+
+
+def test_last_line_of_a_part_is_its_result(args):
+    outcome = day.run_part(part("print('noise'); print('{\"speed\": 3}')"), args, 60)
+    assert (outcome["status"], outcome["result"]) == ("done", {"speed": 3})
+
+
+def test_part_that_fails_is_reported_with_the_end_of_its_log(args):
+    outcome = day.run_part(part("raise ValueError('no such kernel')"), args, 60)
+    assert outcome["status"] == "failed" and "no such kernel" in outcome["why"]
+
+
+def test_part_whose_package_is_missing_is_skipped_by_name(args):
+    outcome = day.run_part(part("1/0", needs=("no_such_package",)), args, 60)
+    assert outcome["status"] == "skipped" and "no_such_package" in outcome["why"]
+
+
+def test_part_is_cut_at_the_end_of_the_time_with_its_children(args, tmp_path):
+    late = tmp_path / "late"
+    child = f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 2; touch {late}']); time.sleep(30)"
+    outcome = day.run_part(part(child), args, 1.0)
+    assert outcome["status"] == "cut"
+    subprocess.run(["sleep", "2.5"], check=True)
+    assert not late.exists()
+
+
+def test_complete_parts_are_not_run_again_unless_asked(args, tmp_path, monkeypatch, capsys):
+    args.out.write_text(json.dumps({"environment": {"status": "done", "result": {}}, "greedy": {"status": "cut"}}))
+    ran = []
+    monkeypatch.setattr(
+        day, "run_part", lambda part, *_: ran.append(part.name) or {"status": "done", "seconds": 0, "result": {}}
+    )
+    assert day.main(["--out", str(args.out), "--only", "environment", "greedy"]) == 0
+    assert ran == ["greedy"]
+    assert day.main(["--out", str(args.out), "--only", "environment", "--again", "environment"]) == 0
+    assert ran == ["greedy", "environment"]
+
+
+def test_unknown_part_is_refused_with_the_names(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        day.parse(["--out", str(tmp_path / "day.json"), "--only", "speed"])
+    assert "speed" in capsys.readouterr().err
