@@ -71,10 +71,14 @@ def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *
         words += ["--shape", shape, "--dtype", "bfloat16", "--batch", "64", "--epochs", "4", "--updates", "3"]
     if args.prompts:
         words += ["--prompts", args.prompts, "--tokenizer", args.tokenizer]
+    return Part(name, (*words, *(() if args.small else more)), ("trl",), benchmark_environment(), "file")
+
+
+def benchmark_environment() -> tuple[tuple[str, str], ...]:
+    """Of the benchmarks, and of the parts that measure one of their cases again."""
     # Optimizer and params of 1b, for two models, are half of 80 GB. Triton's products multiply the compile time.
     flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *GPU_FLAGS)))
-    environment = (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"), ("XLA_FLAGS", flags))
-    return Part(name, (*words, *(() if args.small else more)), ("trl",), environment, "file")
+    return ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"), ("XLA_FLAGS", flags)
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
@@ -82,8 +86,8 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     small = ("--small",) if args.small else ()
     folder = str(args.out.resolve().with_suffix(""))
 
-    def own(name: str, *more: str, needs: tuple[str, ...] = ()) -> Part:
-        return Part(name, (str(PARTS_SCRIPT), name, "--folder", folder, *small, *more), needs)
+    def own(name: str, *more: str, needs: tuple[str, ...] = (), environment: tuple[tuple[str, str], ...] = ()) -> Part:
+        return Part(name, (str(PARTS_SCRIPT), name, "--folder", folder, *small, *more), needs, environment)
 
     cases = [str(ROOT / "tests/parity/cases" / case) for case in (CASES[:1] if args.small else CASES)]
     highest = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"), ("JAX_PLATFORMS", args.platform))
@@ -99,8 +103,8 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         benchmark_part("rloo_410m", args, "rloo", "410m", "--micro", "32", "--trl_micro", "32"),
         benchmark_part("ppo_1b", args, "ppo", "1b", "--micro", "16", "--trl_micro", "16"),
         benchmark_part("rloo_1b", args, "rloo", "1b", "--micro", "32", "--trl_micro", "32"),
-        own("memory", "--case", "ppo_410m"),
-        own("deterministic", "--case", "ppo_410m"),
+        own("memory", "--case", "ppo_410m", environment=benchmark_environment()),
+        own("deterministic", "--case", "ppo_410m", environment=benchmark_environment()),
         benchmark_part(
             "ppo_410m_sizes", args, "ppo", "410m", "--micro", "8", "32", "64", "--trl_micro", "8", "32", "64"
         ),
@@ -158,18 +162,19 @@ def run_part(part: Part, args: argparse.Namespace, limit: float) -> dict[str, An
             return outcome
     text = log.read_text(encoding="utf-8", errors="replace")
     seconds = round(time.monotonic() - began, 1)
-    if code and part.result != "text":
+    if code and not (part.result == "text" and verdicts(text)):  # a run that does not replay is a result
         return {"status": "failed", "seconds": seconds, "why": "\n".join(text.splitlines()[-25:])}
+    outcome = {"status": "done", "seconds": seconds}
     if part.result == "text":
-        return {"status": "done", "seconds": seconds, "code": code, "result": text[-12_000:]}
+        return {**outcome, "code": code, "result": text[-12_000:]}
     if part.result == "file":
-        return {
-            "status": "done",
-            "seconds": seconds,
-            "result": json.loads(Path(json_file(part)).read_text()),
-            "text": text,
-        }
-    return {"status": "done", "seconds": seconds, "result": json.loads(text.strip().splitlines()[-1])}
+        return {**outcome, "result": json.loads(Path(json_file(part)).read_text()), "text": text}
+    return {**outcome, "result": json.loads(text.strip().splitlines()[-1])}
+
+
+def verdicts(text: str) -> list[str]:
+    """The lines of a replay that say whether a recorded run replays."""
+    return [line for line in text.splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
 
 
 def json_file(part: Part) -> str:
@@ -185,8 +190,9 @@ def summary(name: str, outcome: dict[str, Any]) -> str:
     if "text" in outcome:
         return f"{name} ({outcome['seconds']} s)\n{outcome['text'].rstrip()}"
     if isinstance(outcome["result"], str):
-        verdicts = [line for line in outcome["result"].splitlines() if line.endswith(("replays", "REPLAY"))]
-        return f"{name} ({outcome['seconds']} s)\n" + ("\n".join(verdicts) or outcome["result"][-2000:])
+        return f"{name} ({outcome['seconds']} s)\n" + (
+            "\n".join(verdicts(outcome["result"])) or outcome["result"][-2000:]
+        )
     return f"{name} ({outcome['seconds']} s)\n{json.dumps(outcome['result'], indent=1)}"
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts/chaos"))
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,11 +45,15 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         gpu = None
     rates = {"bandwidth": benchmark_ours.bandwidth()}
     sizes = (256,) if args.small else benchmark_ours.matrix_sizes("cpu" if device.platform == "cpu" else "gpu")
-    for name, dtype, precision in (("bfloat16", jnp.bfloat16, None), ("float32", jnp.float32, None)) + (
-        ("float32_highest", jnp.float32, "highest"),
-    ):
-        multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
-        rates[name] = best_product(multiply, sizes, dtype)
+    products = {"bfloat16": (jnp.bfloat16, None), "float32": (jnp.float32, None)}
+    products["float32_highest"] = (jnp.float32, "highest")
+    for name, (dtype, precision) in products.items():
+
+        def random_matrix(n: int, dtype: Any = dtype) -> jax.Array:
+            # Not ones: they multiply faster on some devices.
+            return jax.random.normal(jax.random.key(n), (n, n), dtype)
+
+        rates[name] = benchmark_ours.product_rate(random_matrix, sizes, precision, calls=10)
     return {
         "devices": [str(d) for d in jax.devices()],
         "kind": device.device_kind,
@@ -59,26 +62,6 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions,
         "flops_per_second": rates,
     }
-
-
-def best_product(multiply: Any, sizes: tuple[int, ...], dtype: Any) -> float:
-    """FLOP/s of the fastest of the square products, on random numbers: zeros multiply faster on some devices."""
-    import benchmark_case
-    import jax
-
-    def attempt(n: int) -> tuple[float, Any]:
-        a = jax.random.normal(jax.random.key(n), (n, n), dtype)
-
-        def run() -> float:
-            began = time.perf_counter()
-            for _ in range(10):
-                out = multiply(a, a)
-            out.block_until_ready()
-            return (time.perf_counter() - began) / 10
-
-        return 2.0 * n**3, run
-
-    return benchmark_case.best_rate([attempt(n) for n in sizes])
 
 
 def shape_of(args: argparse.Namespace) -> tuple[Any, int, int]:
@@ -103,12 +86,12 @@ def numbers(args: argparse.Namespace) -> dict[str, Any]:
     """Relative differences ||ours - torch|| / ||torch||, torch in float32 on the CPU."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     import torch
     import transformers
 
     from rlhf_jax import losses
     from rlhf_jax.models.io import hf
+    from tests.parity.report import distance
 
     model, rows, length = shape_of(args)
     params = model.init(jax.random.key(0), heads=("causal",))
@@ -124,6 +107,7 @@ def numbers(args: argparse.Namespace) -> dict[str, Any]:
     (chosen * real).sum().div(real.sum()).backward()
     name = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
     gradient = dict(theirs.named_parameters())[name].grad.numpy().T
+    assert torch.isfinite(logits).all()
     reference = {"logits": logits.detach().numpy()[mask], "log-probabilities": chosen.detach().numpy()[real.numpy()]}
 
     def ours(params: Any, dtype: Any) -> tuple[Any, Any, Any]:
@@ -142,13 +126,11 @@ def numbers(args: argparse.Namespace) -> dict[str, Any]:
         ("float32, default", jnp.float32, None),
         ("bfloat16", jnp.bfloat16, None),
     ):
-        with jax.default_matmul_precision(precision) if precision else jax.named_scope("default"):
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             out, logprobs, grads = jax.device_get(jax.jit(ours, static_argnums=1)(params, dtype))
-        found = {"logits": out[mask], "log-probabilities": logprobs[real_mask]}
-        errors = {key: relative(found[key], reference[key]) for key in reference}
-        kernel = first_mlp_kernel(grads)
-        result[label] = errors | {"gradient of the first MLP kernel": relative(kernel, gradient)}
-    assert np.isfinite(reference["logits"]).all()
+        outputs = {"logits": out[mask], "log-probabilities": logprobs[real_mask]}
+        errors = {key: distance(outputs[key], reference[key]) for key in reference}
+        result[label] = errors | {"gradient of the first MLP kernel": distance(first_mlp_kernel(grads), gradient)}
     return result
 
 
@@ -168,14 +150,6 @@ def count(params: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def relative(ours: Any, theirs: Any) -> float:
-    """||ours - theirs|| / ||theirs||."""
-    import numpy as np
-
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-
-
 def greedy(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens of the accelerator and of the CPU, float32 in the highest precision."""
     import jax
@@ -183,6 +157,7 @@ def greedy(args: argparse.Namespace) -> dict[str, Any]:
 
     from rlhf_jax.generate import Sampling, generate
     from rlhf_jax.types import PromptBatch
+    from tests.parity.report import distance
 
     model, rows, length = shape_of(args)
     tokens, mask = random_rows(model, rows, length)
@@ -203,7 +178,7 @@ def greedy(args: argparse.Namespace) -> dict[str, Any]:
             "devices": list(outs),
             "equal tokens": float((first.response == second.response).mean()),
             "equal rows": float((first.response == second.response).all(1).mean()),
-            "log-probabilities": relative(first.logprobs, second.logprobs),
+            "log-probabilities": distance(first.logprobs, second.logprobs),
         }
     return result
 
@@ -241,18 +216,22 @@ def get_config(variant=None):
 
 def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, Any]:
     """Whether a killed and continued run leaves the bytes of one that was not killed."""
+    import chaos_compare
+
     base = Path(args.folder) / ("resume_deterministic" if deterministic else "resume")
     base.mkdir(parents=True, exist_ok=True)
-    recipe = base / "tiny_ppo.py"
+    recipe = base.resolve() / "tiny_ppo.py"
     recipe.write_text(TINY_PPO, encoding="utf-8")
     words = [sys.executable, "-m", "rlhf_jax.train", "--config", str(recipe)]
     words += ["--deterministic"] if deterministic else []
     seconds = {}
-    whole, killed = base / "whole", base / "killed"
+    # Each in a working directory of its own, so that both have the same options.
+    whole, killed = base / "whole/run", base / "killed/run"
     for folder, kill in ((whole, False), (killed, True), (killed, False)):
         began = time.monotonic()
         log = (base.parent / f"{base.name}.train.log").open("a")
-        process = subprocess.Popen([*words, "--run_dir", str(folder)], cwd=ROOT, stdout=log, stderr=log)
+        folder.parent.mkdir(exist_ok=True)
+        process = subprocess.Popen([*words, "--run_dir", "run"], cwd=folder.parent, stdout=log, stderr=log)
         if kill:
             checkpoints = folder / "checkpoints"
             while process.poll() is None and not (checkpoints.is_dir() and len(lines(folder)) >= 4):
@@ -264,23 +243,14 @@ def resume(args: argparse.Namespace, deterministic: bool = False) -> dict[str, A
         seconds[name] = round(time.monotonic() - began, 1)
         if kill:
             at = len(lines(folder))
-    ours, theirs = [{path.relative_to(f): path.read_bytes() for path in outputs(f)} for f in (whole, killed)]
-    different = sorted(str(path) for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
-    return {"killed after updates": at, "files": len(ours), "different": different, "seconds": seconds}
+    different = chaos_compare.differences(whole, killed)
+    return {"killed after updates": at, "different": different, "seconds": seconds}
 
 
 def lines(folder: Path) -> list[str]:
     """Lines of PPO's metrics so far."""
     path = folder / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []
-
-
-def outputs(folder: Path) -> list[Path]:
-    """Files of a run that may not depend on when it was killed."""
-    kept = [folder / "metrics.jsonl"]
-    for name in ("policy", "value", "completions"):
-        kept += sorted(path for path in (folder / name).rglob("*") if path.is_file() and path.suffix != ".md")
-    return kept
 
 
 @contextlib.contextmanager
@@ -340,16 +310,16 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
         with attention_as(name):
             try:
-                found = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
-                found["policy's gradient"] = timed_calls(gradient := jax.jit(jax.value_and_grad(loss)), params)
-                found["temporary MiB"] = gradient.lower(params).compile().memory_analysis().temp_size_in_bytes / 2**20
+                timings = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
+                timings["policy's gradient"] = timed_calls(gradient := jax.jit(jax.value_and_grad(loss)), params)
+                timings["temporary MiB"] = gradient.lower(params).compile().memory_analysis().temp_size_in_bytes / 2**20
             except Exception as error:  # a variant that this device does not have
-                found = {"error": str(error)[:500]}
-        result[name] = found
+                timings = {"error": str(error)[:500]}
+        result[name] = timings
         if name == "ours":
             with jax.profiler.trace(str(Path(args.folder) / "trace")):
                 jax.block_until_ready(gradient(params))
-        print(json.dumps({name: found}), flush=True)
+        print(json.dumps({name: timings}), flush=True)
     return result
 
 
@@ -369,16 +339,14 @@ def timed_calls(function: Any, *args: Any) -> dict[str, float]:
     return {"first s": round(first, 2), "ms": round(1e3 * best, 3)}
 
 
-def stage_of_case(args: argparse.Namespace, run_dir: str, **changes: Any) -> Any:
-    """(case, config, work) of a benchmark's case."""
-    import benchmark_ours
+def measured_case(args: argparse.Namespace) -> tuple[Path, Any, dict[str, Any]]:
+    """(work folder, case, our result) of a benchmark that an earlier part ran."""
     from benchmark_case import Case
 
     work = Path(args.folder) / args.case
-    case = Case.read(work)
-    measured = json.loads((work / "ours-0.json").read_text())
-    config = benchmark_ours.config_of(case, work, measured["micro"], run_dir)
-    return case, dataclasses.replace(config, **changes), work
+    if not (work / "ours-0.json").exists():
+        raise SystemExit(f"{work} has no result of ours: run the part {args.case} first")
+    return work, Case.read(work), json.loads((work / "ours-0.json").read_text())
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
@@ -390,7 +358,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     from rlhf_jax.dry_run import memory as compiled
     from rlhf_jax.stages import open_stage
 
-    _, config, work = stage_of_case(args, str(Path(args.folder) / "memory"))
+    work, case, result_of_case = measured_case(args)
+    config = benchmark_ours.config_of(case, work, result_of_case["micro"], str(Path(args.folder) / "memory"))
     stage = open_stage(config, train_dataset=rows_of(work, 0))
     result: dict[str, Any] = {"programs": {}}
     try:
@@ -409,14 +378,13 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 def deterministic(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of our updates with the flags of --deterministic, of the case that was measured without them."""
+    import benchmark
+
     from rlhf_jax.runtime import determinism
 
-    work = Path(args.folder) / args.case
-    without = json.loads((work / "ours-0.json").read_text())
-    determinism.enable()
-    words = [sys.executable, str(ROOT / "scripts/bench/benchmark_ours.py"), str(work), "--name", "deterministic"]
-    subprocess.run([*words, "--micro", str(without["micro"])], check=True, cwd=ROOT, env={**os.environ})
-    with_flags = json.loads((work / "ours-deterministic.json").read_text())
+    work, case, without = measured_case(args)
+    determinism.enable()  # in XLA_FLAGS, which the child inherits
+    with_flags = benchmark.run_child("ours", case, work, 0, without["micro"], "deterministic")
     return {"without": without["updates"], "with": with_flags["updates"], "flags": list(determinism.FLAGS)}
 
 

@@ -8,6 +8,7 @@ benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -219,19 +220,35 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 def matmul_flops(device: str, dtype: str) -> float:
     """FLOP/s of the fastest large matrix product."""
-    multiply = jax.jit(jnp.matmul)
+    return product_rate(lambda n: jnp.ones((n, n), dtype), matrix_sizes(device))
+
+
+def product_rate(
+    matrix: Callable[[int], jax.Array], sizes: tuple[int, ...], precision: str | None = None, calls: int = 1
+) -> float:
+    """FLOP/s of the fastest product of a square matrix with itself.
+
+    Args:
+      matrix: size -> matrix.
+      sizes: to try, smallest first.
+      precision: of the product, as `jnp.matmul` takes it.
+      calls: products in a row, so that their starts do not count.
+    """
+    multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
 
     def attempt(n: int) -> tuple[float, Callable[[], float]]:
-        a = jnp.ones((n, n), dtype)
+        a = matrix(n)
 
         def run() -> float:
             began = time.perf_counter()
-            multiply(a, a).block_until_ready()
-            return time.perf_counter() - began
+            for _ in range(calls):
+                out = multiply(a, a)
+            out.block_until_ready()
+            return (time.perf_counter() - began) / calls
 
         return 2.0 * n**3, run
 
-    return best_rate([attempt(n) for n in matrix_sizes(device)])
+    return best_rate([attempt(n) for n in sizes])
 
 
 def bandwidth() -> float:

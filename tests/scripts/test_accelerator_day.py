@@ -1,31 +1,30 @@
 """scripts/accelerator_day.py: it runs to its end on a CPU at toy sizes, continues, skips and reports."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts/accelerator_day.py"
+from tests.helpers.paths import SCRIPTS
 
-spec = importlib.util.spec_from_file_location("accelerator_day", SCRIPT)
-day = importlib.util.module_from_spec(spec)
-sys.modules["accelerator_day"] = day
-spec.loader.exec_module(day)
+sys.path.insert(0, str(SCRIPTS))  # as for a script run from there
+
+import accelerator_day as day  # noqa: E402
 
 
 def run(out, *words):
-    command = [sys.executable, str(SCRIPT), "--out", str(out), "--small", "--platform", "cpu", *words]
+    command = [sys.executable, day.__file__, "--out", str(out), "--small", "--platform", "cpu", *words]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+PARTS = ("environment", "numbers", "greedy", "attention", "replay", "ppo_410m", "resume", "memory", "deterministic")
 
 
 @pytest.mark.runs
 def test_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
     out = tmp_path / "day.json"
-    done = run(out, "--only", "environment", "numbers", "greedy", "attention", "replay")
+    done = run(out, "--only", *PARTS)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(out.read_text())
     assert {part["status"] for part in results.values()} == {"done"}
@@ -34,6 +33,9 @@ def test_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
     assert results["greedy"]["result"]["greedy"]["equal tokens"] == 1.0
     assert results["attention"]["result"]["ours"]["policy's gradient"]["ms"] > 0
     assert "ppo_small replays" in results["replay"]["result"]
+    assert results["resume"]["result"]["different"] == []
+    assert results["memory"]["result"]["programs"]["update"]["peak"] > 0
+    assert "--xla_gpu_autotune_level=0" in results["deterministic"]["result"]["flags"]
 
 
 def part(*words, **fields):
@@ -52,6 +54,13 @@ def test_last_line_of_a_part_is_its_result(args):
 
 def test_part_that_fails_is_reported_with_the_end_of_its_log(args):
     outcome = day.run_part(part("raise ValueError('no such kernel')"), args, 60)
+    assert outcome["status"] == "failed" and "no such kernel" in outcome["why"]
+
+
+def test_replay_that_fails_is_a_result_and_one_that_breaks_is_a_failure(args):
+    code = "print('ppo_small DOES NOT REPLAY'); raise SystemExit(1)"
+    assert day.run_part(part(code, result="text"), args, 60)["status"] == "done"
+    outcome = day.run_part(part("raise ValueError('no such kernel')", result="text"), args, 60)
     assert outcome["status"] == "failed" and "no such kernel" in outcome["why"]
 
 
