@@ -108,7 +108,7 @@ done
 
 rm -rf --one-file-system "$root/checkout"
 mkdir "$root/checkout"
-tar -C "$top" --exclude-vcs --exclude=.venv --exclude=./runs --exclude=__pycache__ -cf - . | tar -C "$root/checkout" -xf -
+tar -C "$top" --exclude=./.git --exclude=.venv --exclude=./runs --exclude=__pycache__ -cf - . | tar -C "$root/checkout" -xf -
 
 # ---------------------------------------------------------------------------------------------------- in the root
 

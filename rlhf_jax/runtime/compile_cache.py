@@ -11,6 +11,8 @@ import platform
 import filelock
 import jax
 
+from rlhf_jax.runtime import host_memory
+
 MAX_SIZE = 4 * 2**30  # bytes; the least recently used programs are evicted
 MIN_COMPILE_SECONDS = 0.3  # of a program that is cached
 
@@ -33,7 +35,10 @@ def folder() -> pathlib.Path:
 
 
 class CompileTimer:
-    """Seconds that JAX reports for lowering, XLA, and reading programs from disk."""
+    """Seconds that JAX reports for lowering, XLA, and reading programs from disk.
+
+    After a program that took long, the memory that its compilation freed is returned to the system before it runs.
+    """
 
     # Without tracing, which is reported for inner functions too and would count twice; it is a small part.
     EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
@@ -45,6 +50,8 @@ class CompileTimer:
     def _record(self, event: str, seconds: float, **_: object) -> None:
         if event.rsplit("/", 1)[-1] in self.EVENTS:
             self.seconds += seconds
+            if event.endswith(self.EVENTS[1]) and seconds >= MIN_COMPILE_SECONDS:
+                host_memory.trim()
 
     def since_last(self) -> float:
         """Seconds since the last call."""

@@ -18,7 +18,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
 from rlhf_jax.rewards.interface import RewardFailure
-from rlhf_jax.runtime import compile_cache, completion_tables, out_of_memory
+from rlhf_jax.runtime import compile_cache, completion_tables, host_memory, out_of_memory
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.monitor import Monitor, NonFinite
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick, no_tick
@@ -61,6 +61,7 @@ class Loop:
         self._save_seconds = 0.0  # since the last update's metrics
         self._began = time.perf_counter()
         self._update_began = self._began
+        host_memory.trim()  # of tokenising and of reading weights
         self._compile_clock = compile_cache.CompileTimer()
         self._todo: list[str] | None = None  # what is still due after the present update
         self._eval_updates, self._save_updates = (
