@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs; extras:
-test, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
+test, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
 
 import pathlib
 
@@ -54,12 +54,14 @@ setup(
             "requests>=2.30,<3",
             "matplotlib>=3.9,<4",
             "rouge-score>=0.1.2,<0.2",
+            "math-verify>=0.9,<0.10",
             "selenium>=4.35,<5",
             "nbclient>=0.10,<1",
             "nbformat>=5.10,<6",
             "ipykernel>=7,<8",
         ],
         "report": ["matplotlib>=3.9,<4"],
+        "math": ["math-verify>=0.9,<0.10"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
         "int8": ["qwix>=0.1.8,<0.2"],
         "wandb": ["wandb>=0.25,<1"],

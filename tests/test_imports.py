@@ -40,6 +40,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
     "wandb": {"runtime/trackers.py"},
     "trackio": {"runtime/trackers.py"},
     "rouge_score": {"evaluate/rouge.py"},
+    "math_verify": {"rewards/math_worker.py"},
     "rich": {"runtime/completion_tables.py", "runtime/progress.py"},
     "urllib": {"rewards/server.py"},
     "http": set(),

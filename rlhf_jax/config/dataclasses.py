@@ -302,7 +302,8 @@ class PolicyConfig(StageConfig):
     reward_text_eos: bool = True
     """Append the reward model's eos to the text of a response that ended (TRL's RLOO leaves it out)."""
     reward_funcs: tuple[str, ...] = ()
-    """Reward functions, 'module:function' or 'file.py:function': plain, async, or rlhf_jax.jax_reward."""
+    """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's
+    (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment)."""
     reward_timeout: PositiveFloat = 600.0
     """Timeout of one call of a Python reward function, in seconds."""
     reward_server: str | None = None

@@ -22,6 +22,7 @@ from rlhf_jax.config.resolution import SAMPLING, stages_of
 from rlhf_jax.config.values import checked_value, field_ranges, field_types, nearest
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, threshold
+from rlhf_jax.rewards import builtin
 from rlhf_jax.utils.text import has_password
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "all")
@@ -217,9 +218,13 @@ def _rewards(config: PolicyConfig) -> Iterator[str]:
     if server is not None and not server.startswith(("http://", "https://")):
         yield f"reward_server is {server!r}; it must start with http:// or https://."
     for function in config.reward_funcs:
-        module, colon, name = function.rpartition(":")
-        if not (module and colon and all(part.isidentifier() for part in name.split("."))):
-            yield f"reward_funcs: {function!r} must be 'module:function' or 'file.py:function'."
+        module, _, name = function.rpartition(":" if ":" in function else ".")
+        named = module and not function.endswith(".py") and all(part.isidentifier() for part in name.split("."))
+        if not named and function not in builtin.BY_NAME:
+            yield (
+                f"reward_funcs: {function!r} must be 'module:function', 'file.py:function', 'package.module.function' "
+                f"or one of {', '.join(builtin.BY_NAME)}.{nearest(function, builtin.BY_NAME)}"
+            )
     models = 0 if config.reward_model_path is None else 1 + models
     rewards = (models if config.reward_ensemble == "sum" else 1) + len(config.reward_funcs) + (server is not None)
     if config.reward_weights is not None and len(config.reward_weights) < rewards:

@@ -115,7 +115,7 @@ class EvaluateConfig:
     reward_input: Literal["auto", "ids", "text"] | None = None
     """Input of reward models: the sampled ids, or text in their own tokenizer; auto: ids if the tokenizers agree."""
     reward_funcs: tuple[str, ...] | None = None
-    """Reward functions, 'module:function' or 'file.py:function'."""
+    """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's."""
     reward_weights: tuple[float, ...] | None = None
     """Weights of the rewards in the score, in the order models, functions, server; default: 1 each."""
     reward_timeout: PositiveFloat | None = None

@@ -8,7 +8,8 @@ import numpy as np
 
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, rounded_list
-from rlhf_jax.rewards.interface import number_duplicates
+from rlhf_jax.rewards import builtin
+from rlhf_jax.rewards.interface import function_name, number_duplicates
 
 MIN_POINTS = 6
 """Minimum number of points for a fit."""
@@ -35,9 +36,16 @@ def _reward_names(config: dict[str, Any]) -> list[str]:
     ensemble = config.get("reward_ensemble", "sum")
     if len(models) > 1 and ensemble != "sum":
         models = [f"ensemble_{ensemble}"]
-    functions = [spec.rpartition(":")[2] for spec in config.get("reward_funcs") or ()]
+    functions = [_logged_name(spec) for spec in config.get("reward_funcs") or ()]
     functions += ["server"] if config.get("reward_server") else []
     return [*number_duplicates(path.rstrip("/").split("/")[-1] for path in models), *number_duplicates(functions)]
+
+
+def _logged_name(spec: str) -> str:
+    """The name in metrics of an entry of `reward_funcs`."""
+    if spec in builtin.BY_NAME:
+        return function_name(builtin.BY_NAME[spec])
+    return spec.rpartition(":" if ":" in spec else ".")[2]
 
 
 def fit(d: np.ndarray, r: np.ndarray) -> tuple[float, float, float] | None:

@@ -26,10 +26,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.rewards import builtin
 
 RewardFunction = Callable[..., Any]
 
-FORMS = "Give 'module:function', 'file.py:function' or 'package.module.function'"
+FORMS = "Give 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's: " + ", ".join(
+    builtin.BY_NAME
+)
 KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keywords that every function may take; a data column of the same name is not passed."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -137,18 +140,22 @@ def is_async(function: Any) -> bool:
 
 
 def resolve(spec: str) -> Callable:
-    """Imports the function that `spec` names: 'module:function', 'file.py:function' or 'package.module.function'.
+    """The function that `spec` names: one of `builtin.BY_NAME`, or 'module:function', 'file.py:function' or
+    'package.module.function', which are imported.
 
     The working folder is searched for modules after everything else, and a file's own folder for its imports. Two
     functions of one file share one module. A class is instantiated without arguments.
 
     Raises:
       UserError: no such module, file or name (suggests the nearest), an exception during import (with its line), or not
-        a function.
+        a function; or a package that a function of TRL's needs is not installed.
     """
+    if spec in builtin.BY_NAME:
+        return builtin.by_name(spec)
     place, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not place or not name or spec.endswith(".py"):
-        raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}")
+        near = _suggest(spec, builtin.BY_NAME)
+        raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}.{near}")
     target = _load_file(spec, place) if place.endswith(".py") else _load_module(spec, place)
     for part in name.split("."):
         if not hasattr(target, part):

@@ -117,7 +117,8 @@ IMPOSSIBLE = [
     (PPOConfig(reward_ensemble="min"), "reward_ensemble 'min' needs more_reward_models"),
     (RLOOConfig(more_reward_models=("a",), reward_model_path=None), "more_reward_models needs reward_model_path"),
     (RLOOConfig(reward_ensemble_std_coef=-1.0), "reward_ensemble_std_coef is -1.0; it must be at least 0"),
-    (RLOOConfig(reward_funcs=("length",)), "reward_funcs: 'length' must be 'module:function' or 'file.py:function'"),
+    (RLOOConfig(reward_funcs=("length",)), "reward_funcs: 'length' must be 'module:function'.*accuracy_reward"),
+    (RLOOConfig(reward_funcs=("rewards.py",)), "reward_funcs: 'rewards.py' must be 'module:function'"),
     (
         RLOOConfig(reward_weights=(1.0,), more_reward_models=("a",), reward_funcs=("m:f",)),
         "reward_weights has 1 weights, .* 3 rewards",
@@ -147,6 +148,7 @@ POSSIBLE = [
     RLOOConfig(batch_size=96, num_generations=4, micro_batch_size=6, rollout_batch_size=6, shared_prompts=False),
     RLOOConfig(generation_kwargs={"max_new_tokens": 512, "do_sample": True, "min_p": None, "temperature": 1}),
     RLOOConfig(reward_model_path=None, reward_funcs=("my/rewards.py:length",), reward_server="https://x/score"),
+    RLOOConfig(reward_model_path=None, reward_funcs=("accuracy_reward", "package.module.function")),
 ]
 
 

@@ -74,6 +74,7 @@ def test_a_run_that_learns_from_all_its_rewards_has_no_such_chart(tmp_path):
         {"more_reward_models": ("b/reward_model",), "weights": (1.0, 1.0, 0.0)},
         {"reward_funcs": ()},  # the function was given to rlhf_jax.run
         {"reward_model_path": None, "reward_funcs": ("m:gold", "m:other"), "weights": (0.0, 1.0)},
+        {"reward_funcs": ("get_soft_overlong_punishment", "p.m.gold"), "weights": (1.0, 1.0, 0.0)},
     ],
 )
 def test_it_is_known_whatever_the_other_rewards_are(tmp_path, options):

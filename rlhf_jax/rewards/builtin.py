@@ -1,0 +1,237 @@
+"""TRL's reward functions, by TRL's names: correctness of mathematical answers, format, length and repetition.
+
+Functions of TRL 1.12 (`trl.rewards`), with its arguments, defaults and results. Where TRL takes a completion as a list
+of one message, these take its text too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards import math_verification
+
+Completion = str | list[dict[str, Any]]
+
+
+def _text(completion: Completion) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+# --- correctness
+
+
+def accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs,
+) -> list[float | None]:
+    """1 if the completion's answer equals the solution as mathematics, 0 if not, None if the solution is not parsable.
+
+    The answer must be LaTeX: \\boxed{}, of which several are a set, or else a formula after the word answer. What
+    exceeds the time limits of `math_verification` counts as not parsable or not equal.
+
+    Args:
+      completions: B texts or lists of one message.
+      solution: B texts.
+      log_extra: receives the columns solution, gold_parsed and answer_parsed.
+
+    Raises:
+      UserError: math_verify is not installed.
+      ValueError: the numbers of completions and solutions differ.
+    """
+    math_verification.check_installed("accuracy_reward")
+    return _compare([_text(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs,
+) -> list[float | None]:
+    """`accuracy_reward` of the text after the reasoning; 0 for a completion whose reasoning does not end.
+
+    Args:
+      reasoning_delimiters: strings that end the reasoning, default ['</think>']. The first of them that is in the
+        completion counts, where it occurs last.
+    """
+    math_verification.check_installed("reasoning_accuracy_reward")
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    texts = [_text(completion) for completion in completions]
+    answers = [next((text.rpartition(end)[2] for end in delimiters if end in text), None) for text in texts]
+    return _compare(answers, solution, log_extra)
+
+
+def _compare(
+    answers: Sequence[str | None], solution: Sequence[str], log_extra: Callable[[str, list], None] | None
+) -> list[float | None]:
+    """Rewards of B answers; an answer of None is incomplete reasoning."""
+    incomplete = math_verification.Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
+    verdicts = [
+        incomplete if answer is None else math_verification.shared.verify(gold, answer)
+        for answer, gold in zip(answers, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", ["[skipped]" if verdict.correct is None else verdict.answer for verdict in verdicts])
+    return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
+
+
+@dataclasses.dataclass(frozen=True)
+class _CosineScaledReward:
+    max_len: int
+    min_value_wrong: float
+    max_value_wrong: float
+    min_value_correct: float
+    max_value_correct: float
+    __name__ = "cosine_scaled_reward"  # of its metrics, as in TRL
+
+    def __call__(
+        self,
+        completions: Sequence[Completion],
+        solution: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **kwargs,
+    ) -> list[float | None]:
+        def scaled(correct: float | None, length: int) -> float | None:
+            if correct is None:
+                return None
+            shortest, longest = self.min_value_wrong, self.max_value_wrong
+            if correct:
+                shortest, longest = self.max_value_correct, self.min_value_correct
+            # The cosine rises again beyond max_len.
+            share = (1.0 + math.cos(min(length / self.max_len, 1.0) * math.pi)) / 2.0
+            return longest + (shortest - longest) * share
+
+        math_verification.check_installed(self.__name__)
+        rewards = accuracy_reward(completions, solution)
+        return [scaled(reward, len(ids)) for reward, ids in zip(rewards, completion_ids, strict=True)]
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable[..., list[float | None]]:
+    """`accuracy_reward` scaled by length: short correct completions get most, short wrong ones least.
+
+    With s = (1 + cos(π min(length / max_len, 1))) / 2, which falls from 1 to 0, a correct completion gets
+    min_value_correct + (max_value_correct - min_value_correct) s, a wrong one
+    max_value_wrong + (min_value_wrong - max_value_wrong) s.
+
+    Source: Yeo et al. 2025 (arXiv 2502.03373), appendix C.1.
+
+    Args:
+      max_len: tokens.
+
+    Returns:
+      function of (completions, solution, completion_ids); None where the solution is not parsable
+    """
+    if max_len < 1:
+        raise UserError(f"max_len is {max_len}; it must be at least 1")
+    return _CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+
+
+# --- format
+
+
+def think_format_reward(completions: Sequence[Completion], **kwargs) -> list[float]:
+    """1 if the completion begins with <think>, has no other <think>, and has </think> after it; else 0.
+
+    A chat template that puts <think> into the prompt leaves every completion with 0.
+    """
+    rewards = []
+    for text in map(_text, completions):
+        begin, rest = text[: len("<think>")], text[len("<think>") :]
+        rewards.append(float(begin == "<think>" and "<think>" not in rest and "</think>" in rest))
+    return rewards
+
+
+# --- length and repetition
+
+
+@dataclasses.dataclass(frozen=True)
+class _SoftOverlongPunishment:
+    max_completion_len: int
+    soft_punish_cache: int
+    __name__ = "soft_overlong_punishment_reward"  # of its metrics, as in TRL
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs) -> list[float]:
+        rewards = []
+        for length in map(len, completion_ids):
+            excess = length - (self.max_completion_len - self.soft_punish_cache)
+            if excess <= 0:
+                rewards.append(0.0)
+            else:
+                rewards.append(-1.0 if length > self.max_completion_len else -excess / self.soft_punish_cache)
+        return rewards
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """0 up to max_completion_len - soft_punish_cache tokens, then linear down to -1 at max_completion_len, then -1.
+
+    Source: DAPO, Yu et al. 2025 (arXiv 2503.14476), equation 13.
+
+    Returns:
+      function of completion_ids
+    """
+    if soft_punish_cache < 0:
+        raise UserError(f"soft_punish_cache is {soft_punish_cache}; it must be at least 0")
+    return _SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RepetitionPenaltyReward:
+    ngram_size: int
+    max_penalty: float
+    __name__ = "repetition_penalty_reward"  # of its metrics, as in TRL
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs) -> list[float]:
+        rewards = []
+        for ids in completion_ids:
+            ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
+            repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+            rewards.append(repeated * self.max_penalty if repeated else 0.0)
+        return rewards
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
+    """max_penalty times the share of n-grams of token ids that repeat an earlier one; 0 below ngram_size tokens.
+
+    Source: Yeo et al. 2025 (arXiv 2502.03373), appendix C.2.
+
+    Returns:
+      function of completion_ids
+    """
+    if max_penalty > 0:
+        raise UserError(f"max_penalty is {max_penalty}; it must be at most 0")
+    if ngram_size < 1:
+        raise UserError(f"ngram_size is {ngram_size}; it must be at least 1")
+    return _RepetitionPenaltyReward(ngram_size, max_penalty)
+
+
+# --- by name
+
+BY_NAME: dict[str, Callable[..., list]] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256),
+}
+"""Names that `reward_funcs` takes, and the arguments of the last: those of TRL's scripts."""
+
+
+def by_name(name: str) -> Callable[..., list]:
+    """The function of a name in `BY_NAME`; UserError if it needs a package that is not installed."""
+    if BY_NAME[name] in (accuracy_reward, reasoning_accuracy_reward):
+        math_verification.check_installed(name)
+    return BY_NAME[name]
