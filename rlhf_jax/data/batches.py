@@ -31,6 +31,8 @@ class DataReport:
     tokens: int = 0
     """Total tokens kept."""
     first_bad: str | None = None
+    template_date: str | None = None
+    """The date that the chat template prints (see `ChatTemplate.date`)."""
     note: str | None = None
     """A remark that ends the report."""
 
@@ -41,6 +43,8 @@ class DataReport:
         parts.append(f"{self.tokens} tokens, mean {self.tokens / max(self.kept, 1):.0f}, longest {self.longest}")
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
+        if self.template_date:
+            parts.append(f"the chat template prints {self.template_date}")
         if self.note:
             parts.append(self.note)
         if self.first_bad:

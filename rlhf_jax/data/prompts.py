@@ -83,24 +83,6 @@ class PromptData(batches.Batched[PromptBatch]):
         return {name: [self.raw[i].get(name) for i in rows] for name in names}
 
 
-def _render_conversations(
-    rows: Rows, column: str, template: chat.ChatTemplate, on_bad_row: str
-) -> tuple[row_texts.SplitRows, list[str]]:
-    """(good and bad rows, the rendered text of each good one, including the generation prompt)."""
-    texts: list[str] = []
-
-    def fault(row: Any) -> str | None:
-        reason = chat.conversation_fault(row, column)
-        if reason is None:
-            try:
-                texts.append(template.render(row[column], generation_prompt=True))
-            except chat.ChatTemplateError as error:
-                return f"{column!r}: {error}"
-        return reason
-
-    return row_texts.split_rows(rows, fault, on_bad_row), texts
-
-
 def make_prompts(
     rows: Rows,
     tokenizer: Tokenizer,
@@ -127,8 +109,14 @@ def make_prompts(
     conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
     if conversational:
         template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-        split, texts = _render_conversations(rows, columns[0], template, on_bad_row)
+        split, texts = chat.render_rows(
+            rows,
+            lambda row: chat.conversation_fault(row, columns[0]),
+            lambda row: template.render(row[columns[0]], generation_prompt=True, column=columns[0]),
+            on_bad_row,
+        )
     else:
+        template = None
         split = row_texts.split_rows(rows, lambda row: row_texts.text_fault(row, columns), on_bad_row)
         texts = [row_texts.prompt_text(row, columns) for row in split.good]
     ids, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, "drop" if conversational else query_overflow)
@@ -151,6 +139,7 @@ def make_prompts(
         length_buckets=length_buckets,
         truncated=truncated,
         note="conversations are dropped, not truncated" if dropped_not_truncated else None,
+        template_date=None if template is None else template.date,
     )
     conversations = [[dict(message) for message in row[columns[0]]] for row in good] if conversational else None
     return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle)

@@ -128,6 +128,7 @@ def buckets_and_report(
     length_buckets: Sequence[int] | None,
     truncated: int,
     note: str | None = None,
+    template_date: str | None = None,
 ) -> tuple[tuple[int, ...], batches.DataReport]:
     """The length buckets of a data set and the report on its rows.
 
@@ -137,6 +138,7 @@ def buckets_and_report(
       length_buckets: as configured; None: `default_buckets`.
       truncated: number of truncated rows.
       note: remark for the report.
+      template_date: date that the chat template prints.
 
     Raises:
       UserError: the longest sequence fits no bucket.
@@ -156,4 +158,5 @@ def buckets_and_report(
         tokens=sum(sizes),
         first_bad=split.first_bad,
         note=note,
+        template_date=template_date,
     )

@@ -41,6 +41,10 @@ class Tokenizer:
     eos_id: int
     vocab_size: int
     """Number of ids, including [PAD]; at most the rows of the model's embedding."""
+    template_date: str | None = None
+    """The day, as 2026-01-31, that chat templates print in place of today's; None: today's."""
+    pads_with_eos: bool = False
+    """Its own pad was its eos. transformers then pools a reward model's score before a final eos."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
@@ -124,7 +128,9 @@ def _load(name_or_path: str, revision: str | None) -> Any:
         ) from error
 
 
-def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None, needs_pad: bool = True
+) -> Tokenizer:
     """Loads a tokenizer and ensures that it has an eos and a distinct pad token.
 
     Without a pad token, [PAD] is added as the first unused id, like TRL: Pythia has 50,277 ids and 50,304 embedding
@@ -134,6 +140,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
       name_or_path: hub name, folder, or 'synthetic' for the built-in tokenizer.
       revision: hub revision.
       vocab_size: rows of the model's embedding; None: no check against a model.
+      needs_pad: whether a policy samples with it; false: eos pads where there is no free row, since a model that only
+        reads is given the lengths of its texts.
 
     Raises:
       UserError: loading fails, there is no eos, more ids than embedding rows, or no free row for [PAD].
@@ -155,23 +163,31 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
             f"tokenizer {name_or_path!r} has {len(hf)} ids but the model's embedding has {vocab_size} rows. Set "
             "tokenizer_name_or_path to the tokenizer of the model"
         )
-    if hf.pad_token_id is None or hf.pad_token_id == hf.eos_token_id:
+    pad_id, pads_with_eos = hf.pad_token_id, hf.pad_token_id == hf.eos_token_id
+    if pad_id is None or pads_with_eos:
         free = PAD_TOKEN in hf.get_vocab() or vocab_size is None or len(hf) < vocab_size
         reason = "has no pad token" if hf.pad_token_id is None else f"pads with its eos ({hf.eos_token})"
-        if not free:
+        if not free and needs_pad:
             raise UserError(
                 f"tokenizer {name_or_path!r} {reason}, and no embedding row is free for {PAD_TOKEN}: the model has "
                 f"{vocab_size} rows and all are in use. Add rows to the model, or a pad token to the tokenizer."
             )
-        if hf.pad_token_id is not None:
+        if pads_with_eos and free:
             warnings.warn(
                 f"tokenizer {name_or_path!r} {reason}; {PAD_TOKEN} is used instead, to tell the end of a response from "
                 "padding",
                 stacklevel=2,
             )
-        hf.add_special_tokens({"pad_token": PAD_TOKEN})
+        if free:
+            hf.add_special_tokens({"pad_token": PAD_TOKEN})
+        pad_id = hf.pad_token_id if free else hf.eos_token_id
     return Tokenizer(
-        hf=hf, name=str(name_or_path), pad_id=int(hf.pad_token_id), eos_id=int(hf.eos_token_id), vocab_size=len(hf)
+        hf=hf,
+        name=str(name_or_path),
+        pad_id=int(pad_id),
+        eos_id=int(hf.eos_token_id),
+        vocab_size=len(hf),
+        pads_with_eos=pads_with_eos,
     )
 
 

@@ -1,7 +1,10 @@
 """Conversations as prompts, and the text that a reward model with a tokenizer of its own reads."""
 
+import dataclasses
+import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -14,8 +17,9 @@ from hypothesis import strategies as st
 
 from rlhf_jax import data
 from rlhf_jax.data import batches
+from rlhf_jax.data.chat import ChatTemplate
 from rlhf_jax.errors import UserError
-from tests.helpers.chat_tokenizer import CHATML, bytes_tokenizer
+from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, system, user
 from tests.helpers.hub import Hub
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].
@@ -28,18 +32,6 @@ POSTS = (
     "{% else %}{{ raise_exception('no role ' ~ m['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}TL;DR:{% endif %}"
 )
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def system(text):
-    return {"role": "system", "content": text}
 
 
 CHATS = [
@@ -240,6 +232,81 @@ def test_torch_is_not_imported_for_templates(tmp_path):
         f"data.make_prompts(rows, data.load_tokenizer({str(tmp_path)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- today's date
+
+LLAMA = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today Date: {{ date_string }}\n{{ messages[0].content }}"
+)
+GPT_OSS = 'Current date: {{ strftime_now( "%Y-%m-%d" ) }}\n{{ messages[0].content }}'
+
+
+def dated(template, date="2026-01-31"):
+    return dataclasses.replace(bytes_tokenizer(template), template_date=date)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"), [(LLAMA, "Today Date: 31 Jan 2026"), (GPT_OSS, "Current date: 2026-01-31")]
+)
+def test_a_template_prints_the_tokenizers_date_in_its_own_format(template, text):
+    made = make(ROWS, dated(template))
+    assert made.display_texts([0]) == [f"{text}\ni met anna."]
+    assert made.report.template_date == "2026-01-31"
+    assert "the chat template prints 2026-01-31" in str(made.report)
+    assert make(ROWS, dated(template, "2026-02-01")).fingerprint != made.fingerprint
+    today = make(ROWS, bytes_tokenizer(template))
+    assert today.report.template_date is None and "prints" not in str(today.report)
+    named = dated({"default": CHATML, "dated": template})
+    assert make(ROWS, named, chat_template_kwargs={"chat_template": "dated"}).fingerprint == made.fingerprint
+
+
+def test_a_date_string_of_the_user_wins():
+    made = make(ROWS, dated(LLAMA), chat_template_kwargs={"date_string": "1 May 2025"})
+    assert made.display_texts([0]) == ["Today Date: 1 May 2025\ni met anna."]
+    assert made.report.template_date is None
+    deaf = make(ROWS, dated(GPT_OSS), chat_template_kwargs={"date_string": "1 May 2025"})
+    assert deaf.report.template_date == "2026-01-31"
+
+
+def test_a_template_without_a_date_is_left_alone():
+    template = ChatTemplate(dated(POSTS))
+    assert template.date is None and template.kwargs == {}
+    default = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}"
+    assert make(ROWS, dated(default)).display_texts([0]) == ["26 Jul 2024"]  # Llama 3.1's
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "gptoss_training"])
+def test_published_templates_are_pinned(name):
+    trl = importlib.util.find_spec("trl")
+    if trl is None:
+        pytest.skip("needs trl")
+    text = (pathlib.Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = dated(text)
+    shown = "31 Jan 2026" if name == "llama3_2" else "2026-01-31"
+    template = ChatTemplate(tokenizer)
+    assert template.date == "2026-01-31" and shown in template.render(CHATS[0], generation_prompt=True)
+    if name == "llama3_2":
+        expected = tokenizer.hf.apply_chat_template(CHATS[0], tokenize=False, date_string=shown)
+        assert template.render(CHATS[0], generation_prompt=False) == expected
+    else:
+        ids, mask = template.encode_with_assistant_mask([*CHATS[0], assistant("met anna")])
+        assert shown in tokenizer.decode(ids) and "met anna" in tokenizer.decode(np.array(ids)[mask])
+
+
+# --- bos
+
+
+def test_a_template_that_writes_bos_gives_one():
+    tokenizer = bytes_tokenizer(MARKED)
+    assert tokenizer.hf("a")["input_ids"][0] == tokenizer.hf.bos_token_id  # the tokenizer would add another
+    prompts = make(ROWS, tokenizer).tokens
+    scored, lengths = data.reward_tokens(
+        tokenizer, CHATS, [[assistant("x")]] * 3, [True] * 3, text_eos=True, max_length=400
+    )
+    for ids in (*prompts, *(row[:length] for row, length in zip(scored, lengths, strict=True))):
+        assert ids[0] == tokenizer.hf.bos_token_id and ids.tolist().count(ids[0]) == 1
 
 
 # --- the order of rows

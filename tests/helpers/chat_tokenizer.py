@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with ChatML's template."""
+"""A byte-level tokenizer with ChatML's template, and messages."""
 
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -9,6 +9,13 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content | trim + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with a bos of its own and generation blocks, which mark what the assistant says."""
 
 
 def bytes_tokenizer(template=CHATML, eos="<|im_end|>"):
@@ -30,3 +37,15 @@ def bytes_tokenizer(template=CHATML, eos="<|im_end|>"):
     )
     eos_id = hf.convert_tokens_to_ids(eos)
     return data.Tokenizer(hf=hf, name="bytes", pad_id=2, eos_id=eos_id, vocab_size=len(hf))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
