@@ -10,7 +10,9 @@ from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
-def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: bool) -> Array:
+def label_mask(
+    lengths: Array, prompt_lengths: Array, s: int, completion_only: bool, loss_mask: Array | None = None
+) -> Array:
     """Which tokens are trained on: position i + 1 is the label of position i.
 
     Args:
@@ -18,13 +20,16 @@ def label_mask(lengths: Array, prompt_lengths: Array, s: int, completion_only: b
       prompt_lengths: [B] int32.
       s: S.
       completion_only: leave out the prompt's tokens.
+      loss_mask: [B, S] bool, tokens to train on; None: all.
 
     Returns:
       [B, S - 1] bool.
     """
     label = jnp.arange(1, s)[None, :]
     mask = label < lengths[:, None]
-    return mask & (label >= prompt_lengths[:, None]) if completion_only else mask
+    if completion_only:
+        mask = mask & (label >= prompt_lengths[:, None])
+    return mask if loss_mask is None else mask & loss_mask[:, 1:]
 
 
 def token_losses(
@@ -68,7 +73,7 @@ def update(
     Args:
       model: with a causal head; its params are state.params["model"].
       state: donate it.
-      batch: with tokens [B, S], prompt_lengths [B], lengths [B].
+      batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask [B, S] or None.
       config: an SFTConfig.
       optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
@@ -79,7 +84,7 @@ def update(
       and optimizer state are unchanged.
     """
     s = batch.tokens.shape[1]
-    mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss)
+    mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
     count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
     dropout_keys = microbatch.row_keys(key, batch.lengths.shape[0])
     micros = microbatch.split_micro((batch.tokens, batch.lengths, mask, dropout_keys), config.micro_batch_size)
@@ -121,6 +126,7 @@ def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
     Returns:
       (sum [] float32, count [] float32)
     """
-    mask = label_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1], config.completion_only_loss)
+    s = batch.tokens.shape[1]
+    mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
     per_token = token_losses(model, params, batch.tokens, batch.lengths, dtype=jnp.dtype(config.dtype))
     return jnp.sum(jnp.where(mask, per_token, 0.0)), jnp.sum(mask).astype(jnp.float32)

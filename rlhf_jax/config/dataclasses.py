@@ -137,13 +137,16 @@ class StageConfig:
     max_eval_samples: PositiveInt | None = 256
     """Use only this many rows, the first, of the evaluation split."""
     prompt_column: str = "prompt"
-    """Column with the prompt."""
+    """Column with the prompt: texts, or conversations (lists of messages with role and content)."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Keyword arguments of the tokenizer's chat template, for conversations."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """On a row with a missing, empty or wrongly typed field: stop and name the row, or skip and count it."""
     query_length: PositiveInt = 512
     """Maximum number of prompt tokens."""
     query_overflow: Literal["truncate", "drop"] = "truncate"
-    """Longer prompts: truncate the post by paragraphs as OpenAI did, or drop the row as TRL does."""
+    """Longer prompts: truncate the post by paragraphs as OpenAI did, or drop the row as TRL does. Conversations are
+    dropped."""
     length_buckets: tuple[int, ...] | None = None
     """Lengths to pad rows to. SFT and reward model: one per batch; default: quarters of the maximum. PPO and RLOO: one
     per micro-batch for its prompts, within one program; default: half, three quarters and all of the maximum."""
@@ -217,9 +220,11 @@ class SFTConfig(StageConfig):
     model_name_or_path: str | None = "EleutherAI/pythia-1b-deduped"
     """Model to start from: Hub name or folder."""
     completion_column: str = "completion"
-    """Column with the demonstration."""
+    """Column with the demonstration; a column 'messages' may hold whole conversations instead."""
     completion_only_loss: bool = False
     """Compute the loss on the completion only; default: on prompt and completion, as N+."""
+    assistant_only_loss: bool = False
+    """Compute the loss on the assistant's messages only, which generation blocks of the chat template must mark."""
     max_length: PositiveInt = 562
     """Maximum number of tokens of prompt and completion together."""
     num_train_epochs: PositiveFloat = 1.0
@@ -241,7 +246,7 @@ class RewardConfig(StageConfig):
     dataset_name: str = "trl-lib/tldr-preference"
     """Preference pairs: Hub name, local file or folder, or 'synthetic'."""
     chosen_column: str = "chosen"
-    """Column with the chosen completion."""
+    """Column with the chosen completion, or the whole text or conversation where there is no prompt column."""
     rejected_column: str = "rejected"
     """Column with the rejected completion."""
     margin_column: str | None = None
@@ -338,8 +343,6 @@ class PolicyConfig(StageConfig):
     (copied to the device at each use)."""
     shuffle_dataset: bool = True
     """Shuffle the prompts each epoch; false: keep their order."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Keyword arguments of the tokenizer's chat template, for conversational prompts."""
     response_length: PositiveInt = 53
     """Maximum number of response tokens."""
     temperature: PositiveFloat = 0.7

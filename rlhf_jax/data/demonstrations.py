@@ -1,18 +1,24 @@
-"""Demonstrations for supervised fine-tuning: prompt + completion + eos as one right-padded sequence."""
+"""Demonstrations for supervised fine-tuning: prompt + completion + eos as one right-padded sequence, or a conversation
+as the chat template renders it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax
 import numpy as np
 
-from rlhf_jax.data import batches, row_texts
+from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
 from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array
+
+MESSAGES = "messages"
+"""The column of whole conversations, as in TRL."""
 
 
 @flax.struct.dataclass
@@ -22,6 +28,7 @@ class DemoBatch:
     tokens: Array  # [B, S] int32; prompt, completion, eos
     prompt_lengths: Array  # [B] int32
     lengths: Array  # [B] int32, 0 for a row that only pads the batch
+    loss_mask: Array | None = None  # [B, S] bool, the assistant's tokens; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +42,24 @@ class DemoData(batches.Batched[DemoBatch]):
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
+    loss_masks: list[np.ndarray] | None = None
+    """bool each, of the tokens: the assistant's; None: all."""
 
     def _sequences(self) -> tuple[list[np.ndarray], ...]:
-        return (self.tokens,)
+        return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
         width = batches.bucket(max(len(self.tokens[i]) for i in rows), self.buckets)
         rows = rows[local]
         chosen = [self.tokens[i] for i in rows]
+        loss_mask = None
+        if self.loss_masks is not None:
+            loss_mask = batches.pad_right([self.loss_masks[i] for i in rows], width, 0).astype(bool)
         return DemoBatch(
-            batches.pad_right(chosen, width, self.pad_id), self.prompt_lengths[rows], batches.lengths_of(chosen)
+            batches.pad_right(chosen, width, self.pad_id),
+            self.prompt_lengths[rows],
+            batches.lengths_of(chosen),
+            loss_mask,
         )
 
     def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
@@ -67,6 +82,88 @@ def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> s
     return column
 
 
+def conversation_columns(rows: Rows, prompt_column: str, completion_column: str) -> tuple[str, ...]:
+    """The columns that hold conversations: prompt and completion, or 'messages' where there is no 'completion'; () for
+    demonstrations of text."""
+    if prompt_column in rows.column_names and completion_column in rows.column_names:
+        columns = (prompt_column, completion_column)
+    elif completion_column == "completion" and MESSAGES in rows.column_names:
+        columns = (MESSAGES,)
+    else:
+        return ()
+    return columns if len(columns) == 1 or chat.holds_conversations(rows, prompt_column) else ()
+
+
+def _conversations(
+    rows: Rows,
+    tokenizer: Tokenizer,
+    columns: tuple[str, ...],
+    *,
+    max_length: int,
+    query_length: int,
+    query_overflow: str,
+    on_bad_row: str,
+    length_buckets: tuple[int, ...] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    assistant_only_loss: bool,
+    completion_only_loss: bool,
+) -> DemoData:
+    """`make_demonstrations` of conversations."""
+    has_prompt = len(columns) == 2
+    if completion_only_loss and not has_prompt:
+        raise UserError(
+            f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
+            f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
+        )
+    template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
+    if assistant_only_loss:
+        template.check_marks_assistant()
+
+    def fault(row: Any) -> str | None:
+        faults = (chat.messages_fault(row, column, "demonstrations") for column in columns)
+        return next(filter(None, faults), None)
+
+    def encode(row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
+        prompt: list[int] = []
+        if has_prompt:
+            prompt = tokenizer.encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
+        messages = [message for column in columns for message in row[column]]
+        if assistant_only_loss:
+            return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
+        return prompt, tokenizer.encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
+
+    split, encoded = chat.render_rows(rows, fault, encode, on_bad_row)
+    tokens, prompt_lengths, loss_masks, truncated, mismatched = [], [], [], 0, 0
+    for prompt, ids, assistant in encoded:
+        if len(prompt) > query_length or (len(ids) > max_length and query_overflow == "drop"):
+            continue
+        start = max(1, len(prompt) if completion_only_loss else 0)
+        in_loss = range(start, min(len(ids), max_length))
+        if assistant is not None:
+            in_loss = np.flatnonzero(assistant[start:max_length])
+        if len(prompt) >= max_length or not len(in_loss):  # as TRL, no row without a loss
+            continue
+        if assistant is not None:
+            loss_masks.append(assistant[:max_length])
+        truncated += len(ids) > max_length
+        mismatched += completion_only_loss and ids[: len(prompt)] != prompt
+        tokens.append(np.asarray(ids[:max_length], np.int32))
+        prompt_lengths.append(len(prompt))
+    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
+    note = f"{mismatched} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
+    buckets, report = row_texts.buckets_and_report(
+        rows,
+        split,
+        tokens,
+        length_buckets=length_buckets,
+        truncated=truncated,
+        note=note if mismatched else None,
+        template_date=template.date,
+    )
+    masks = loss_masks if assistant_only_loss else None
+    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report, masks)
+
+
 def make_demonstrations(
     rows: Rows,
     tokenizer: Tokenizer,
@@ -78,15 +175,43 @@ def make_demonstrations(
     query_overflow: str = "truncate",
     on_bad_row: str = "raise",
     length_buckets: tuple[int, ...] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    assistant_only_loss: bool = False,
+    completion_only_loss: bool = False,
 ) -> DemoData:
-    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos.
+    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config.
 
     A sequence longer than `max_length` is truncated at the end, which removes its eos (query_overflow='truncate'), or
     dropped ('drop'). A row whose prompt alone fills `max_length` is dropped.
 
+    Conversations, as in TRL: prompt and completion are lists of messages {"role", "content"}, or 'messages' holds both.
+    They are what the chat template renders, which ends them; no eos is added. A prompt (with its generation prompt) of
+    more than `query_length` tokens is dropped, since `query_overflow` has no rule for truncating one. A row of
+    which no token is left to train on is dropped.
+
     Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, or the longest row fits no bucket.
+      UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, there is no
+        chat template for conversations, or an option of the loss does not apply to the data.
     """
+    if conversations := conversation_columns(rows, prompt_column, completion_column):
+        return _conversations(
+            rows,
+            tokenizer,
+            conversations,
+            max_length=max_length,
+            query_length=query_length,
+            query_overflow=query_overflow,
+            on_bad_row=on_bad_row,
+            length_buckets=length_buckets,
+            chat_template_kwargs=chat_template_kwargs,
+            assistant_only_loss=assistant_only_loss,
+            completion_only_loss=completion_only_loss,
+        )
+    if assistant_only_loss:
+        raise UserError(
+            f"assistant_only_loss needs conversations, but {rows.name} has texts: give lists of messages in a column "
+            f"{MESSAGES!r}, or use completion_only_loss"
+        )
     columns = row_texts.prompt_columns(rows, prompt_column)
     completion_column_found = completion_column_of(rows, columns, completion_column)
     # A summary begins without the space that follows "TL;DR:".
@@ -125,6 +250,9 @@ def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> D
         query_overflow=config.query_overflow,
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
+        chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
+        assistant_only_loss=getattr(config, "assistant_only_loss", False),
+        completion_only_loss=getattr(config, "completion_only_loss", False),
     )
 
 

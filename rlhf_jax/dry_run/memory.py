@@ -114,6 +114,11 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
     # pair differ, since equal ones are a bad row.
     texts = {"prompt_column": "a", "completion_column": "a", "chosen_column": "a", "rejected_column": "b"}
     row = {getattr(config, column): text for column, text in texts.items() if hasattr(config, column)}
+    if getattr(config, "assistant_only_loss", False):  # its mask is an argument of the update
+        row = {
+            config.prompt_column: [{"role": "user", "content": "a"}],
+            config.completion_column: [{"role": "assistant", "content": "a"}],
+        }
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
