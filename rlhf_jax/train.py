@@ -195,7 +195,8 @@ def train_stage(
 
     # --- open data and models, then the folder: a run that cannot start leaves nothing behind
     with out_of_memory.translate_errors(config, lambda: "loading"):
-        stage = open_stage(config, **objects, optimizer=optimizer)
+        date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
+        stage = open_stage(config, **objects, optimizer=optimizer, template_date=date)
     warnings = batch_sizes.check_rows(config, stage.rows)
     stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
     inputs = multihost.from_first(stage.inputs)

@@ -9,6 +9,7 @@ from rlhf_jax import evaluate
 from rlhf_jax.config import StageConfig
 from rlhf_jax.data import synthetic
 from rlhf_jax.parallel import multihost
+from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import open_stage
 
 
@@ -25,7 +26,8 @@ def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
       {"rows", "samples", "gain", "gain_se"}: the table, three samples, and the mean gain with its standard error.
     """
     stage_name, config = list(stages.items())[-1]
-    stage, label = open_stage(config), stage_name.upper()
+    date = multihost.from_first(lambda: template_date(config.run_dir))
+    stage, label = open_stage(config, template_date=date), stage_name.upper()
     prompts = stage.evaluator.held_out
     limit = min(len(prompts), config.max_eval_samples or len(prompts))
     trained = stage.weights.load(stage.opened.policy, os.path.join(config.run_dir, "policy"), "causal", None)

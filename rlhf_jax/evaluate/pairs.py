@@ -20,6 +20,7 @@ from rlhf_jax.metrics.calibration import calibration
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
+from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import context
 
 
@@ -43,6 +44,8 @@ class PairEvaluation:
         self.bins, self.batch_size = config.calibration_bins, config.batch_size
         context.check_context(self.model, reward_config.max_length, "--max_length", path)
         tokenizer = context.open_tokenizer(reward_config, path, self.model.config.vocab_size)
+        if reward_config.run_dir is not None:
+            tokenizer = dataclasses.replace(tokenizer, template_date=template_date(reward_config.run_dir))
         if config.pairs is None:
             sets = data.load_eval_pairs(reward_config, tokenizer)
             if not sets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from rlhf_jax.inference import Policy
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.runtime.run_folder import template_date, write_atomically
 from rlhf_jax.stages import context
 from rlhf_jax.utils.strict_json import json_text
 
@@ -40,7 +41,8 @@ class PolicyEvaluation:
         self.ref = None if plan.ref is None else self._open(plan.ref)
         opened = {} if plan.ref is None else {plan.ref: self.ref}
         self.others = {other: opened.get(other) or self._open(other) for other in plan.others}
-        tokenizer = self.policy.tokenizer
+        date = None if plan.prompts.run_dir is None else template_date(plan.prompts.run_dir)
+        tokenizer = dataclasses.replace(self.policy.tokenizer, template_date=date)
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
         self.source = self._load_prompts(tokenizer)

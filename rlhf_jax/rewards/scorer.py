@@ -15,6 +15,7 @@ import numpy as np
 from rlhf_jax import advantages as adv
 from rlhf_jax import data
 from rlhf_jax.algorithms import microbatch, reward_model
+from rlhf_jax.data.chat import ChatTemplate
 from rlhf_jax.data.reward_tokens import reward_tokens
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import map_in_chunks
@@ -91,7 +92,10 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
                 f"reward model {path} has {rows} embedding rows, but the policy's tokenizer uses id "
                 f"{max(tokenizer.pad_id, tokenizer.eos_id)}: the two were not trained with one tokenizer"
             )
-        own = None if as_ids else data.load_tokenizer(path, revision, vocab_size=rows)
+        own = None
+        if not as_ids:
+            own = data.load_tokenizer(path, revision, vocab_size=rows, needs_pad=False)
+            own = dataclasses.replace(own, template_date=tokenizer.template_date)
         reward_models.append(RewardModel(name, path, revision, model, own))
     return reward_models
 
@@ -159,6 +163,13 @@ class Scorer:
     def needs_text(self) -> bool:
         """Whether responses must be decoded on the host."""
         return self._host is not None or any(model.tokenizer is not None for model in self.models)
+
+    @property
+    def template_date(self) -> str | None:
+        """The date that the chat template of a reward model prints for conversations (see `ChatTemplate.date`)."""
+        own = (model.tokenizer for model in self.models if model.tokenizer is not None)
+        dates = (ChatTemplate(tokenizer, self.config.chat_template_kwargs).date for tokenizer in own)
+        return next(filter(None, dates), None)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a UserError if a function requires a keyword that is not a data column."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -30,6 +31,8 @@ from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import parse_json
 
 EXPORTS = ("policy", "value", "reward_model")
+TEMPLATE_DATE = "date in chat templates"
+"""The entry of inputs.json with the date that a run's chat templates print."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -89,7 +92,7 @@ class RunFolder:
 
     @property
     def inputs(self) -> str:
-        """inputs.json: the data and initial checkpoints of the run."""
+        """inputs.json: the data and initial checkpoints of the run, and the date in its chat templates."""
         return os.path.join(self.path, "inputs.json")
 
     @property
@@ -312,6 +315,17 @@ def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MA
     if not os.path.exists(folder.config) or not folder.has_progress():
         return []
     return differences(_config_of(folder, run_dir), config, may_differ)
+
+
+def template_date(run_dir: str) -> str:
+    """The day that the chat templates of a run print in place of today's: that on which the run in the folder began, or
+    today for a new one. A resume on another day sees the same prompts."""
+    folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
+    try:
+        with open(folder.inputs, encoding="utf-8") as file:
+            return datetime.date.fromisoformat(json.load(file)[TEMPLATE_DATE]).isoformat()
+    except (OSError, ValueError, TypeError, KeyError):  # a damaged file is reported when the folder is opened
+        return datetime.date.today().isoformat()
 
 
 def check(

@@ -22,8 +22,8 @@ def open_stage(config, **objects: Any) -> Stage:
 
     Args:
       config: a stage's.
-      **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`); reward_funcs for a
-        stage that samples.
+      **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`), template_date (see
+        `data.Tokenizer`); reward_funcs for a stage that samples.
 
     Raises:
       UserError: an option, a file, a row or a tensor is wrong.

@@ -20,6 +20,7 @@ from rlhf_jax.models import quantization
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import local_rows, multihost, sharding
+from rlhf_jax.runtime.run_folder import TEMPLATE_DATE
 from rlhf_jax.types import Array, Params, TrainState
 
 
@@ -157,13 +158,24 @@ def progress_metrics(state: TrainState, rate: Array | None, names: tuple[str, ..
     return {**rates, "episode": state.episodes, "epoch": epoch}
 
 
-def inputs_of(context: StageContext, train_data: Any, eval_sets: dict[str, Any]) -> dict[str, str]:
-    """The fingerprint of every data set and starting checkpoint of a run, by what it is."""
+def inputs_of(
+    context: StageContext, train_data: Any, eval_sets: dict[str, Any], template_date: str | None = None
+) -> dict[str, str]:
+    """The fingerprint of every data set and starting checkpoint of a run, by what it is; and the date that its chat
+    templates print, if they do.
+
+    Args:
+      context, train_data, eval_sets: of the stage.
+      template_date: printed by the template of a reward model.
+    """
     sets = {"training data": train_data}
     sets |= {f"evaluation data {name}".rstrip(): source for name, source in eval_sets.items()}
     fingerprints = {name: source.fingerprint for name, source in sets.items()}
     for path, revision in context.weights.loaded:
         fingerprints[f"model {path}"] = hf.fingerprint(path, revision=revision)
+    for date in (template_date, *(source.report.template_date for source in sets.values())):
+        if date is not None:
+            fingerprints[TEMPLATE_DATE] = date
     return fingerprints
 
 

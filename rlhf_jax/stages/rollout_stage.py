@@ -5,6 +5,7 @@ The algorithm comes as a record (see `algorithms.Algorithm`); nothing here depen
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from typing import Any
@@ -57,6 +58,7 @@ class RolloutStage:
         reward_funcs=None,
         optimizer=None,
         weights=None,
+        template_date=None,
     ):
         # --- everything that can be refused, before a weight is read
         self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
@@ -64,7 +66,7 @@ class RolloutStage:
         self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
         self.group_size = algorithm.group_size(self.config)
         opened = build_models.open_policy(context, algorithm)
-        self.tokenizer = opened.tokenizer
+        self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.train_data = data.load_prompts(self.config, self.tokenizer, train_dataset)
         self.eval_sets = data.load_eval_prompts(self.config, self.tokenizer, eval_dataset)
         self.messages = [*opened.messages, str(self.train_data.report)]
@@ -231,7 +233,8 @@ class RolloutStage:
 
     def inputs(self) -> dict[str, str]:
         """As `base.Stage.inputs`."""
-        return inputs_of(self.context, self.train_data, self.eval_sets)
+        date = self.scorer.template_date if self.train_data.conversational else None
+        return inputs_of(self.context, self.train_data, self.eval_sets, date)
 
     def frozen(self) -> dict[str, Params]:
         """As `base.Stage.frozen`."""

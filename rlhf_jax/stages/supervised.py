@@ -43,12 +43,15 @@ class SupervisedStage:
       update_step: the jitted update.
     """
 
-    def __init__(self, config, task, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None):
+    def __init__(
+        self, config, task, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None, template_date=None
+    ):
         # --- everything that can be refused, before a weight is read
         self.task, self.name, self.progress = task, task.name, task.progress
         self.context = context = StageContext.open(config, weights)
         self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
-        self.model, self.tokenizer, self.messages = open_model(context, task.head)
+        self.model, tokenizer, self.messages = open_model(context, task.head)
+        self.tokenizer = dataclasses.replace(tokenizer, template_date=template_date)
         data = task.load_data(self.config, self.tokenizer, train_dataset, eval_dataset)
         self.train_data, self.eval_sets, self.normalizing_data = data
         self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)

@@ -1,9 +1,11 @@
 """What may have changed when a run goes on, what may not, and what is said of it."""
 
 import dataclasses
+import datetime
 import json
 import pathlib
 import shutil
+import types
 
 import pytest
 
@@ -11,6 +13,7 @@ import rlhf_jax
 from rlhf_jax import train
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.errors import UserError
+from rlhf_jax.runtime import run_folder
 
 pytestmark = pytest.mark.runs
 
@@ -95,6 +98,39 @@ def test_a_starting_model_that_has_changed_is_refused(folder, tmp_path):
     start.rename(tmp_path / "other")
     (tmp_path / "before").rename(start)
     assert run(tmp_path / "tuned", **again).metrics["episode"] == 16
+
+
+def conversations():
+    template = "{% if strftime_now('%d') == '30' %}anna{% else %}omar{% endif %} {% for m in messages %}{{ m.content }} {% endfor %}"
+    return {
+        "chat_template_kwargs": {"chat_template": template},
+        "rows": [{"messages": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)],
+    }
+
+
+def test_a_resume_on_another_day_sees_the_date_of_the_first(tmp_path, monkeypatch, capsys):
+    def on(day):
+        date = types.SimpleNamespace(today=lambda: datetime.date(2026, 1, day), fromisoformat=datetime.date.fromisoformat)
+        monkeypatch.setattr(run_folder, "datetime", types.SimpleNamespace(date=date))
+
+    folder, options = tmp_path / "run", conversations()
+    on(30)
+    run(folder, **options)
+    assert "the chat template prints 2026-01-30" in capsys.readouterr().out
+    metrics, inputs = (folder / "metrics.jsonl").read_bytes(), (folder / "inputs.json").read_bytes()
+    assert json.loads(inputs)["date in chat templates"] == "2026-01-30"
+    cut_back(folder, 2)
+    on(31)
+    run(folder, **options)
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "inputs.json").read_bytes() == inputs
+    run(tmp_path / "other", **options)
+    other = json.loads((tmp_path / "other" / "inputs.json").read_bytes())
+    assert other["date in chat templates"] == "2026-01-31"
+    assert other["training data"] != json.loads(inputs)["training data"]
+
+
+def test_runs_without_a_date_in_their_prompts_keep_none(folder):
+    assert set(json.loads((folder / "inputs.json").read_bytes())) == {"training data"}
 
 
 def test_an_option_that_has_changed_is_refused_and_may_be_overridden(folder, capsys):
