@@ -202,9 +202,7 @@ class ChatTemplate:
         """
         text = self._apply(messages, column, tokenize=False, add_generation_prompt=generation_prompt)
         if not text.strip():
-            raise ChatTemplateError(
-                f"{_in(column)}the chat template of {self.tokenizer.name!r} rendered an empty text"
-            )
+            raise ChatTemplateError(f"{_in(column)}the chat template of {self.tokenizer.name!r} rendered an empty text")
         return text
 
     def encode_with_assistant_mask(

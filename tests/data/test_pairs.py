@@ -43,7 +43,8 @@ def test_a_prompt_may_stand_apart_or_in_both_conversations():
     explicit, implicit = make(EXPLICIT, margin_column="margin"), make(IMPLICIT)
     assert explicit.fingerprint == implicit.fingerprint and explicit.margin.tolist() == [1.5, 0.5]
     tokenizer = bytes_tokenizer(MARKED)
-    prompt = len(tokenizer.encode(tokenizer.hf.apply_chat_template(PROMPTS[0], tokenize=False, add_generation_prompt=1)))
+    rendered = tokenizer.hf.apply_chat_template(PROMPTS[0], tokenize=False, add_generation_prompt=True)
+    prompt = len(tokenizer.encode(rendered))
     short = make(EXPLICIT, query_length=prompt)
     assert (short.report.kept, short.report.dropped) == (1, 1)
     longest = max(map(len, implicit.chosen))

@@ -110,7 +110,8 @@ def conversations():
 
 def test_a_resume_on_another_day_sees_the_date_of_the_first(tmp_path, monkeypatch, capsys):
     def on(day):
-        date = types.SimpleNamespace(today=lambda: datetime.date(2026, 1, day), fromisoformat=datetime.date.fromisoformat)
+        today = datetime.date(2026, 1, day)
+        date = types.SimpleNamespace(today=lambda: today, fromisoformat=datetime.date.fromisoformat)
         monkeypatch.setattr(run_folder, "datetime", types.SimpleNamespace(date=date))
 
     folder, options = tmp_path / "run", conversations()
@@ -122,7 +123,8 @@ def test_a_resume_on_another_day_sees_the_date_of_the_first(tmp_path, monkeypatc
     cut_back(folder, 2)
     on(31)
     run(folder, **options)
-    assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "inputs.json").read_bytes() == inputs
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    assert (folder / "inputs.json").read_bytes() == inputs
     run(tmp_path / "other", **options)
     other = json.loads((tmp_path / "other" / "inputs.json").read_bytes())
     assert other["date in chat templates"] == "2026-01-31"
