@@ -57,6 +57,8 @@ def test_tokens_and_labels_are_those_of_trl(rows, completion_only, assistant_onl
         tokenizer.hf,
         types.SimpleNamespace(
             dataset_num_proc=None,
+            use_liger_kernel=False,
+            shuffle_dataset=False,
             dataset_text_field="text",
             assistant_only_loss=assistant_only,
             max_length=max_length,
