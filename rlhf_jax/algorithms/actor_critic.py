@@ -90,7 +90,7 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
 
     def of_chunk(rows):
         hidden, response = rows
-        if hidden.dtype == jnp.float32:
+        if hidden.dtype == jnp.float32 and model.linear_logits:
             # Divides the few hidden states, not the many logits; in half precision that would round them once more.
             logits = model.logits(params, hidden / (temperature + 1e-7))
         else:

@@ -85,7 +85,8 @@ class StageConfig:
     model_revision: str = "main"
     """Hub revision of the starting model."""
     scratch_model: str | None = None
-    """Start from random weights of this shape: a Pythia size ('14m') or 'LAYERSxWIDTHxHEADS' ('4x128x4')."""
+    """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
+    'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
     tokenizer_name_or_path: str | None = None
     """Tokenizer, if not the model's own; 'synthetic' is the built-in one."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -96,7 +96,7 @@ def combinations(config: StageConfig) -> Iterator[str]:
 
 
 def _scratch(config: StageConfig) -> Iterator[str]:
-    shape = re.fullmatch(r"(\d+)x(\d+)x(\d+)", config.scratch_model or "")
+    shape = re.fullmatch(r"(?:\w+:)?(\d+)x(\d+)x(\d+)(?:x\d+)?", config.scratch_model or "")
     if shape:
         layers, width, heads = map(int, shape.groups())
         if min(layers, width, heads) < 1 or width % heads:

@@ -13,32 +13,75 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.lora import Lora
+from rlhf_jax.models.rope import Rope
 from rlhf_jax.parallel.sharding import Layout
 from rlhf_jax.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of the decoder; a family fills it from its own config. Hashable: static under jit."""
+    """Sizes and switches of the decoder; a family fills it from config.json. Hashable: static under jit.
+
+    The defaults are those of most families: RMSNorm before attention and MLP, a gated MLP, separate query, key and
+    value, no biases.
+    """
 
     vocab_size: int  # V
     hidden_size: int  # D
     num_hidden_layers: int  # L
     num_attention_heads: int  # H
+    num_key_value_heads: int  # KV; divides H
     head_dim: int  # K
     intermediate_size: int  # F
-    rotary_ndims: int  # leading dimensions of a head that are rotated
-    rotary_base: float
-    parallel_residual: bool  # attention and MLP read the same x; else the MLP reads what the attention added to
-    norm: str  # of layers.NORMS
-    norm_eps: float
-    activation: str  # of layers.ACTIVATIONS
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    initializer_range: float
-    hidden_dropout: float
-    attention_dropout: float
+    max_position_embeddings: int
+    ropes: tuple[Rope, ...] = ()  # none: positions are learned
+    layer_rope: tuple[int, ...] = ()  # index into `ropes` by layer; empty: the first
+    layer_window: tuple[int | None, ...] = ()  # keys that a query sees, itself included, by layer; None and empty: all
+    residual: str = "sequential"  # of decoder.RESIDUALS
+    norm: str = "rms_norm"  # of layers.NORMS
+    norm_eps: float = 1e-6
+    norm_offset: bool = False  # the norm multiplies by 1 + weight
+    norm_in_float32: bool = False  # the norm is cast after the weight, not before it
+    activation: str = "silu"  # of layers.ACTIVATIONS
+    gated_mlp: bool = True
+    fused_gate: bool = False  # gate and up are one linear layer, gate first
+    qkv: str = "separate"  # or one linear layer, 'interleaved' by head or in 'blocks'
+    query_key_value_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None  # 'head': of each head; 'width': of all heads together
+    attention_scale: float | None = None  # None: K^-0.5
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None  # rounded to the compute dtype
+    padding_idx: int | None = None  # row of the embedding without a gradient as an input
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    source: str = ""  # config.json as text, for writing it back
+
+    @property
+    def score_function(self) -> ScoreFunction:
+        """Of the attention."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return ScoreFunction(scale, self.attention_softcap)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFunction:
+    """Scores of attention: scale * q . k, capped smoothly at +-softcap. Hashable: static under jit."""
+
+    scale: float
+    softcap: float | None = None
+
+    def cap(self, scores: Array) -> Array:
+        """softcap * tanh(scores / softcap)."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def slope(self, capped: Array) -> Array | float:
+        """Derivative of `cap` from its value; of masked scores 0."""
+        return 1.0 if self.softcap is None else 1.0 - jnp.square(jnp.clip(capped / self.softcap, -1.0, 1.0))
 
 
 class DropoutSite(enum.IntEnum):
@@ -53,6 +96,10 @@ class DropoutSite(enum.IntEnum):
     LORA_ATTENTION_OUT = 5
     LORA_MLP_UP = 6
     LORA_MLP_DOWN = 7
+    LORA_QUERY = 8
+    LORA_KEY = 9
+    LORA_VALUE = 10
+    LORA_MLP_GATE = 11
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

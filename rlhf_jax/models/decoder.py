@@ -4,7 +4,8 @@ Params are plain nested dicts. A layer's params are stacked over layers, [L, ...
 `scan_layers`; decoding slices them into a list once a rollout and unrolls the layers, which keeps the cache a list of
 per-layer buffers that XLA updates in place. What a family does differently is a switch of `DecoderConfig`.
 
-Shape letters: B batch, P prompts, S sequence, C context, T response, L layers, D width, H heads, K head size.
+Shape letters: B batch, P prompts, S sequence, C context, T response, L layers, D width, H heads, KV heads of keys and
+values, K head size.
 """
 
 from __future__ import annotations
@@ -17,71 +18,115 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import (
-    Attention,
-    attend_after_prefix,
-    causal_attention,
-    last_columns,
-    rotary_angles,
-)
+from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_attention, causal_keep, last_columns
 from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import MLP, norm
+from rlhf_jax.models.rope import rotary_angles
 from rlhf_jax.models.scan_layers import scan_layers
 from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array, Params
 
 
+RESIDUALS = ("sequential", "parallel", "post", "sandwich")
+
+
 class Block(nn.Module):
-    """One layer: x + attention(ln1(x)) + mlp(ln2(x)), or sequentially y = x + attention(ln1(x)), y + mlp(ln2(y))."""
+    """One layer, A its attention, M its MLP and N its norms.
+
+    sequential: y = x + A(N x), y + M(N y); parallel: x + A(N x) + M(N x); post: y = x + N A(x), y + N M(y); sandwich:
+    y = x + N A(N x), y + N M(N y).
+    """
 
     context: Context
 
     def setup(self) -> None:
         """Submodules; their names are those of the params."""
-        self.input_layernorm = norm(self.context)
+        residual = self.context.config.residual
+        if residual != "post":
+            self.input_layernorm = norm(self.context)
         self.post_attention_layernorm = norm(self.context)
+        if residual == "sandwich":
+            self.pre_feedforward_layernorm = norm(self.context)
+        if residual in ("post", "sandwich"):
+            self.post_feedforward_layernorm = norm(self.context)
         self.attention = Attention(self.context)
         self.mlp = MLP(self.context)
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], attend_fn: Callable) -> tuple[Array, Any]:
+    def __call__(self, x: Array, rope: tuple[Array, Array] | None, attend_fn: Callable) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], the second output of attend_fn, such as keys and values); see `Attention`."""
-        context = self.context
+        context, residual = self.context, self.context.config.residual
         x = constrain(context.layout, x, "rows")
-        attended, extra = self.attention(self.input_layernorm(x), rope, attend_fn)
+        attended, extra = self.attention(x if residual == "post" else self.input_layernorm(x), rope, attend_fn)
+        if residual in ("post", "sandwich"):
+            attended = self.post_attention_layernorm(attended)
         attended, x = context.drop(attended, DropoutSite.POST_ATTENTION), last_columns(x, context.last)
-        if context.config.parallel_residual:
+        if residual == "parallel":
             out = x + attended + context.drop(self.mlp(self.post_attention_layernorm(x)), DropoutSite.POST_MLP)
-        else:
-            x = x + attended
-            out = x + context.drop(self.mlp(self.post_attention_layernorm(x)), DropoutSite.POST_MLP)
-        return out, extra
+            return out, extra
+        x = x + attended
+        before = {"sequential": "post_attention_layernorm", "sandwich": "pre_feedforward_layernorm"}.get(residual)
+        out = self.mlp(x if before is None else getattr(self, before)(x))
+        if residual != "sequential":
+            out = self.post_feedforward_layernorm(out)
+        return x + context.drop(out, DropoutSite.POST_MLP), extra
 
 
 def init_backbone(config: DecoderConfig, key: Array) -> Params:
     """Random float32 backbone as transformers draws it: normal(initializer_range), biases 0, norms 1 and 0."""
     embed_key, layers_key = jax.random.split(key)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    x, rope = jnp.zeros((1, 1, config.hidden_size)), _rope(config, tokens)
+    tokens, context = jnp.zeros((1, 1), jnp.int32), Context(config)
+    x, rope = jnp.zeros((1, 1, config.hidden_size)), _at_layer(config, _ropes(config, tokens), 0)[0]
 
     def init_layer(key: Array) -> Params:
-        return Block(Context(config)).init(key, x, rope, lambda q, k, v: (v, None))["params"]
+        return Block(context).init(key, x, rope, lambda q, k, v: (q, None))["params"]
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     shape = (config.vocab_size, config.hidden_size)
-    return {
+    backbone = {
         "embed_in": {"embedding": normal(embed_key, shape, std=config.initializer_range)},
         "layers": layers,
-        "final_layer_norm": {"scale": jnp.ones(config.hidden_size), "bias": jnp.zeros(config.hidden_size)},
+        "final_layer_norm": norm(context).init(layers_key, x)["params"],
     }
+    if not config.ropes:
+        shape = (config.max_position_embeddings, config.hidden_size)
+        table = normal(jax.random.fold_in(embed_key, 1), shape, std=config.initializer_range)
+        backbone["embed_positions"] = {"embedding": table}
+    return backbone
 
 
-def _rope(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
-    return rotary_angles(positions, config.rotary_ndims, config.rotary_base)
+Ropes = tuple[tuple[Array, Array], ...]
+ALL_KEYS = 2**30  # a window that no sequence fills
 
 
-def _embed(context: Context, backbone: Params, tokens: Array, sharded_table: bool = True) -> Array:
-    """[B, ...] -> [B, ..., D]. With `sharded_table` `fsdp` splits the table: each device looks up its columns for all
+def _ropes(config: DecoderConfig, positions: Array) -> Ropes:
+    """Cosines and sines of each of the config's rotary embeddings; none where positions are learned."""
+    return tuple(rotary_angles(positions, rope) for rope in config.ropes)
+
+
+def _at_layer(config: DecoderConfig, ropes: Ropes, layer: int | Array) -> tuple[Any, Array | int | None]:
+    """(rotary embedding, window) of a layer. What is equal in all layers is static; the rest is looked up."""
+    rope = ropes[0] if ropes else None
+    if len(set(config.layer_rope)) > 1:
+        which = _pick(config.layer_rope, layer)
+        static = isinstance(layer, int)
+        rope = ropes[which] if static else tuple(jnp.stack(parts)[which] for parts in zip(*ropes, strict=True))
+    elif config.layer_rope:
+        rope = ropes[config.layer_rope[0]]
+    windows = set(config.layer_window)
+    if len(windows) < 2:
+        return rope, next(iter(windows), None)
+    return rope, _pick(tuple(ALL_KEYS if window is None else window for window in config.layer_window), layer)
+
+
+def _pick(values: tuple[int, ...], layer: int | Array) -> int | Array:
+    return values[layer] if isinstance(layer, int) else jnp.asarray(values)[layer]
+
+
+def _embed(
+    context: Context, backbone: Params, tokens: Array, positions: Array, *, sharded_table: bool = True
+) -> Array:
+    """Token ids and positions [B, ...] -> [B, ..., D]. With `sharded_table` `fsdp` splits the table: each device looks up its columns for all
     rows, which are then resharded; the table itself, which is larger than a layer, is never gathered."""
     layout = context.layout
     names = ("data", "fsdp") if sharded_table else ("rows", None)
@@ -89,7 +134,16 @@ def _embed(context: Context, backbone: Params, tokens: Array, sharded_table: boo
     table = backbone["embed_in"]["embedding"]
     # Out-of-range ids become NaN rather than somebody else's row.
     x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(context.dtype)
-    return constrain(layout, constrain(layout, x, names[0], *[None] * (x.ndim - 2), names[1]), "rows")
+    config = context.config
+    if config.padding_idx is not None:  # as torch's Embedding: the gradient of this row is 0
+        x = jnp.where((tokens == config.padding_idx)[..., None], jax.lax.stop_gradient(x), x)
+    if config.embedding_scale is not None:
+        x = x * jnp.asarray(config.embedding_scale, context.dtype)
+    x = constrain(layout, constrain(layout, x, names[0], *[None] * (x.ndim - 2), names[1]), "rows")
+    if "embed_positions" in backbone:
+        table = backbone["embed_positions"]["embedding"]
+        x = x + jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan).astype(context.dtype)
+    return x
 
 
 def _final_norm(context: Context, backbone: Params, x: Array) -> Array:
@@ -132,22 +186,24 @@ def hidden(
     """
     config = context.config
     tokens, positions = mask_tokens(tokens, mask)
-    rope = _rope(config, positions)
+    ropes = _ropes(config, positions)
     if dropout_key is not None:
         dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0])
         context = dataclasses.replace(context, dropout=dropout)
-    x = _embed(context, backbone, tokens)
+    x = _embed(context, backbone, tokens, positions)
     x = context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
     drops_weights = dropout_key is not None and config.attention_dropout > 0
 
     def layer(x: Array, params: Params, index: Array, is_last: bool) -> Array:
         at_layer = context.at_layer(index, last if is_last else None)
+        rope, window = _at_layer(config, ropes, index)
 
         def drop(weights: Array, start: int) -> Array:
             return at_layer.drop(weights, DropoutSite.ATTENTION, start)
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, mask, drop if drops_weights else None), None
+            dropped = drop if drops_weights else None
+            return causal_attention(query, key, value, mask, config.score_function, window=window, drop=dropped), None
 
         return Block(at_layer).apply({"params": params}, x, rope, attend_fn)[0]
 
@@ -174,13 +230,20 @@ def hidden_after_prompts(
     prompts, prompt_positions = mask_tokens(prompts, prompt_mask)
     responses, positions = mask_tokens(responses, mask)
     lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
-    prompt_rope, rope = _rope(config, prompt_positions), _rope(config, positions + lengths[:, None])
-    columns = jnp.arange(responses.shape[1])
-    keep = mask[:, None, None, :] & (columns[:, None] >= columns[None, :])[None, None]
+    positions = positions + lengths[:, None]
+    prompt_ropes, ropes = _ropes(config, prompt_positions), _ropes(config, positions)
+    prompt_columns = jnp.arange(prompts.shape[1])
+    columns = prompts.shape[1] + jnp.arange(responses.shape[1])
 
     def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
+        prompt_rope, window = _at_layer(config, prompt_ropes, index)
+        rope, _ = _at_layer(config, ropes, index)
+        keep = mask[:, None, None, :] & causal_keep(columns, columns, window)[None, None]
+        prefix_window = None if window is None else causal_keep(columns, prompt_columns, window)
+
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
-            return causal_attention(query, key, value, prompt_mask), (key.swapaxes(1, 2), value.swapaxes(1, 2))
+            out = causal_attention(query, key, value, prompt_mask, config.score_function, window=window)
+            return out, (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
         at_layer = context.at_layer(index, 1 if is_last else None)
         prompt, (prefix_key, prefix_value) = Block(at_layer).apply(
@@ -189,13 +252,15 @@ def hidden_after_prompts(
 
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
-            out = attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prompt_mask)
+            prefix = (prefix_key, prefix_value, prompt_mask, config.score_function)
+            out = attend_after_prefix(query, key, value, keep, *prefix, prefix_window=prefix_window)
             return out.swapaxes(1, 2), None
 
         response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)
         return prompt, response
 
-    streams = tuple(_embed(context, backbone, ids) for ids in (prompts, responses))
+    rows = ((prompts, prompt_positions), (responses, positions))
+    streams = tuple(_embed(context, backbone, *ids) for ids in rows)
     prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **_outside_scan(context, True))
     return _final_norm(context, backbone, prompt[:, -1]), _final_norm(context, backbone, response)
 
@@ -203,7 +268,7 @@ def hidden_after_prompts(
 class Prefix(NamedTuple):
     """Keys and values of prompts."""
 
-    layers: list[Params]  # {"k", "v"} [P, H, C, K] each
+    layers: list[Params]  # {"k", "v"} [P, KV, C, K] each
     mask: Array  # [P, C] bool
 
 
@@ -213,25 +278,28 @@ def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> t
     tokens [P, C] int32, mask [P, C] bool, `backbone["layers"]` a list -> (last column's hidden states [P, D], prefix).
     """
     masked, positions = mask_tokens(tokens, mask)
-    rope = _rope(context.config, positions)
-    x, layers, block = _embed(context, backbone, masked, sharded_table=False), [], Block(context)
+    config, ropes = context.config, _ropes(context.config, positions)
+    x, layers, block = _embed(context, backbone, masked, positions, sharded_table=False), [], Block(context)
 
     def to_cache(x: Array) -> Array:
         return constrain(context.layout, x.swapaxes(1, 2), "rows", "tensor")
 
-    def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
-        return causal_attention(query, key, value, mask), {"k": to_cache(key), "v": to_cache(value)}
+    for index, params in enumerate(backbone["layers"]):
+        rope, window = _at_layer(config, ropes, index)
 
-    for params in backbone["layers"]:
+        def attend_fn(query: Array, key: Array, value: Array, window: int | None = window) -> tuple[Array, Params]:
+            out = causal_attention(query, key, value, mask, config.score_function, window=window)
+            return out, {"k": to_cache(key), "v": to_cache(value)}
+
         x, layer = block.apply({"params": params}, x, rope, attend_fn)
         layers.append(layer)
     return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
 
 
 def empty_cache(context: Context, rows: int, slots: int) -> list[Params]:
-    """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K], zero."""
+    """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K], zero."""
     config = context.config
-    shape = (rows, config.num_attention_heads, slots, config.head_dim)
+    shape = (rows, config.num_key_value_heads, slots, config.head_dim)
     empty = constrain(context.layout, jnp.zeros(shape, context.dtype), "rows", "tensor")
     return [{"k": empty, "v": empty} for _ in range(config.num_hidden_layers)]
 
@@ -250,22 +318,34 @@ def decode(
     Row i answers prompt i // (B / P) of `prefix`. Slots up to `index` are attended. Returns the hidden states [B, D]
     and the cache with the slot filled.
     """
-    rope = _rope(context.config, positions)
-    x, new_cache, block = _embed(context, backbone, tokens, sharded_table=False), [], Block(context)
-    keep = (jnp.arange(cache[0]["k"].shape[2]) <= index)[None, None, None, :]
+    config, ropes = context.config, _ropes(context.config, positions)
+    x, new_cache, block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
+    slots, columns = jnp.arange(cache[0]["k"].shape[2]), jnp.arange(prefix.mask.shape[1])
+    query_column = prefix.mask.shape[1] + jnp.asarray(index)[None]
 
     def write(buffer: Array, new: Array) -> Array:
         buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
         return constrain(context.layout, buffer, "rows", "tensor")
 
-    for params, prompt, old in zip(backbone["layers"], prefix.layers, cache, strict=True):
+    for layer_index, (params, prompt, old) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
+        rope, window = _at_layer(config, ropes, layer_index)
 
         def attend_fn(
-            query: Array, key: Array, value: Array, prompt: Params = prompt, old: Params = old
+            query: Array,
+            key: Array,
+            value: Array,
+            prompt: Params = prompt,
+            old: Params = old,
+            window: int | None = window,
         ) -> tuple[Array, Params]:
             new = {"k": write(old["k"], key), "v": write(old["v"], value)}
-            prompt_keys_values = (prompt["k"], prompt["v"], prefix.mask)
-            out = attend_after_prefix(query[:, :, None], new["k"], new["v"], keep, *prompt_keys_values)
+            keep = (slots <= index)[None, None, None, :]
+            in_window = None
+            if window is not None:
+                keep = keep & (slots > index - window)[None, None, None, :]
+                in_window = causal_keep(query_column, columns, window)
+            attended = (prompt["k"], prompt["v"], prefix.mask, config.score_function)
+            out = attend_after_prefix(query[:, :, None], new["k"], new["v"], keep, *attended, prefix_window=in_window)
             return out[:, :, 0], new
 
         x, layer = block.apply({"params": params}, x, rope, attend_fn)

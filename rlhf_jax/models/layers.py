@@ -49,17 +49,41 @@ class Dense(nn.Module):
         return out + product(context.layout, (None, self.names[1]), dtype, low_rank, b_rxF, None)
 
 
-def _layer_norm(context: Context) -> nn.Module:
+def _layer_norm(context: Context, name: str | None) -> nn.Module:
     # Linen reduces in float32 whatever the dtype; the fast variance E[x^2] - E[x]^2 would lose digits.
-    return nn.LayerNorm(epsilon=context.config.norm_eps, dtype=context.dtype, use_fast_variance=False)
+    return nn.LayerNorm(epsilon=context.config.norm_eps, dtype=context.dtype, use_fast_variance=False, name=name)
 
 
-NORMS: dict[str, Callable[[Context], nn.Module]] = {"layer_norm": _layer_norm}
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * scale, computed in float32. Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    The families differ in where they cast to the compute dtype, before the weight or after it, and in whether the
+    weight is stored as its difference from 1.
+    """
+
+    context: Context
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., n] -> [..., n] in the compute dtype."""
+        config, dtype = self.context.config, self.context.dtype
+        start = nn.initializers.zeros_init() if config.norm_offset else nn.initializers.ones_init()
+        scale = self.param("scale", start, (x.shape[-1],)).astype(jnp.float32)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_eps)
+        scale = 1.0 + scale if config.norm_offset else scale
+        return (x * scale).astype(dtype) if config.norm_in_float32 else x.astype(dtype) * scale.astype(dtype)
 
 
-def norm(context: Context) -> nn.Module:
+NORMS: dict[str, Callable[[Context, str | None], nn.Module]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": lambda context, name: RMSNorm(context, name=name),
+}
+
+
+def norm(context: Context, name: str | None = None) -> nn.Module:
     """The norm of the config's kind."""
-    return NORMS[context.config.norm](context)
+    return NORMS[context.config.norm](context, name)
 
 
 @jax.custom_jvp
@@ -80,11 +104,15 @@ def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return x * cdf, (cdf + x * jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5) * tangent
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": gelu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+}
 
 
 class MLP(nn.Module):
-    """D -> F -> activation -> D."""
+    """D -> F -> activation -> D; gated: activation(gate) * up."""
 
     context: Context
 
@@ -92,10 +120,21 @@ class MLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""
         context, config = self.context, self.context.config
-        up_site, down_site = DropoutSite.LORA_MLP_UP, DropoutSite.LORA_MLP_DOWN
-        up = Dense(context, config.intermediate_size, COLUMN_PARALLEL, config.mlp_bias, up_site, name="dense_h_to_4h")(
-            x
-        )
-        up = constrain(context.layout, up, "rows", *[None] * (x.ndim - 2), "tensor")
-        up = ACTIVATIONS[config.activation](up)
-        return Dense(context, config.hidden_size, ROW_PARALLEL, config.mlp_bias, down_site, name="dense_4h_to_h")(up)
+        units, bias, act = config.intermediate_size, config.mlp_bias, ACTIVATIONS[config.activation]
+
+        def hidden(name: str, features: int, site: DropoutSite) -> Array:
+            return Dense(context, features, COLUMN_PARALLEL, bias, site, name=name)(x)
+
+        def by_units(h: Array) -> Array:
+            return constrain(context.layout, h, "rows", *[None] * (x.ndim - 2), "tensor")
+
+        if config.fused_gate:
+            gate, up = jnp.split(hidden("gate_up", 2 * units, DropoutSite.LORA_MLP_UP), 2, axis=-1)
+            up = act(by_units(gate)) * by_units(up)
+        elif config.gated_mlp:
+            gate = by_units(hidden("gate", units, DropoutSite.LORA_MLP_GATE))
+            up = act(gate) * by_units(hidden("dense_h_to_4h", units, DropoutSite.LORA_MLP_UP))
+        else:
+            up = act(by_units(hidden("dense_h_to_4h", units, DropoutSite.LORA_MLP_UP)))
+        down_site = DropoutSite.LORA_MLP_DOWN
+        return Dense(context, config.hidden_size, ROW_PARALLEL, bias, down_site, name="dense_4h_to_h")(up)

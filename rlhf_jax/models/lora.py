@@ -62,17 +62,25 @@ def resolve_targets(family: Any, names: Sequence[str] | None, option: str) -> tu
       UserError: a name that is no linear layer.
     """
     if names is None:
+        if not family.lora_targets:
+            raise UserError(
+                f"{option}: PEFT has no default for {family.name}; name layers of {', '.join(family.linears)}, or "
+                f"{ALL_LINEAR!r}."
+            )
         return family.lora_targets
     if ALL_LINEAR in names:
         return tuple(family.linears)
-    if unknown := [name for name in names if name not in family.linears]:
+    # As PEFT: a name stands for every layer of that name, 'c_proj' of GPT-2 for two.
+    of_name = {name: [layer for layer in family.linears if f".{layer}".endswith(f".{name}")] for name in names}
+    if unknown := [name for name in names if not of_name[name]]:
         raise UserError(
             f"{option}: {unknown[0]!r} is no linear layer of {family.name}; there are {', '.join(family.linears)}, "
             f"or {ALL_LINEAR!r} for all of them (the head is none of these: see modules_to_save)."
         )
     if not names:
         raise UserError(f"{option} names no layer; there are {', '.join(family.linears)}, or {ALL_LINEAR!r}.")
-    return tuple(name for name in family.linears if name in names)
+    named = {layer for layers in of_name.values() for layer in layers}
+    return tuple(layer for layer in family.linears if layer in named)
 
 
 def resolve_modules_to_save(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:

@@ -13,11 +13,24 @@ from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import decoder, lora, quantization
-from rlhf_jax.models.context import Context
-from rlhf_jax.models.families import gpt_neox
+from rlhf_jax.models.context import Context, DecoderConfig
+from rlhf_jax.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    hf_config,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import product
-from rlhf_jax.models.tensor_table import ParamRule
+from rlhf_jax.models.tensor_table import PARAM_RULES
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
 from rlhf_jax.types import Array, Params
 
@@ -29,39 +42,79 @@ class Family:
     """What a family of decoders supplies: config, the decoder's switches, tensor table. All functions are pure."""
 
     name: str  # model_type in config.json
+    architectures: tuple[str, ...]  # supported class names in config.json: the causal model's, the classifier's, others
     config_from_hf: Callable  # config.json's dict, where it was read -> config; UserError for what is not supported
     config_to_hf: Callable  # config, kind -> dict
-    nested_defaults: dict[str, Any] = dataclasses.field(hash=False)  # of a config nested in a ScalarModel's
-    architectures: tuple[str, ...]  # supported class names in config.json
     decoder_config: Callable  # config -> context.DecoderConfig
     tensors: Callable  # config -> the checkpoint's backbone tensors, a list of tensor_table.Tensor
     prefix: str  # of the backbone's tensors in a checkpoint with a head
     ignored: tuple[str, ...]  # regular expressions of checkpoint buffers that hold no weights
-    param_rules: tuple[ParamRule, ...]
     # A layer's linear layers by the checkpoint's names, their paths in the backbone.
     linears: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
     # Modules that may be trained in full beside adapters, their paths in the params.
     modules: dict[str, tuple[str, ...]] = dataclasses.field(hash=False)
-    lora_targets: tuple[str, ...]  # the linear layers that PEFT adapts by default
+    lora_targets: tuple[str, ...]  # the linear layers that PEFT adapts by default; empty: it has no default
+    causal_head: str = "lm_head.weight"
+    conv1d: bool = False  # linear layers are stored as [in, out]
+    nested_defaults: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # in a ScalarModel's config
 
 
-FAMILIES: dict[str, Family] = {
-    "gpt_neox": Family(
+def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
+    """A family with Llama's tensor table; `class_name` is transformers', without its suffix."""
+    suffixes = ("ForCausalLM", "ForSequenceClassification", "Model")
+    architectures = fields.pop("architectures", tuple(class_name + suffix for suffix in suffixes))
+
+    def config_to_hf(config: DecoderConfig, kind: str) -> dict[str, Any]:
+        return hf_config.to_hf(config, architectures[kind == "scalar"])
+
+    table = {"prefix": llama.PREFIX, "ignored": llama.IGNORED, "linears": llama.LINEARS, "modules": llama.MODULES}
+    table |= {"tensors": llama.tensors, "lora_targets": llama.LORA_TARGETS, **fields}
+    functions = {"config_from_hf": module.config_from_hf, "config_to_hf": config_to_hf, "decoder_config": _as_it_is}
+    return Family(name=name, architectures=architectures, **functions, **table)
+
+
+def _as_it_is(config: DecoderConfig) -> DecoderConfig:
+    return config
+
+
+_GPT2 = {
+    "architectures": gpt2.ARCHITECTURES,
+    "prefix": gpt2.PREFIX,
+    "ignored": gpt2.IGNORED,
+    "linears": gpt2.LINEARS,
+    "modules": gpt2.MODULES,
+    "tensors": gpt2.tensors,
+    "lora_targets": gpt2.LORA_TARGETS,
+    "conv1d": True,
+}
+_FAMILIES = (
+    Family(
         name="gpt_neox",
+        architectures=gpt_neox.ARCHITECTURES,
         config_from_hf=gpt_neox.config_from_hf,
         config_to_hf=gpt_neox.config_to_hf,
-        nested_defaults=gpt_neox.NESTED_DEFAULTS,
-        architectures=gpt_neox.ARCHITECTURES,
         decoder_config=gpt_neox.decoder_config,
         tensors=gpt_neox.tensors,
         prefix=gpt_neox.PREFIX,
         ignored=gpt_neox.IGNORED,
-        param_rules=gpt_neox.PARAM_RULES,
         linears=gpt_neox.LINEARS,
         modules=gpt_neox.MODULES,
         lora_targets=gpt_neox.LORA_TARGETS,
-    )
-}
+        causal_head="embed_out.weight",
+        nested_defaults=gpt_neox.NESTED_DEFAULTS,
+    ),
+    _of_llama_layout("llama", llama, "Llama"),
+    _of_llama_layout("mistral", mistral, "Mistral"),
+    _of_llama_layout("qwen2", qwen2, "Qwen2"),
+    _of_llama_layout("qwen3", qwen3, "Qwen3"),
+    _of_llama_layout("smollm3", smollm3, "SmolLM3", lora_targets=()),
+    _of_llama_layout("olmo2", olmo2, "Olmo2", lora_targets=()),
+    _of_llama_layout("gemma2", gemma2, "Gemma2"),
+    _of_llama_layout("gemma3_text", gemma3, "Gemma3", architectures=gemma3.ARCHITECTURES),
+    _of_llama_layout("phi3", phi3, "Phi3", linears=llama.FUSED_LINEARS, lora_targets=()),
+    _of_llama_layout("gpt2", gpt2, "GPT2", **_GPT2),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +236,24 @@ class Model:
         hidden = constrain(self.layout, hidden, "data")
         names = (None, "vocabulary")
         kernel = constrain(self.layout, self._causal_kernel(params), *names)
-        logits = product(self.layout, names, jnp.dtype(jnp.float32), hidden, kernel, None)
+        logits = self._cap(product(self.layout, names, jnp.dtype(jnp.float32), hidden, kernel, None))
         return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
 
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
         """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""
         kernel = self._causal_kernel(unstacked)
         logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        logits = self._cap(logits)
         return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
+
+    @property
+    def linear_logits(self) -> bool:
+        """Whether logits are a linear function of the hidden states: no soft cap."""
+        return self.family.decoder_config(self.config).logit_softcap is None
+
+    def _cap(self, logits: Array) -> Array:
+        cap = self.family.decoder_config(self.config).logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _causal_kernel(self, params: Params) -> Array:
         return params["embed_out"]["kernel"] if "embed_out" in params else params["backbone"]["embed_in"]["embedding"].T
@@ -227,7 +290,7 @@ class Model:
         if self.layout is not None and self.layout.mesh.size > 1:
             without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
             rules = [
-                (path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self.family.param_rules
+                (path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in PARAM_RULES
             ]
             specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
             params = jax.lax.with_sharding_constraint(params, specs)
@@ -244,7 +307,7 @@ class Model:
         return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask)
 
     def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
-        """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, H, T, K]."""
+        """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K]."""
         return decoder.empty_cache(self._context(dtype), rows, slots)
 
     def decode(
@@ -266,7 +329,7 @@ class Model:
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
         """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
-        return partition_rules(self.family.param_rules, self.layout is not None and self.layout.folded)
+        return partition_rules(PARAM_RULES, self.layout is not None and self.layout.folded)
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:
@@ -281,16 +344,38 @@ def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model
 
 
 def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overrides: Any) -> Model:
-    """A GPT-NeoX of shape 'LAYERSxWIDTHxHEADS', such as '4x128x4'; UserError if it is not one."""
+    """A model of shape '[FAMILY:]LAYERSxWIDTHxHEADS[xKV]', such as '4x128x4' (GPT-NeoX) or 'qwen2:4x128x4x2'; KV are
+    the heads of keys and values. UserError if it is not one."""
+    name, _, shape = spec.lower().rpartition(":")
+    if (name or "gpt_neox") not in FAMILIES:
+        raise UserError(f"model shape {spec!r}: there is no family {name!r}; families: {', '.join(FAMILIES)}.")
     try:
-        layers, width, heads = (int(part) for part in spec.lower().split("x"))
+        layers, width, heads, *rest = (int(part) for part in shape.split("x"))
+        (own,) = rest or (heads,)
     except ValueError:
-        raise UserError(f"model shape {spec!r} is not LAYERSxWIDTHxHEADS, such as 4x128x4.") from None
-    if min(layers, width, heads) < 1 or width % heads:
         raise UserError(
-            f"model shape {spec!r}: numbers must be positive and the width {width} divisible by {heads} heads."
+            f"model shape {spec!r} is not [FAMILY:]LAYERSxWIDTHxHEADS[xKV], such as 4x128x4 or qwen2:4x128x4x2."
+        ) from None
+    if min(layers, width, heads, own) < 1 or width % heads or heads % own:
+        raise UserError(
+            f"model shape {spec!r}: numbers must be positive, the width {width} divisible by {heads} heads, and these "
+            f"by {own} heads of keys and values."
         )
-    return _gpt_neox(layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides)
+    if name in ("", "gpt_neox"):
+        if own != heads:
+            raise UserError(f"model shape {spec!r}: GPT-NeoX has as many heads of keys and values as of queries.")
+        return _gpt_neox(layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides)
+    if name == "gpt2":
+        hf = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": max_positions}
+        hf |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        # A gated MLP has three matrices: 8/3 of the width has the size of the plain MLP's 4.
+        hf = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": width // heads}
+        hf |= {"num_key_value_heads": own, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
+        hf |= {"max_position_embeddings": max_positions}
+        hf |= {"query_pre_attn_scalar": width // heads} if name.startswith("gemma") else {}
+    hf = {"model_type": name, "vocab_size": vocab_size, "tie_word_embeddings": True, **hf, **overrides}
+    return Model.from_hf_config({**hf, "pad_token_id": None}, f"model shape {spec}")
 
 
 def _gpt_neox(layers: int, width: int, heads: int, **fields: Any) -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL
 from rlhf_jax.models.lora import A, B
 
 ParamRule = tuple[str, tuple[str | None, ...]]
@@ -36,3 +37,20 @@ def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
         (rf"(^|/){path}/{A}$", (None, rows, None)),
         (rf"(^|/){path}/{B}$", (None, None, columns)),
     )
+
+
+# The axis of heads or units is last on the way in and first on the way out, so "tensor" splits between them. The first
+# axis of a layer's params is L and is never split: the scan slices it. Logits are split by columns: their kernel is
+# larger than a layer, so it is never gathered.
+PARAM_RULES: tuple[ParamRule, ...] = (
+    (r"(^|/)backbone/embed_in/embedding$", ("tensor", "fsdp")),
+    (r"(^|/)backbone/embed_positions/embedding$", (None, "fsdp")),
+    *linear_rules("backbone/layers/attention/(query_key_value|query|key|value)", COLUMN_PARALLEL),
+    *linear_rules("backbone/layers/attention/dense", ROW_PARALLEL),
+    *linear_rules("backbone/layers/mlp/(dense_h_to_4h|gate|gate_up)", COLUMN_PARALLEL),
+    *linear_rules("backbone/layers/mlp/dense_4h_to_h", ROW_PARALLEL),
+    (r"(^|/)backbone/layers/(\w+_layernorm|attention/(query|key)_norm)/(scale|bias)$", ()),
+    (r"(^|/)backbone/final_layer_norm/(scale|bias)$", ()),
+    (r"(^|/)embed_out/kernel$", (None, "vocabulary")),
+    (r"(^|/)score/(kernel|bias)$", ()),
+)

@@ -29,6 +29,9 @@ def compare_weights(report: Report, role: str, params, theirs, heads: int, epsil
                 (a, keys), (b, their_keys) = (split_keys(x, heads) for x in (a, b))
                 drift = float(np.abs(keys - their_keys).max()) / (2 * rates)
                 report.add(f"final {role}, key biases", drift, 1.0, where)
+            elif epsilon < NOISY_EPSILON and name.endswith("attention/key/bias"):
+                report.add(f"final {role}, key biases", float(np.abs(a - b).max()) / (2 * rates), 1.0, where)
+                continue
             report.add(f"final {role}, tensors", distance(a, b), WEIGHTS, where)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.context import DecoderConfig
-from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL
-from rlhf_jax.models.tensor_table import ParamRule, Tensor, linear_rules
+from rlhf_jax.models.rope import Rope
+from rlhf_jax.models.tensor_table import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +53,19 @@ def decoder_config(config: GPTNeoXConfig) -> DecoderConfig:
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_attention_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
-        rotary_ndims=config.rotary_ndims,
-        rotary_base=config.rotary_emb_base,
-        parallel_residual=config.use_parallel_residual,
+        max_position_embeddings=config.max_position_embeddings,
+        ropes=(Rope(config.rotary_ndims, config.rotary_emb_base),),
+        residual="parallel" if config.use_parallel_residual else "sequential",
         norm="layer_norm",
         norm_eps=config.layer_norm_eps,
         activation="gelu",
-        attention_bias=config.attention_bias,
+        gated_mlp=False,
+        qkv="interleaved",
+        query_key_value_bias=config.attention_bias,
+        attention_out_bias=config.attention_bias,
         mlp_bias=True,
         tie_word_embeddings=config.tie_word_embeddings,
         initializer_range=config.initializer_range,
@@ -221,20 +225,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "embed_out": ("embed_out",),
     "score": ("score",),
 }
-# QKV's last axis is head-major (H, 3, K), so "tensor" splits between heads. The first axis of a layer's params is L and
-# is never split: the scan slices it. Logits are split by columns: their kernel is larger than a layer, so it is never
-# gathered.
-PARAM_RULES: tuple[ParamRule, ...] = (
-    (r"(^|/)backbone/embed_in/embedding$", ("tensor", "fsdp")),
-    *linear_rules("backbone/layers/attention/query_key_value", COLUMN_PARALLEL),
-    *linear_rules("backbone/layers/attention/dense", ROW_PARALLEL),
-    *linear_rules("backbone/layers/mlp/dense_h_to_4h", COLUMN_PARALLEL),
-    *linear_rules("backbone/layers/mlp/dense_4h_to_h", ROW_PARALLEL),
-    (r"(^|/)backbone/layers/(input|post_attention)_layernorm/(scale|bias)$", ()),
-    (r"(^|/)backbone/final_layer_norm/(scale|bias)$", ()),
-    (r"(^|/)embed_out/kernel$", (None, "vocabulary")),
-    (r"(^|/)score/(kernel|bias)$", ()),
-)
 
 
 def tensors(config: GPTNeoXConfig) -> list[Tensor]:

@@ -33,7 +33,9 @@ CONFIG = "config.json"
 KINDS = ("causal", "scalar", "backbone", "causal+scalar")
 _CAUSAL_HEADS = ("embed_out.weight", "lm_head.weight")  # the published name and that of transformers 5's module
 _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS = "score.weight", "scalar_head.weight", "scalar_head.bias"
-_HEAD_NAMES = (*_CAUSAL_HEADS, _SCORE, _SCALAR_WEIGHT, _SCALAR_BIAS)
+# A score's bias, which transformers has no place for and warns of; it shifts all scores alike.
+_SCORE_BIAS = "score.bias"
+_HEAD_NAMES = (*_CAUSAL_HEADS, _SCORE, _SCORE_BIAS, _SCALAR_WEIGHT, _SCALAR_BIAS)
 _SCALAR_PREFIX = "lm_backbone."
 
 
@@ -338,7 +340,10 @@ def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dic
     labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
     if labels != 1:
         raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
-    return {"kernel": FileParam((_source(sources, _SCORE, shape, folder),), transpose=True)}
+    head = {"kernel": FileParam((_source(sources, _SCORE, shape, folder),), transpose=True)}
+    if _SCORE_BIAS in sources:
+        head["bias"] = HostParam(read_all(FileParam((_source(sources, _SCORE_BIAS, (1,), folder),))))
+    return head
 
 
 # --- save ------------------------------------------------------------------------------------------------------------
@@ -361,7 +366,8 @@ def save(
     them gather, the first writes. `extra_config` is added to config.json (token ids: bos_token_id, eos_token_id,
     pad_token_id). dtype 'float32', 'bfloat16' or 'float16'; max_shard_bytes: of a file.
     transformers' classifier has no bias, so the bias c of a scalar head w is folded into the final layer norm's,
-    b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores.
+    b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores. A norm without a bias has no place
+    for it: it becomes the tensor score.bias, which `load` reads and transformers does not.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} cannot be exported; use one of {', '.join(DTYPES)}.")
@@ -369,15 +375,18 @@ def save(
     config = model.to_hf_config(kind, torch_dtype=dtype, dtype=dtype, **(extra_config or {}))
     backbone = params["backbone"]
     tensors = {}  # by name: leaf, layer, whether the file has it transposed
-    if kind == "scalar" and "bias" in params["score"]:
+    folds = "bias" in backbone["final_layer_norm"]
+    if kind == "scalar" and "bias" in params["score"] and folds:
         backbone = {**backbone, "final_layer_norm": fold_score_bias(backbone["final_layer_norm"], params["score"])}
     for spec in model.family.tensors(model.config):
         leaf = functools.reduce(lambda node, key: node[key], spec.path, backbone)
         tensors[model.family.prefix + spec.name] = leaf, spec.layer, spec.transpose
     if kind == "scalar":
         tensors[_SCORE] = params["score"]["kernel"], None, True
+        if "bias" in params["score"] and not folds:
+            tensors[_SCORE_BIAS] = params["score"]["bias"], None, False
     elif not model.config.tie_word_embeddings:
-        tensors[_CAUSAL_HEADS[0]] = params["embed_out"]["kernel"], None, True
+        tensors[model.family.causal_head] = params["embed_out"]["kernel"], None, True
 
     def size(leaf, layer, _) -> int:
         return math.prod(leaf.shape if layer is None else leaf.shape[1:]) * DTYPES[dtype].itemsize

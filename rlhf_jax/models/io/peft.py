@@ -25,7 +25,7 @@ TASKS = {"causal": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _PREFIX = "base_model.model."
 _MODULES = {"embed_out": "lm_head"}  # of transformers 5, by the names of the checkpoint
 # Options under which the same tensors are another function, or more tensors are needed.
-_REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform")
+_REFUSED = ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform")
 _REFUSED += ("layer_replication", "target_parameters", "trainable_token_indices", "use_qalora", "arrow_config")
 _REFUSED += ("alora_invocation_tokens", "kasa_config", "monteclora_config", "use_bdlora")
 # Initializations that PEFT subtracts from the base, again whenever it loads the adapter.
@@ -145,25 +145,37 @@ def _normalize_name(name: str, family: Any) -> str:
     """A tensor's name without the parts that depend on PEFT's version and on the task type."""
     name = re.sub(r"\.(lora_[AB])\.[^.]+\.weight$", r".\1.weight", name.removeprefix(_PREFIX))
     name = re.sub(r"\.modules_to_save(\.[^.]+)?\.(weight|bias)$", r".\2", name)
-    for ours, theirs in _MODULES.items():
+    for ours, theirs in _renamed(family).items():
         name = f"{ours}.weight" if name == f"{theirs}.weight" else name
-    in_backbone = name.startswith(("layers.", "embed_in.", "final_layer_norm."))
+    in_backbone = not name.startswith((family.prefix, *(f"{module}." for module in _heads(family))))
     return f"{family.prefix}{name}" if in_backbone else name
+
+
+def _heads(family: Any) -> list[str]:
+    return [module for module, path in family.modules.items() if path[0] != "backbone"]
+
+
+def _renamed(family: Any) -> dict[str, str]:
+    """Modules that transformers 5 calls otherwise than the family's checkpoints."""
+    return {module: name for module, name in _MODULES.items() if module in family.modules}
 
 
 def _tensor_places(model: Any) -> dict[str, tuple[str, tuple[str, ...], int | None]]:
     """Every tensor that an adapter of the model may hold: its name to (module, path in the adapters, layer)."""
-    prefix, places = model.family.prefix, {}
-    for module, (layers, *rest) in model.family.linears.items():
-        for layer in range(model.config.num_hidden_layers):
+    family, places = model.family, {}
+    modules = {path: module for module, path in family.linears.items()}
+    saved = {path[1:]: (module, path) for module, path in family.modules.items() if path[0] == "backbone"}
+    for tensor in family.tensors(model.config):
+        path, name = tensor.path[:-1], family.prefix + tensor.name
+        if path in modules and tensor.path[-1] == "kernel":
             for theirs, ours in (("lora_A", lora.A), ("lora_B", lora.B)):
-                name = f"{prefix}{layers}.{layer}.{'.'.join(rest)}.{theirs}.weight"
-                places[name] = module, ("backbone", layers, *rest, ours), layer
-    for module, path in model.family.modules.items():
-        start = prefix if path[0] == "backbone" else ""
-        leaves = {"embed_in": {"weight": "embedding"}, "final_layer_norm": {"weight": "scale", "bias": "bias"}}
-        for theirs, ours in leaves.get(module, {"weight": "kernel"}).items():
-            places[f"{start}{module}.{theirs}"] = module, (*path, ours), None
+                layer = f"{name.removesuffix('.weight')}.{theirs}.weight"
+                places[layer] = modules[path], ("backbone", *path, ours), tensor.layer
+        elif path in saved:
+            module, path = saved[path]
+            places[name] = module, (*path, tensor.path[-1]), None
+    for module in _heads(family):
+        places[f"{module}.weight"] = module, (*family.modules[module], "kernel"), None
     return places
 
 
@@ -212,7 +224,8 @@ def save(
       revision: of the base, on the hub.
       norm: a final layer norm for the adapter to hold.
     """
-    form, other_head = model.lora, {"causal": "score", "scalar": "embed_out"}[kind]
+    form, heads = model.lora, {path: module for module, path in model.family.modules.items()}
+    other_head = heads[{"causal": ("score",), "scalar": ("embed_out",)}[kind]]
     tree = adapters
     if norm is not None:
         tree = {**adapters, "backbone": {**adapters["backbone"], "final_layer_norm": norm}}
@@ -229,10 +242,10 @@ def save(
             gathered[path] = np.asarray(gather_to_host(leaf), np.float32)
         array = gathered[path] if layer is None else gathered[path][layer]
         transpose = path[-1] in (lora.A, lora.B, "kernel")
-        name = name.replace(module, _MODULES.get(module, module)) if layer is None else name
+        name = name.replace(module, _renamed(model.family).get(module, module)) if layer is None else name
         tensors[_PREFIX + name] = np.ascontiguousarray(array.T if transpose else array)
-        if layer is None and _MODULES.get(module, module) not in modules:
-            modules.append(_MODULES.get(module, module))
+        if layer is None and _renamed(model.family).get(module, module) not in modules:
+            modules.append(_renamed(model.family).get(module, module))
     if not is_main():
         return
     folder = Path(folder)
@@ -249,7 +262,7 @@ def save(
         "use_rslora": form.use_rslora,
         "modules_to_save": modules or None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": model.family.conv1d,
         "inference_mode": True,
     }
     write_file(folder / WEIGHTS, tensors)

@@ -1,0 +1,44 @@
+"""Gemma 3, text: Gemma 2 with norms of query and key heads and another rotation on windowed layers. arXiv:2503.19786."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.families.gemma2 import gemma_fields, softcap
+from rlhf_jax.models.families.hf_config import Reader, finish
+from rlhf_jax.models.rope import Rope
+
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Gemma3TextModel")
+
+
+def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
+    """UserError for a key that is missing, wrong or not supported."""
+    if "text_config" in hf:
+        raise UserError(f"{where}: this is a model of images and text; only Gemma 3's text models are supported.")
+    reader = Reader(hf, where)
+    local = Reader({"rope_theta": hf.get("rope_local_base_freq"), **_of_kind(hf, "sliding_attention")}, where)
+    whole = Reader({**hf, **_of_kind(hf, "full_attention")}, where)
+    for key in ("rope_local_base_freq", "rope_theta", "rope_scaling", "rope_parameters"):
+        reader.value(key)
+    plain = Reader({key: value for key, value in hf.items() if not key.startswith("rope_")}, where)
+    fields = gemma_fields(plain)
+    size, positions, layers = fields["head_dim"], fields["max_position_embeddings"], fields["num_hidden_layers"]
+    ropes: tuple[Rope, ...] = (local.rope(size, 10_000.0, positions), whole.rope(size, 1_000_000.0, positions))
+    pattern = reader.size("sliding_window_pattern", 6)
+    types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
+    types = reader.by_layer("layer_types", layers) or types
+    window = reader.size("sliding_window", 4096)
+    fields |= {"qk_norm": "head", "ropes": ropes, "layer_window": reader.windows(layers, window, types)}
+    fields["layer_rope"] = tuple(int(kind == "full_attention") for kind in types)
+    fields["attention_softcap"] = softcap(reader, "attn_logit_softcapping", None)
+    fields["logit_softcap"] = softcap(reader, "final_logit_softcapping", None)
+    reader.mark(plain)
+    return finish(reader, fields)
+
+
+def _of_kind(hf: dict[str, Any], kind: str) -> dict[str, Any]:
+    """rope_parameters of one kind of layers (transformers 5)."""
+    given = hf.get("rope_parameters")
+    return {"rope_parameters": given[kind]} if isinstance(given, dict) and given.get(kind) else {"rope_parameters": None}
