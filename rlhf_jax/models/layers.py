@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", start, (x.shape[-1],)).astype(jnp.float32)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_eps)
-        scale = 1.0 + scale if config.norm_offset else scale
+        scale = (1.0 + scale if config.norm_offset else scale).reshape((1,) * (x.ndim - 1) + scale.shape)
         return (x * scale).astype(dtype) if config.norm_in_float32 else x.astype(dtype) * scale.astype(dtype)
 
 
