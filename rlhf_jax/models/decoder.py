@@ -27,7 +27,6 @@ from rlhf_jax.models.scan_layers import scan_layers
 from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array, Params
 
-
 RESIDUALS = ("sequential", "parallel", "post", "sandwich")
 
 
@@ -123,11 +122,12 @@ def _pick(values: tuple[int, ...], layer: int | Array) -> int | Array:
     return values[layer] if isinstance(layer, int) else jnp.asarray(values)[layer]
 
 
-def _embed(
-    context: Context, backbone: Params, tokens: Array, positions: Array, *, sharded_table: bool = True
-) -> Array:
-    """Token ids and positions [B, ...] -> [B, ..., D]. With `sharded_table` `fsdp` splits the table: each device looks up its columns for all
-    rows, which are then resharded; the table itself, which is larger than a layer, is never gathered."""
+def _embed(context: Context, backbone: Params, tokens: Array, positions: Array, *, sharded_table: bool = True) -> Array:
+    """Token ids and positions [B, ...] -> [B, ..., D].
+
+    With `sharded_table` `fsdp` splits the table: each device looks up its columns for all rows, which are then
+    resharded; the table itself, which is larger than a layer, is never gathered.
+    """
     layout = context.layout
     names = ("data", "fsdp") if sharded_table else ("rows", None)
     tokens = constrain(layout, tokens, names[0])

@@ -289,9 +289,7 @@ class Model:
         params = self.cast_params(params, dtype)
         if self.layout is not None and self.layout.mesh.size > 1:
             without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
-            rules = [
-                (path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in PARAM_RULES
-            ]
+            rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in PARAM_RULES]
             specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
             params = jax.lax.with_sharding_constraint(params, specs)
         layers = params["backbone"]["layers"]
@@ -364,13 +362,20 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
     if name in ("", "gpt_neox"):
         if own != heads:
             raise UserError(f"model shape {spec!r}: GPT-NeoX has as many heads of keys and values as of queries.")
-        return _gpt_neox(layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides)
+        return _gpt_neox(
+            layers, width, heads, vocab_size=vocab_size, max_position_embeddings=max_positions, **overrides
+        )
     if name == "gpt2":
         hf = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": max_positions}
         hf |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     else:
         # A gated MLP has three matrices: 8/3 of the width has the size of the plain MLP's 4.
-        hf = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": width // heads}
+        hf = {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "head_dim": width // heads,
+        }
         hf |= {"num_key_value_heads": own, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
         hf |= {"max_position_embeddings": max_positions}
         hf |= {"query_pre_attn_scalar": width // heads} if name.startswith("gemma") else {}

@@ -79,7 +79,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
-    "phi3": ("Phi3", {**NO_HEAD_DIM, "sliding_window": 8, "rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.75}}),
+    "phi3": (
+        "Phi3",
+        {**NO_HEAD_DIM, "sliding_window": 8, "rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.75}},
+    ),
     "gpt2": (
         "GPT2",
         {

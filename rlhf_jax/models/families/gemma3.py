@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with norms of query and key heads and another rotation on windowed layers. arXiv:2503.19786."""
+"""Gemma 3, text (arXiv:2503.19786): Gemma 2 with norms of query and key heads, and another rotation under the window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     fields = gemma_fields(plain)
     size, positions, layers = fields["head_dim"], fields["max_position_embeddings"], fields["num_hidden_layers"]
     ropes: tuple[Rope, ...] = (local.rope(size, 10_000.0, positions), whole.rope(size, 1_000_000.0, positions))
-    pattern = reader.size("sliding_window_pattern", 6)
+    given = reader.value("_sliding_window_pattern")  # as transformers 5 writes it
+    pattern = reader.size("sliding_window_pattern", 6 if given is None else given)
     types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
     types = reader.by_layer("layer_types", layers) or types
     window = reader.size("sliding_window", 4096)
@@ -41,4 +42,6 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
 def _of_kind(hf: dict[str, Any], kind: str) -> dict[str, Any]:
     """rope_parameters of one kind of layers (transformers 5)."""
     given = hf.get("rope_parameters")
-    return {"rope_parameters": given[kind]} if isinstance(given, dict) and given.get(kind) else {"rope_parameters": None}
+    return (
+        {"rope_parameters": given[kind]} if isinstance(given, dict) and given.get(kind) else {"rope_parameters": None}
+    )

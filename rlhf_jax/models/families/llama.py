@@ -86,7 +86,10 @@ def tensors(config: DecoderConfig) -> list[Tensor]:
     vectors = {}
     if config.qk_norm is not None:
         by_head = config.qk_norm == "head"
-        vectors = {"q_norm": ("query_norm", size if by_head else heads), "k_norm": ("key_norm", size if by_head else own)}
+        vectors = {
+            "q_norm": ("query_norm", size if by_head else heads),
+            "k_norm": ("key_norm", size if by_head else own),
+        }
     out = [Tensor("embed_tokens.weight", (config.vocab_size, width), ("embed_in", "embedding"))]
     for layer in range(config.num_hidden_layers):
         for norm in norms:

@@ -59,7 +59,9 @@ def test_logits_and_hidden_states_equal_those_of_transformers(family, checkpoint
     tokens, mask = rows()
     with torch.no_grad():
         out = theirs(**reference_inputs(tokens, mask), output_hidden_states=True)
-    assert distance(np.asarray(hidden_of(model, params, tokens, mask))[mask], out.hidden_states[-1].numpy()[mask]) < 1e-5
+    assert (
+        distance(np.asarray(hidden_of(model, params, tokens, mask))[mask], out.hidden_states[-1].numpy()[mask]) < 1e-5
+    )
     assert distance(np.asarray(logits_of(model, params, tokens, mask))[mask], out.logits.numpy()[mask]) < 1e-5
 
 
