@@ -125,11 +125,11 @@ def causal_attention(
 ) -> Array:
     """Attention of the last Q of S positions to the unmasked positions up to themselves.
 
-    query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key
-    h // (H / KV). With `window` W position i sees i - W < j <= i. Queries go in blocks, and a block skips the keys after
-    its last query, which are all masked: nearly half of the work of long rows. `drop` takes a block's weights [B, H, Q, S'] and
-    its first query. Without it the backward pass recomputes the weights from their log-sum-exp, so that none are kept
-    (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
+    query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key h // (H
+    / KV). With `window` W position i sees i - W < j <= i. Queries go in blocks, and a block skips the keys after its
+    last query, which are all masked: nearly half of the work of long rows. `drop` takes a block's weights [B, H, Q, S']
+    and its first query. Without it the backward pass recomputes the weights from their log-sum-exp, so that none are
+    kept (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
     """
     if key.shape[2] != query.shape[2]:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
@@ -291,9 +291,9 @@ def attend_after_prefix(
 ) -> Array:
     """Attention of continuations to themselves and to the prefix that G of them share, in one softmax.
 
-    Row i continues prefix i // G, G = B / P. query [B, H, Q, K], key and value [B, KV, S, K], keep bool
-    [B or 1, 1, Q or 1, S], prefix_key and prefix_value [P, KV, C, K], prefix_keep [P, C] bool, prefix_window [Q, C] bool
-    or None -> [B, H, Q, K]. Neither a prefix nor a key that several heads read is copied: their queries are grouped instead. The
+    Row i continues prefix i // G, G = B / P. query [B, H, Q, K], key and value [B, KV, S, K], keep bool [B or 1, 1, Q
+    or 1, S], prefix_key and prefix_value [P, KV, C, K], prefix_keep [P, C] bool, prefix_window [Q, C] bool or None ->
+    [B, H, Q, K]. Neither a prefix nor a key that several heads read is copied: their queries are grouped instead. The
     backward pass is as that of `causal_attention`.
     """
     rows, heads, queries, size = query.shape

@@ -1,4 +1,4 @@
-"""Gemma 3, text (arXiv:2503.19786): Gemma 2 with norms of query and key heads; windowed layers rotate by another base."""
+"""Gemma 3, text (arXiv:2503.19786): Gemma 2 with norms of query and key heads; windowed layers rotate otherwise."""
 
 from __future__ import annotations
 
