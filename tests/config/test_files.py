@@ -35,6 +35,10 @@ VARIANTS = (
     "tldr_reward:6.9b",
     "tldr_ppo:6.9b",
     "tldr_ppo:12b",
+    "ppo_llama:3b",
+    "rloo_deepmath:1.5b",
+    "rloo_deepmath:7b",
+    "rloo_deepmath:lora",
     "tldr_rloo:6.9b",
     "tldr_rloo:12b",
     "tldr_rloo:current",
@@ -106,7 +110,8 @@ def test_a_path_may_have_a_variant_and_ints_become_floats(tmp_path):
 
 def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = config_files.shipped_configs()
-    more = {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
+    more = {"rloo_deepmath.py", "rloo_qwen3.py", "ppo_llama.py"}
+    more |= {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
@@ -222,7 +227,7 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
 
 
 BAD_SPECS = {
-    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, quickstart.py, quickstart_lora.py",
+    "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, ppo_llama.py, quickstart.py",
     "nothing/like_it.py": "no such file",
     "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",
     "quickstart.py:big": "quickstart.py has no variant 'big'. It has none",

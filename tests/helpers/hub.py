@@ -17,13 +17,44 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import pathlib
 import threading
 import urllib.parse
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.helpers.paths import ROOT
+
 KINDS = {"models": "model", "datasets": "dataset"}
+
+# Python reads sitecustomize first of all, so nobody ever finds a torch: neither `import` nor find_spec.
+WITHOUT_TORCH = """
+import importlib.machinery
+
+find = importlib.machinery.PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    return None if name == "torch" else find(name, path, target)
+
+importlib.machinery.PathFinder.find_spec = find_spec
+"""
+
+
+def environment_without_torch(hub: Hub, folder: pathlib.Path) -> dict[str, str]:
+    """Variables of a child process: this hub, a cache in an empty folder, no torch."""
+    (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "JAX_", "XLA_"))}
+    return {
+        **kept,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(folder / "cache"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 class Hub:

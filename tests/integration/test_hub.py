@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -21,9 +20,8 @@ from rlhf_jax import models
 from rlhf_jax.data import synthetic
 from rlhf_jax.models.io import hf
 from tests.helpers.children import QUICK
-from tests.helpers.hub import Hub
+from tests.helpers.hub import Hub, environment_without_torch
 from tests.helpers.optional import optional
-from tests.helpers.paths import ROOT
 
 torch = optional("torch")
 SFT = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
@@ -32,18 +30,6 @@ POSTS = "trl-lib/tldr"
 PLANNED = "somebody/large-model"
 COMMAND = (sys.executable, "-m", "rlhf_jax.train", "--config", "tldr_ppo.py", "--total_episodes", "64")
 EOS = "<|endoftext|>"
-
-# Python reads sitecustomize first of all, so nobody ever finds a torch: neither `import` nor find_spec.
-WITHOUT_TORCH = """
-import importlib.machinery
-
-find = importlib.machinery.PathFinder.find_spec
-
-def find_spec(name, path=None, target=None):
-    return None if name == "torch" else find(name, path, target)
-
-importlib.machinery.PathFinder.find_spec = find_spec
-"""
 
 METRICS = """
 eps lr episode epoch objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
@@ -126,18 +112,7 @@ def hub():
 @pytest.fixture(scope="module")
 def environment(hub, tmp_path_factory):
     """The user's: a hub, an empty cache, no torch."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "JAX_", "XLA_"))}
-    return {
-        **kept,
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-        "NO_PROXY": "127.0.0.1",
-    }
+    return environment_without_torch(hub, tmp_path_factory.mktemp("home"))
 
 
 def command(environment, *arguments: str, cwd) -> subprocess.CompletedProcess:
