@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "rloo"), default="ppo")
-    parser.add_argument("--shape", default="14m", help="a Pythia size, or LAYERSxWIDTHxHEADS[xROWS]")
+    parser.add_argument("--shape", default="14m", help="a Pythia size, or [FAMILY:]LAYERSxWIDTHxHEADS[xKV][@ROWS]")
     counts = [("batch", 16, "responses an update"), ("epochs", 4, "update epochs over them")]
     counts += [("query_length", 512, "maximum tokens of a prompt"), ("response_length", 53, "tokens of each response")]
     counts += [("num_generations", 4, "RLOO: responses to a prompt"), ("updates", 3, "updates of each process")]
@@ -163,16 +163,16 @@ def has_cuda() -> bool:
 
 
 def model_of(shape: str, tokenizer):
-    """Model of a shape: a Pythia size with its published vocabulary rows, or LAYERSxWIDTHxHEADS[xROWS].
+    """Model of a shape: a Pythia size with its published vocabulary rows, or [FAMILY:]LAYERSxWIDTHxHEADS[xKV][@ROWS].
 
     Raises:
       UserError: unknown shape, or the tokenizer has more ids than the model has rows.
     """
     rows = 128 * -(-tokenizer.vocab_size // 128)
-    if shape.count("x") == 3:
-        shape, given = shape.rsplit("x", 1)
+    if "@" in shape:
+        shape, given = shape.rsplit("@", 1)
         if not given.isdecimal() or int(given) < rows:
-            raise UserError(f"--shape ...x{given}: the tokenizer needs {rows} rows or more")
+            raise UserError(f"--shape ...@{given}: the tokenizer needs {rows} vocabulary rows or more")
         return models.custom_shape(shape, int(given))
     if "x" in shape:
         return models.custom_shape(shape, rows)
@@ -368,7 +368,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     about = {"machine": machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
     model, lengths = prepare(case, work, args.pairs)
-    shape = benchmark_work.Shape.of(model.config)
+    shape = benchmark_work.Shape.of(model)
     given, trials, micro, pairs = {"ours": args.micro, "trl": args.trl_micro}, [], {}, []
     for name in systems:
         sizes = sizes_to_try(name, case, given[name])

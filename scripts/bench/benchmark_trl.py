@@ -95,7 +95,7 @@ def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any
     """TRL's PPOTrainer. Frozen models, which it leaves out of mixed precision, are loaded in half precision."""
     import torch
     from datasets import Dataset
-    from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
     tokenizer = tokenizer_of(work)
@@ -105,10 +105,10 @@ def ppo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, Any
         return kind.from_pretrained(work / "start" / name, dtype=dtype, attn_implementation="sdpa")
 
     models = {
-        "model": load(GPTNeoXForCausalLM, "policy"),
-        "ref_model": load(GPTNeoXForCausalLM, "policy", frozen),
-        "reward_model": load(GPTNeoXForSequenceClassification, "reward", frozen),
-        "value_model": load(GPTNeoXForSequenceClassification, "reward"),
+        "model": load(AutoModelForCausalLM, "policy"),
+        "ref_model": load(AutoModelForCausalLM, "policy", frozen),
+        "reward_model": load(AutoModelForSequenceClassification, "reward", frozen),
+        "value_model": load(AutoModelForSequenceClassification, "reward"),
     }
     ids = [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows]
     data = Dataset.from_dict({"input_ids": ids})
@@ -153,12 +153,12 @@ def rloo_trainer(case: Case, work: Path, rows: list[dict], options: dict[str, An
     """TRL's RLOOTrainer with the reward model, to which it passes decoded text."""
     import torch
     from datasets import Dataset
-    from transformers import GPTNeoXForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
     from trl import RLOOConfig, RLOOTrainer
 
     tokenizer = tokenizer_of(work)
     frozen = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
-    reward = GPTNeoXForSequenceClassification.from_pretrained(
+    reward = AutoModelForSequenceClassification.from_pretrained(
         work / "start/reward", dtype=frozen, attn_implementation="sdpa"
     )
     trainer = RLOOTrainer(

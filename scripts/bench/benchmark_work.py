@@ -28,26 +28,51 @@ def blocked(length: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT-NeoX."""
+    """Sizes of a decoder."""
 
     layers: int
     width: int
     hidden: int
     vocab: int
+    heads: int = 0
+    """Entries of all query heads together; 0: the width."""
+    key_value: int = 0
+    """Entries of all heads of keys; 0: as those of queries."""
+    gated: bool = False
+    """Whether the MLP has two matrices into its hidden units."""
 
     @classmethod
-    def of(cls, config) -> Shape:
-        """From a GPTNeoXConfig."""
-        return cls(config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
+    def of(cls, model) -> Shape:
+        """From a `models.Model`."""
+        config = model.family.decoder_config(model.config)
+        sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
+        heads, own = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        return cls(*sizes, heads, own, config.gated_mlp)
+
+    @property
+    def attended(self) -> int:
+        """Entries of all query heads together."""
+        return self.heads or self.width
+
+    @property
+    def kept(self) -> int:
+        """Entries of keys and values of a token and layer."""
+        return 2 * (self.key_value or self.attended)
+
+    @property
+    def qkv(self) -> int:
+        """Entries of a layer's matrices for query, key and value."""
+        return self.width * (self.attended + self.kept)
 
     @property
     def matrices(self) -> int:
-        """Entries of the layers' matrices: QKV 3 D^2, output projection D^2, MLP 2 D F."""
-        return self.layers * (4 * self.width**2 + 2 * self.width * self.hidden)
+        """Entries of the layers' matrices: QKV, output projection, MLP."""
+        mlp = (3 if self.gated else 2) * self.width * self.hidden
+        return self.layers * (self.qkv + self.attended * self.width + mlp)
 
     def forward(self, tokens: int, pairs: int, logits: int, asked: tuple[int, int]) -> int:
-        """FLOPs of a forward pass: 2 per matrix entry and token, 4 D per layer and pair (scores, weighted values), 2 D
-        V per row of logits. Norms, softmax and activations are not counted (Chowdhery et al. 2022, appendix B).
+        """FLOPs of a forward pass: 2 per matrix entry and token, 4 H K per layer and pair (scores, weighted values),
+        2 D V per row of logits. Norms, softmax and activations are not counted (Chowdhery et al. 2022, appendix B).
 
         Args:
           tokens: number of input tokens.
@@ -55,8 +80,8 @@ class Shape:
           logits: positions with logits.
           asked: tokens, and their pairs, whose last hidden states are used. Others need only QKV in the last layer.
         """
-        attention = 4 * self.width * ((self.layers - 1) * pairs + asked[1])
-        after_qkv = self.matrices // self.layers - 3 * self.width**2
+        attention = 4 * self.attended * ((self.layers - 1) * pairs + asked[1])
+        after_qkv = self.matrices // self.layers - self.qkv
         unused = after_qkv * (tokens - asked[0])
         return 2 * (self.matrices * tokens - unused) + attention + 2 * self.width * self.vocab * logits
 
@@ -127,7 +152,7 @@ def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: int
     """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
     steps, rows = response - 1, len(prompts) * group
     weights = shape.matrices + shape.width * shape.vocab
-    kept = 2 * shape.layers * shape.width  # entries of keys and values per token
+    kept = shape.layers * shape.kept  # entries of keys and values per token
     read = steps * (weights + kept * sum(prompts)) + kept * rows * causal(steps)
     return read * BYTES[dtype]
 
@@ -155,5 +180,5 @@ def counted_by_xla(model, rows: int, length: int) -> float:
 def both_counts(model, rows: int, length: int) -> dict[str, float]:
     """FLOPs of that forward pass by formula and by XLA, as a check of the formula."""
     logits, pairs = rows * length, rows * blocked(length)
-    formula = Shape.of(model.config).forward(rows * length, pairs, logits, (rows * length, pairs))
+    formula = Shape.of(model).forward(rows * length, pairs, logits, (rows * length, pairs))
     return {"rows": rows, "length": length, "formula": formula, "xla": counted_by_xla(model, rows, length)}

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit code 2: wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "rloo"), default="ppo")
-    parser.add_argument("--shape", default="1b", help="a Pythia size, or LAYERSxWIDTHxHEADS[xROWS]")
+    parser.add_argument("--shape", default="1b", help="a Pythia size, or [FAMILY:]LAYERSxWIDTHxHEADS[xKV][@ROWS]")
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         jaxprs, widths = programs(case, model, tokenizer, args.micro)
         shares = shares_of(lengths, rows, widths)
-        shape = benchmark_work.Shape.of(model.config)
+        shape = benchmark_work.Shape.of(model)
         floor = benchmark_work.work(
             shape, lengths, case.group, case.response_length, case.epochs, case.algo, case.frozen
         )

@@ -37,7 +37,7 @@ AXES: dict[str, tuple[str, tuple]] = {
     "prompt length": ("query_length", (64, 128, 256, 512, 1024)),
     "response length": ("response_length", (16, 64, 256, 512)),
     "model": ("shape", ("14m", "31m", "70m", "160m")),
-    "vocabulary": ("shape", ("6x128x4x2048", "6x128x4x12576", "6x128x4x50304")),
+    "vocabulary": ("shape", ("6x128x4@2048", "6x128x4@12576", "6x128x4@50304")),
 }
 """Axis: the field of `Case` that varies, and its values."""
 
@@ -67,7 +67,7 @@ def point(case: Case, work: Path) -> dict[str, float]:
     result = benchmark.run_child("ours", case, work, 0, MICRO)
     if "out_of_memory" in result:
         raise UserError(f"{case.name}: out of memory")
-    shape = benchmark_work.Shape.of(model.config)
+    shape = benchmark_work.Shape.of(model)
     found = benchmark_work.work(
         shape, lengths[0], case.group, case.response_length, case.epochs, case.algo, case.frozen
     )

@@ -192,18 +192,19 @@ def test_failing_child_is_told_with_the_end_of_its_log(tmp_path):
 # --- FLOPs and bytes
 
 
-@pytest.mark.parametrize("spec", ["1x128x4", "2x64x2", "3x256x8"])
+@pytest.mark.parametrize("spec", ["1x128x4", "2x64x2", "3x256x8", "llama:2x128x4x2"])
 @pytest.mark.parametrize("length", [64, 128, 200])
 def test_flop_formula_is_within_5_percent_of_what_xla_counts(spec, length):
     found = benchmark_work.both_counts(models.custom_shape(spec, 512), 4, length)
     assert found["formula"] == pytest.approx(found["xla"], rel=0.05)
 
 
-def test_matrices_of_the_formula_are_those_of_the_params():
-    model = models.pythia("14m")
+@pytest.mark.parametrize("spec", ["6x128x4", "llama:2x64x8x2", "gemma2:2x64x4x1", "gpt2:2x64x4"])
+def test_matrices_of_the_formula_are_those_of_the_params(spec):
+    model = models.custom_shape(spec, 512)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     layers = jax.tree.leaves(params["backbone"]["layers"])
-    assert benchmark_work.Shape.of(model.config).matrices == sum(x.size for x in layers if x.ndim == 3)
+    assert benchmark_work.Shape.of(model).matrices == sum(x.size for x in layers if x.ndim == 3)
 
 
 def test_work_counts_a_prompt_once_for_its_group_and_no_padding():
