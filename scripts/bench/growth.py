@@ -52,7 +52,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def sizes_of(axis: str, values: Sequence[Any]) -> list[float]:
     """Sizes of the values of an axis: parameters of a model, rows of a vocabulary."""
     if axis == "vocabulary":
-        return [float(value.rsplit("x", 1)[1]) for value in values]
+        return [float(value.rsplit("@", 1)[1]) for value in values]
     if axis == "model":
         models = [benchmark.model_of(value, data.load_tokenizer("synthetic")) for value in values]
         trees = [jax.eval_shape(lambda model=model: model.init(jax.random.key(0))) for model in models]

@@ -21,7 +21,7 @@ def test_an_exponent_is_the_slope_of_the_logarithms():
 
 def test_sizes_are_the_numbers_behind_the_values():
     assert growth.sizes_of("batch", (8, 16)) == [8, 16]
-    assert growth.sizes_of("vocabulary", ("6x128x4x2048",)) == [2048]
+    assert growth.sizes_of("vocabulary", ("6x128x4@2048",)) == [2048]
     (size,) = growth.sizes_of("model", ("14m",))
     assert size == 14_067_712  # Biderman et al. 2023, table of the suite: 14m
 
