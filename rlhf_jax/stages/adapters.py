@@ -14,7 +14,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.parallel import multihost
-from rlhf_jax.stages.context import StageContext
+from rlhf_jax.stages.context import StageContext, save_stop_ids
 from rlhf_jax.types import Params
 
 Origin = tuple[str, str | None]
@@ -231,6 +231,8 @@ def export(
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
         save_tokenizer(tokenizer, adapter)
+        if kind == "causal":
+            save_stop_ids(tokenizer, adapter)
     multihost.wait_for_all("export of adapters")
     if export_merged:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)

@@ -234,6 +234,19 @@ def test_options_are_the_runs_but_for_those_given(room, tmp_path):
     assert made.output_dir == str(folder / "evaluation") and made.pairs is None
 
 
+def test_answers_of_all_policies_end_with_any_of_the_stop_token_ids(room, tmp_path):
+    given = {"ref_model_path": room / "sft", "num_generations": 2, "response_length": 20}
+    plain, _, _ = done(room, tmp_path / "plain", **given)
+    many = tuple(range(0, data.load_tokenizer("synthetic").vocab_size, 2))
+    written, _, _ = done(room, tmp_path / "several", stop_token_ids=many, **given)
+    assert written["sampling"]["stop_token_ids"] == list(many) and plain["sampling"]["stop_token_ids"] is None
+    lengths = [{row["name"]: row["length"] for row in each["policies"]} for each in (plain, written)]
+    assert lengths[0].keys() == lengths[1].keys() and {"policy", "ref_model"} <= lengths[0].keys()
+    assert all(lengths[1][name] < lengths[0][name] for name in ("policy", "ref_model"))
+    with pytest.raises(UserError, match="stop_token_ids generation_config"):
+        run(EvaluateConfig(**options(room, output_dir=tmp_path / "none", stop_token_ids="generation_config")), print)
+
+
 def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):
     old = tmp_path / "old"
     finished_run(room, old, sft_model_path=str(old / "sft" / "policy"))
