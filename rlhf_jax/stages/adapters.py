@@ -36,7 +36,7 @@ def lora_form(config, model: Model, kind: str) -> lora.Lora:
       UserError: a layer or a module that the model does not have.
     """
     family = model.family
-    targets = lora.resolve_targets(family, config.lora_target_modules, "lora_target_modules")
+    targets = lora.resolve_targets(model, config.lora_target_modules, "lora_target_modules")
     names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
     absent = {"score"} | ({"embed_out"} if kind == "scalar" or model.config.tie_word_embeddings else set())
     if wrong := [name for name in names if name in absent]:
