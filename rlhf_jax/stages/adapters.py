@@ -113,8 +113,11 @@ def start_of(config, continues_adapter: bool) -> Start:
 
 
 def origin_of(path: str | None, revision: str | None) -> Origin | None:
-    """What an adapter may name as its base: the checkpoint at `path`; None for random weights and merged adapters."""
-    return None if path is None or hf.is_adapter(path, revision) else (path, revision)
+    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and the
+    text model of a checkpoint of images and text, in which PEFT would look for other names."""
+    if path is None or hf.is_adapter(path, revision) or not hf.is_text_model(path, revision):
+        return None
+    return path, revision
 
 
 def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Params]:
