@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import warnings
 
+import jax
 import numpy as np
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import FAMILIES
+from rlhf_jax.models import FAMILIES, Model
 from rlhf_jax.models.families import image_text
 from rlhf_jax.models.io import hf
 from tests.helpers import families
@@ -139,7 +142,7 @@ def test_names_of_transformers_4_and_5_are_read_alike(kind, checkpoints, tmp_pat
     for number, rename in enumerate((version_4, version_5)):
         other = renamed(folder, tmp_path / str(number), rename)
         names.append(set(load_file(other / "model.safetensors")))
-        same_bits(load(other)[1], expected)
+        assert same_bits(load(other)[1], expected)
     starts = {name for name in names[0] | names[1] if "layers.0" in name}
     assert any(name.startswith("model.") for name in starts)
     assert names[0] != names[1] or kind in ("idefics3", "smolvlm")
@@ -159,7 +162,7 @@ def test_exports_are_the_text_model_alone(kind, checkpoints, tmp_path):
     with torch.no_grad():
         outputs = [m(**reference_inputs(tokens, mask)).logits.numpy() for m in (theirs, again)]
     np.testing.assert_allclose(*(np.where(mask[..., None], x, 0) for x in outputs), atol=1e-5)
-    same_bits(hf.load(tmp_path / "export")[1], params)
+    assert same_bits(hf.load(tmp_path / "export")[1], params)
 
 
 def test_what_is_ignored_is_said(checkpoints):
@@ -198,6 +201,17 @@ def test_keys_absent_in_a_text_config_are_the_defaults_of_transformers_class(nam
     wrapper = {"model_type": "llava", "text_config": {"model_type": name}}
     text = image_text.text_config(wrapper, "config.json", {name: defaults})
     assert text["hidden_size"] == theirs["hidden_size"]
+
+
+def test_a_config_of_few_keys_as_gemma_3_is_published_is_that_of_transformers():
+    few = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    few |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    ours = Model.from_hf_config({"model_type": "gemma3", "text_config": few})
+    whole = transformers.Gemma3Config(text_config=few).text_config.to_dict()
+    theirs = Model.from_hf_config({**whole, "model_type": "gemma3_text"})
+    assert dataclasses.replace(ours.config, source="") == dataclasses.replace(theirs.config, source="")
+    shapes = jax.tree.leaves(jax.eval_shape(ours.init, jax.random.key(0)))
+    assert round(sum(math.prod(leaf.shape) for leaf in shapes) / 1e9, 2) == 3.88
 
 
 def spoiled(folder, other, **changes):
