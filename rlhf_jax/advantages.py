@@ -7,6 +7,8 @@ Shape letters: B rows, T response positions, G responses to one prompt. Reductio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -34,16 +36,28 @@ def first_true(x: Array) -> Array:
     return jnp.where(x.any(axis=1), jnp.argmax(x, axis=1), x.shape[1]).astype(jnp.int32)
 
 
-def response_lengths(tokens: Array, stop_token_id: int) -> Array:
+def is_any(tokens: Array, ids: Sequence[int]) -> Array:
+    """Whether each token is one of `ids`, of which there is at least one.
+
+    Args: tokens [...] int; ids. Returns [...] bool.
+    """
+    found = tokens == ids[0]
+    for other in ids[1:]:
+        found = found | (tokens == other)
+    return found
+
+
+def response_lengths(tokens: Array, stop_token_ids: int | Sequence[int]) -> Array:
     """Number of tokens up to and including the first stop token, T where there is none.
 
-    Args: tokens [B, T] int; stop_token_id. Returns [B] int32, 1..T.
+    Args: tokens [B, T] int; stop_token_ids, one or several. Returns [B] int32, 1..T.
     Source: TRL `truncate_response`, :168-188, which keeps the stop token.
     """
     tokens = jnp.asarray(tokens)
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
-    return jnp.minimum(first_true(tokens == stop_token_id) + 1, tokens.shape[1])
+    ids = (stop_token_ids,) if isinstance(stop_token_ids, int) else stop_token_ids
+    return jnp.minimum(first_true(is_any(tokens, ids)) + 1, tokens.shape[1])
 
 
 def response_mask(lengths: Array, length: int) -> Array:

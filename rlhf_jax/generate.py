@@ -26,7 +26,7 @@ class Sampling:
       max_new_tokens: T, columns of the response.
       temperature: logits are divided by it; 0 is greedy.
       top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
-      stop_id: token that ends a response and is a part of it; None: every response has T tokens.
+      stop_ids: tokens of which any ends a response and is a part of it; empty: every response has T tokens.
       fill_id: token after the end; no mask is derived from it.
     """
 
@@ -36,7 +36,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    stop_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
     fill_id: int = 0
 
 
@@ -174,8 +174,8 @@ def generate_unstacked(
         lengths = lengths + jnp.where(done, 0, 1)
         if seen is not None:
             seen = seen.at[jnp.arange(b), token].set(True)
-        if sampling.stop_id is not None:
-            done = done | (token == sampling.stop_id)
+        for stop in sampling.stop_ids:
+            done = done | (token == stop)
         return _State(response, logprobs, done, lengths, seen)
 
     def body(loop):

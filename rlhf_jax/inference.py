@@ -18,6 +18,7 @@ from rlhf_jax.data.chat import ChatTemplate, conversation_fault
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
@@ -137,6 +138,7 @@ class Policy:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | str | None = None,
         seed: int = 0,
         batch_size: int = 32,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -150,6 +152,8 @@ class Policy:
           temperature: divides the logits; 0 is greedy decoding.
           top_k, top_p, min_p, repetition_penalty: as in Hugging Face's generate.
           stop: texts that end a response, in addition to the tokenizer's eos; the response is cut before them.
+          stop_token_ids: ids that end a response in place of the tokenizer's eos, or 'generation_config': those of the
+            checkpoint's generation_config.json.
           seed: 0 to 2^32 - 1.
           batch_size: responses at a time.
           chat_template_kwargs: for conversations.
@@ -167,8 +171,10 @@ class Policy:
         if not all(isinstance(text, str) and text for text in stops):
             raise UserError(f"stop is {stop!r}; it must be a non-empty text or a list of them")
         ids = self._encode([texts] if single else texts, max_new_tokens, chat_template_kwargs)
-        eos = self.tokenizer.eos_id
-        sampling = Sampling(max_new_tokens, temperature=temperature, stop_id=eos, fill_id=eos, **options)
+        rows = self.model.config.vocab_size
+        stop_ids = resolve_stop_ids(stop_token_ids, path=self.path, revision=self.revision, rows=rows)
+        stop_ids = stop_ids or self.tokenizer.eos_ids
+        sampling = Sampling(max_new_tokens, temperature=temperature, stop_ids=stop_ids, fill_id=stop_ids[0], **options)
         responses: list[str] = [""] * len(ids)
         order, shards = sorted(range(len(ids)), key=lambda i: len(ids[i])), sharding.row_shards(self.mesh)
         for start in range(0, len(order), batch_size):

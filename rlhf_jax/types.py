@@ -47,7 +47,8 @@ class ScoredRollout:
     scores: Array  # [B] float32, one per response
     scorable: Array | None = None  # [B] bool, False: no reward scored the row; None: all rows have a score
     token_rewards: Array | None = None  # [B, T] float32 dense rewards, added position by position; None: none
-    eos_id: int = flax.struct.field(pytree_node=False, default=0)  # the tokenizer's, for the missing-eos penalty
+    # What counts as eos for the missing-eos penalty: the tokenizer's, or the stop ids in its place.
+    eos_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(0,))
     group_size: int = flax.struct.field(pytree_node=False, default=1)  # adjacent rows that answer the same prompt
 
 

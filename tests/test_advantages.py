@@ -27,6 +27,12 @@ def test_a_response_ends_with_its_first_stop_token_which_counts():
     assert advantages.response_lengths(tokens, 0).tolist() == [1, 2, 3, 3]
 
 
+def test_a_response_ends_with_the_first_of_several_stop_tokens():
+    tokens = jnp.array([[0, 5, 5], [5, 7, 0], [5, 5, 0], [5, 5, 5]])
+    assert advantages.response_lengths(tokens, (0, 7)).tolist() == [1, 2, 3, 3]
+    assert advantages.is_any(tokens, (0, 7)).tolist() == ((tokens == 0) | (tokens == 7)).tolist()
+
+
 def test_masks_hold_the_stop_token_and_for_values_one_column_more():
     lengths = jnp.array([0, 1, 2, 3])
     assert advantages.response_mask(lengths, 3).astype(int).tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]

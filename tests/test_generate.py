@@ -63,7 +63,7 @@ def test_an_excluded_entry_is_never_drawn():
 
 
 def test_samples_do_not_depend_on_the_other_rows_nor_on_chunks(model, params):
-    sampling = gen.Sampling(8, 1.0, stop_id=5, fill_id=5)
+    sampling = gen.Sampling(8, 1.0, stop_ids=(5,), fill_id=5)
     batch = prompts(6)
     whole = run(model, params, batch, jax.random.key(3), sampling)
 
@@ -81,7 +81,7 @@ def test_samples_do_not_depend_on_the_other_rows_nor_on_chunks(model, params):
 
 def test_sampler_logprobs_equal_a_forward_pass(model, params):
     batch = prompts(6)
-    sampling = gen.Sampling(8, 0.7, stop_id=5, fill_id=5)
+    sampling = gen.Sampling(8, 0.7, stop_ids=(5,), fill_id=5)
     out = run(model, params, batch, jax.random.key(5), sampling)
     c = batch.tokens.shape[1]
     mask = np.concatenate([np.arange(c)[None] >= (c - batch.lengths)[:, None], np.ones((6, 8), bool)], 1)
@@ -94,8 +94,8 @@ def test_sampler_logprobs_equal_a_forward_pass(model, params):
 
 
 def test_a_row_stops_at_the_stop_token_which_belongs_to_it(model, params):
-    out = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, stop_id=5, fill_id=9))
-    free = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, stop_id=None, fill_id=9))
+    out = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, stop_ids=(5,), fill_id=9))
+    free = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, stop_ids=(), fill_id=9))
     assert (np.asarray(free.lengths) == 12).all() and not np.asarray(free.ended).any()
     for row, n, ended, whole in zip(*map(np.asarray, (out.response, out.lengths, out.ended, free.response))):
         where = np.flatnonzero(whole == 5)
@@ -103,8 +103,21 @@ def test_a_row_stops_at_the_stop_token_which_belongs_to_it(model, params):
         assert (row[n:] == 9).all() and (row[:n] == whole[:n]).all()
 
 
+def test_a_row_stops_at_the_first_of_several_stop_tokens(model, params):
+    free = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, fill_id=9))
+    stops = (5, int(free.response[1, 2]), int(free.response[3, 4]))
+    out = run(model, params, prompts(6), jax.random.key(0), gen.Sampling(12, 5.0, stop_ids=stops, fill_id=9))
+    found = set()
+    for row, n, ended, whole in zip(*map(np.asarray, (out.response, out.lengths, out.ended, free.response))):
+        where = np.flatnonzero(np.isin(whole, stops))
+        assert n == (where[0] + 1 if len(where) else 12) and ended == bool(len(where))
+        assert (row[n:] == 9).all() and (row[:n] == whole[:n]).all()
+        found |= {int(row[n - 1])} if ended else set()
+    assert len(found) > 1, "only one of the stop tokens was sampled"
+
+
 def test_responses_to_a_shared_prompt_are_those_to_copies_of_it(model, params):
-    sampling = gen.Sampling(12, 1.0, repetition_penalty=1.3, stop_id=5, fill_id=9)
+    sampling = gen.Sampling(12, 1.0, repetition_penalty=1.3, stop_ids=(5,), fill_id=9)
     batch = prompts(4)
     copies = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), 3, axis=0), batch)
     shared = gen.generate(model, params, batch, jax.random.key(3), sampling, group=3)
@@ -129,7 +142,7 @@ def test_the_loop_ends_when_every_row_has_ended(model, params):
 
     calls = []
     certain_model = Certain(model.family, model.config)
-    out = gen.generate(certain_model, certain, prompts(3), jax.random.key(0), gen.Sampling(12, 1.0, stop_id=5))
+    out = gen.generate(certain_model, certain, prompts(3), jax.random.key(0), gen.Sampling(12, 1.0, stop_ids=(5,)))
     jax.block_until_ready(out)
     assert (np.asarray(out.lengths) == 1).all() and not calls
 
@@ -177,7 +190,7 @@ def test_greedy_equals_transformers_generate(pair):
             return_dict_in_generate=True,
         ),
     )
-    ours = run(model, params, batch, jax.random.key(0), gen.Sampling(12, 0.0, stop_id=5, fill_id=96))
+    ours = run(model, params, batch, jax.random.key(0), gen.Sampling(12, 0.0, stop_ids=(5,), fill_id=96))
     scores = torch.stack(out.scores, 1)
     best = scores.topk(2, dim=-1).values
     compared = 0
@@ -262,5 +275,5 @@ def test_the_repetition_penalty_counts_what_was_generated_as_transformers_does(p
 def test_generation_compiles_once_per_shape(model, params):
     fresh = jax.jit(lambda *args: gen.generate(*args), static_argnums=(0, 4))
     for seed in range(3):
-        fresh(model, params, prompts(4, seed=seed), jax.random.key(seed), gen.Sampling(4, 1.0, stop_id=5))
+        fresh(model, params, prompts(4, seed=seed), jax.random.key(seed), gen.Sampling(4, 1.0, stop_ids=(5,)))
     assert fresh._cache_size() == 1

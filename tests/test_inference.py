@@ -66,6 +66,15 @@ def test_a_response_ends_before_its_first_stop(policy):
     assert whole in policy.generate(texts, max_new_tokens=8, seed=3, stop="not in it")
 
 
+def test_a_response_ends_with_any_of_the_stop_token_ids(policy):
+    tokenizer = policy.tokenizer
+    whole = max(policy.generate(TEXTS, max_new_tokens=8, seed=3), key=len)
+    ids = tokenizer.encode(whole)
+    cut = policy.generate(TEXTS, max_new_tokens=8, seed=3, stop_token_ids=[tokenizer.eos_id, ids[2]])
+    first = ids.index(ids[2])
+    assert tokenizer.decode(ids[: first + 1]) in cut and whole not in cut
+
+
 def test_a_runs_folder_has_its_policy_found(checkpoint, policy):
     for path in (checkpoint.parent, checkpoint.parent.parent):
         assert rlhf_jax.load_policy(str(path)).path == str(checkpoint)
@@ -86,6 +95,9 @@ def test_nothing_asked_is_nothing_answered(policy):
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
         ({"stop": ["x", ""]}, "stop is .*non-empty text"),
         ({"seed": -1}, "seed is -1"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids: 99999"),
+        ({"stop_token_ids": "eos"}, "stop_token_ids is 'eos'"),
+        ({"stop_token_ids": "generation_config"}, "stop_token_ids generation_config: .* has no generation_config.json"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(policy, options, said):

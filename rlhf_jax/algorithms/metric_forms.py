@@ -16,7 +16,7 @@ class MetricForm:
     """metrics=correct: means over the tokens, rows and actions that count."""
 
     @staticmethod
-    def eos_count(rollout: Rollout, present: Array, eos_id: int) -> Array:
+    def eos_count(rollout: Rollout, present: Array, eos_ids: tuple[int, ...]) -> Array:
         """Responses that ended by a stop token; `present` [B] is False for an absent row."""
         return jnp.sum(rollout.ended & present)
 
@@ -78,9 +78,9 @@ class TRLMetricForm(MetricForm):
     """metrics=trl: as TRL reports them, over padding too and as means of micro-batch means."""
 
     @staticmethod
-    def eos_count(rollout: Rollout, present: Array, eos_id: int) -> Array:
+    def eos_count(rollout: Rollout, present: Array, eos_ids: tuple[int, ...]) -> Array:
         """Every eos, those that fill up after the end too."""
-        return jnp.sum((rollout.response == eos_id) & present[:, None])
+        return jnp.sum(adv.is_any(rollout.response, eos_ids) & present[:, None])
 
     @staticmethod
     def token_mean(x: Array, inside: Array, scale: dict[str, Array]) -> Array:

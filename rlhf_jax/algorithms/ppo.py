@@ -65,7 +65,7 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
     ref_logprobs = jnp.where(response_mask, ref_logprobs, INVALID_LOGPROB)
     values = jnp.where(value_mask, values, 0.0)
 
-    scores = penalize_missing_eos(scores, rollout, scored.eos_id, config)
+    scores = penalize_missing_eos(scores, rollout, scored.eos_ids, config)
     kl = adv.kl_penalty(logprobs, ref_logprobs, config.kl_estimator)
     non_score_reward = -kl_coef * kl
     rewards = non_score_reward
@@ -104,7 +104,7 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
         "objective/scores": mean_score,
         "objective/scores_std": jnp.sqrt(adv.masked_var(scores, present, ddof=0)),
         "objective/kl_coef": kl_coef,
-        "val/num_eos_tokens": form.eos_count(rollout, lengths >= 0, scored.eos_id).astype(jnp.float32),
+        "val/num_eos_tokens": form.eos_count(rollout, lengths >= 0, scored.eos_ids).astype(jnp.float32),
         "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }

@@ -70,7 +70,7 @@ def make_experience(
     dense = jnp.zeros_like(kl)
     if scored.token_rewards is not None:
         dense = jnp.where(response_mask, scored.token_rewards, 0.0)
-    scores = penalize_missing_eos(raw, rollout, scored.eos_id, config) + dense.sum(axis=1)
+    scores = penalize_missing_eos(raw, rollout, scored.eos_ids, config) + dense.sum(axis=1)
     raw = raw + dense.sum(axis=1)
     if config.normalize_reward:
         scores, _ = adv.normalize(scores, scorable, 1e-8)
@@ -110,7 +110,7 @@ def make_experience(
             scores=scores,
             penalty=penalty,
             scorable=scorable,
-            eos_id=scored.eos_id,
+            eos_ids=scored.eos_ids,
             config=config,
         ),
     }

@@ -32,7 +32,7 @@ def split_groups(experience: GroupExperience) -> GroupExperience:
     )
 
 
-def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -> Array:
+def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ...], config) -> Array:
     """Scores with the penalty for a response without eos subtracted (TRL) or in place of its score (N+).
 
     Returns:
@@ -41,7 +41,7 @@ def penalize_missing_eos(scores: Array, rollout: Rollout, eos_id: int, config) -
     if config.missing_eos_penalty is None:
         return scores
     inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
-    has_eos = jnp.any((rollout.response == eos_id) & inside, axis=1)
+    has_eos = jnp.any(adv.is_any(rollout.response, eos_ids) & inside, axis=1)
     if config.eos_penalty_mode == "replace":
         return jnp.where(has_eos, scores, -config.missing_eos_penalty)
     return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
@@ -97,7 +97,15 @@ def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, 
 
 
 def objective_metrics(
-    rollout: Rollout, *, logprobs: Array, kl: Array, scores: Array, penalty: Array, scorable: Array, eos_id: int, config
+    rollout: Rollout,
+    *,
+    logprobs: Array,
+    kl: Array,
+    scores: Array,
+    penalty: Array,
+    scorable: Array,
+    eos_ids: tuple[int, ...],
+    config,
 ) -> Metrics:
     """The `objective/...` metrics of TRL's trainer before 0.22, over the rows that have a score.
 
@@ -106,7 +114,7 @@ def objective_metrics(
       logprobs, kl: [B, T] float32, 0 outside the response.
       scores, penalty: [B] float32, the two parts of the reward.
       scorable: [B] bool.
-      eos_id: the tokenizer's.
+      eos_ids: as `ScoredRollout`'s.
       config: metrics.
 
     Returns:
@@ -115,7 +123,7 @@ def objective_metrics(
     form = FORMS[config.metrics]
     present = rollout.lengths >= 0
     surprise = form.surprise(logprobs, rollout.lengths)
-    eos = form.eos_count(rollout, present, eos_id)
+    eos = form.eos_count(rollout, present, eos_ids)
     return {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
         "objective/entropy": adv.masked_mean(surprise, present),

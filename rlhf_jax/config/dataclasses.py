@@ -109,8 +109,8 @@ class StageConfig:
     lora_dropout: Decay = 0.05
     """Dropout on adapter inputs (PPO: none, since it trains without dropout)."""
     lora_target_modules: tuple[str, ...] | None = None
-    """Layers that get an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or all-linear; default:
-    query_key_value, as PEFT."""
+    """Layers that get an adapter, by the checkpoint's names (q_proj v_proj); or all-linear; or one regular expression
+    of whole module names ('.*[qv]_proj'). Default: PEFT's for the family."""
     modules_to_save: tuple[str, ...] | None = None
     """Modules to train in full besides the adapters: embed_in, final_layer_norm, embed_out (score heads always)."""
     load_in_8bit: bool = False
@@ -362,6 +362,9 @@ class PolicyConfig(StageConfig):
     """Stop a response at the tokenizer's eos; None without stop_token_id: always response_length tokens."""
     stop_token_id: NonNegativeInt | None = None
     """Stop at this token id; not together with stop_token."""
+    stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = None
+    """Stop at any of these token ids, which count as eos in place of the tokenizer's; generation_config: those of the
+    policy's generation_config.json. None: see stop_token."""
     missing_eos_penalty: (
         Annotated[float, Range("at least 0, since it is subtracted from the score", lambda v: v >= 0)] | None
     ) = None

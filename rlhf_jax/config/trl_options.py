@@ -42,12 +42,22 @@ class Table:
     options: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An argument of the constructors of some of TRL's trainers, and what stands in its place."""
+
+    name: str
+    trainers: list[str]
+    here: str
+
+
 _DATA: dict[str, Any] = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 RENAMED = {name: Renamed(**row) for name, row in _DATA["renamed"].items()}
 TRANSLATED: dict[str, str] = _DATA["translated"]
 UNSUPPORTED = [Unsupported(**row) for row in _DATA["unsupported"]]
 NOTES: dict[str, str] = _DATA["notes"]
 NOTES_BY_STAGE: dict[str, dict[str, str]] = _DATA["notes_by_stage"]
+ARGUMENTS = [Argument(**row) for row in _DATA["argument"]]
 TABLES = [Table(row["title"], tuple(row["stages"]), tuple(row["options"].split())) for row in _DATA["table"]]
 
 
@@ -105,6 +115,13 @@ def page() -> str:
     for table in TABLES:
         rows = "\n".join(_row(name, table.stages) for name in table.options)
         parts.append(f"\n## {table.title}\n\n| TRL | here |\n|---|---|\n{rows}\n")
+    everyone = sorted({trainer for argument in ARGUMENTS for trainer in argument.trainers})
+    rows = "\n".join(
+        f"| `{argument.name}` | {'all' if sorted(argument.trainers) == everyone else ', '.join(argument.trainers)} | "
+        f"{argument.here} |"
+        for argument in ARGUMENTS
+    )
+    parts.append(f"\n## Arguments of the trainers' constructors\n\n| argument | of | here |\n|---|---|---|\n{rows}\n")
     return "".join(parts)
 
 

@@ -197,6 +197,7 @@ def _policy(config: PolicyConfig) -> Iterator[str]:
             f"stop_token {config.stop_token!r} and stop_token_id {config.stop_token_id} exclude each other: "
             "give only one (for an id: --stop_token None --stop_token_id ID)."
         )
+    yield from _stop_token_ids(config)
     if config.eos_penalty_mode == "replace" and config.missing_eos_penalty is None:
         yield "eos_penalty_mode 'replace' needs missing_eos_penalty: a response without eos scores -penalty."
     for name in config.early_stop:
@@ -205,6 +206,21 @@ def _policy(config: PolicyConfig) -> Iterator[str]:
             yield f"early_stop: {name!r} is not an alarm; choose from {known}.{nearest(name, ALARMS)}"
         elif threshold(config, name) is None:
             yield f"early_stop: the alarm {name} is disabled (alarm_{name} is None, or the batch has one row)."
+
+
+def _stop_token_ids(config: PolicyConfig) -> Iterator[str]:
+    given = config.stop_token_ids
+    if given is None:
+        return
+    if config.stop_token_id is not None:
+        yield f"stop_token_ids {given} and stop_token_id {config.stop_token_id} exclude each other: give only one."
+    if given == "generation_config" and config.scratch_model is not None:
+        yield (
+            "stop_token_ids 'generation_config' with scratch_model: random weights have no generation_config.json. "
+            "Give the ids."
+        )
+    if given != "generation_config" and (not given or min(given) < 0):
+        yield f"stop_token_ids is {given}; it must be at least one token id, each at least 0."
 
 
 def _rewards(config: PolicyConfig) -> Iterator[str]:
@@ -235,8 +251,8 @@ def _rewards(config: PolicyConfig) -> Iterator[str]:
 
 
 _INSTEAD_OF_GENERATION_KWARG = {
-    **dict.fromkeys(("eos_token_id", "stop_token_ids", "stop_token_id"), "give stop_token_id and stop_token None"),
-    **dict.fromkeys(("stop_strings", "stop"), "responses stop at one token: stop_token or stop_token_id"),
+    **dict.fromkeys(("eos_token_id", "stop_token_ids", "stop_token_id"), "give stop_token_ids"),
+    **dict.fromkeys(("stop_strings", "stop"), "responses stop at tokens: stop_token or stop_token_ids"),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), "special tokens are the tokenizer's"),
     **dict.fromkeys(("max_length", "max_tokens"), "give response_length"),
     **dict.fromkeys(("num_return_sequences", "n"), "give num_generations, an option of rloo"),

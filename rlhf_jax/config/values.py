@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ from rlhf_jax.utils.text import parse_json, short_repr
 # Computation is in float32: a larger number would become inf, a smaller one 0.
 _LARGEST, _SMALLEST = float.fromhex("0x1.fffffep+127"), 2.0**-126
 _MAX_DEPTH = 50  # of nested dicts and lists
+# Separates the items of a list; a comma in brackets belongs to a regular expression.
+_COMMA = re.compile(r",(?![^][(){}]*[])}])")
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
@@ -96,6 +99,15 @@ def without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+def list_or_word(hint: Any) -> tuple[str, ...]:
+    """The words that a field takes in place of its list: `tuple[int, ...] | Literal["word"]`; of other types, none."""
+    inner, _ = without_none(hint)
+    if typing.get_origin(inner) is not tuple:
+        return ()
+    literals = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
+    return tuple(word for part in literals for word in typing.get_args(part))
+
+
 def stage_type(hint: Any) -> type | None:
     """The stage's config class of a pipeline's field (`PPOConfig`, `PPOConfig | None`); None for other types."""
     inner, _ = without_none(hint)
@@ -114,7 +126,7 @@ def describe_type(hint: Any) -> str:
         words = "one of " + ", ".join(str(a) for a in typing.get_args(inner))
     elif typing.get_origin(inner) is tuple:
         names = {str: "a list of words", int: "a list of whole numbers", float: "a list of numbers"}
-        words = names[typing.get_args(inner)[0]]
+        words = " or ".join((names[typing.get_args(inner)[0]], *map(repr, list_or_word(hint))))
     elif stage_type(hint) is not None:
         words = f"a {inner.__name__}"
     elif is_dict(hint):
@@ -157,6 +169,8 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
             raise UserError(str(wrong) + nearest(short_repr(value, 50).strip("'"), map(str, allowed), 1))
         return value
     if typing.get_origin(inner) is tuple:
+        if isinstance(value, str) and value in list_or_word(hint):
+            return value
         of = typing.get_args(inner)[0]
         single = str if of is str else (int, float) if of is float else ()
         if isinstance(value, single) and not isinstance(value, bool):
@@ -213,9 +227,11 @@ def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
     """The value of command-line words: `3e-6`, `None`, `true`, `a b` or `a,b` for a list, JSON for a dict."""
     inner, optional = without_none(hint)
     if typing.get_origin(inner) is tuple:
-        parts = [part for word in words for part in word.split(",") if part]
+        parts = [part for word in words for part in _COMMA.split(word) if part]
         if [part.lower() for part in parts] == ["none"]:
             return None if optional else ()
+        if len(parts) == 1 and parts[0] in list_or_word(hint):
+            return parts[0]
         return checked_value(name, hint, [_parse(name, typing.get_args(inner)[0], part) for part in parts])
     if is_dict(hint) and words:
         words = [" ".join(words)]

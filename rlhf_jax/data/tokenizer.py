@@ -45,6 +45,13 @@ class Tokenizer:
     """The day, as 2026-01-31, that chat templates print in place of today's; None: today's."""
     pads_with_eos: bool = False
     """Its own pad was its eos. transformers then pools a reward model's score before a final eos."""
+    stop_ids: tuple[int, ...] | None = None
+    """Ids that count as eos in its place (the option stop_token_ids)."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: `stop_ids`, or eos alone."""
+        return self.stop_ids or (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""

@@ -15,7 +15,6 @@ from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches
 from rlhf_jax.errors import UserError
-from rlhf_jax.generate import Sampling
 from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
@@ -83,6 +82,7 @@ class Sampler:
       config: sampling options.
       source: the prompts.
       samples: answers to each prompt by the evaluated policy.
+      eos_ids: of the evaluated policy's tokenizer, which all policies share.
       seed, batch_size: options of the command.
       greedy: greedy decoding, without KL.
       ref: reference policy of the KL with its weights loaded, or None.
@@ -95,6 +95,7 @@ class Sampler:
         source: PromptData,
         samples: int,
         *,
+        eos_ids: tuple[int, ...],
         seed: int,
         batch_size: int,
         greedy: bool = False,
@@ -104,9 +105,7 @@ class Sampler:
         self._config, self._source, self._samples, self._on_progress = config, source, samples, on_progress
         self._seed, self._batch_size, self._greedy = seed, batch_size, greedy
         self._ref = None if greedy else ref
-
-    def _sampling(self, policy: Policy) -> Sampling:
-        return sampling_of(self._config, policy.tokenizer.eos_id, 0.0 if self._greedy else None)
+        self._sampling = sampling_of(config, eos_ids, 0.0 if greedy else None)
 
     def answers(self, name: str, policy: Policy, policy_index: int) -> Answers:
         """Answers of a policy whose weights are loaded: `samples` to each prompt for policy 0, which is evaluated, and
@@ -114,7 +113,7 @@ class Sampler:
         group = self._samples if policy_index == 0 else 1
         size = prompts_per_batch(self._batch_size, group, len(self._source), sharding.row_shards(policy.mesh))
         compute_kl = None if self._ref is None else self._kl_program(policy)
-        seed, sampling = policy_seed(self._seed, policy_index), self._sampling(policy)
+        seed, sampling = policy_seed(self._seed, policy_index), self._sampling
         rollouts, texts, lengths, ended, kls = [], [], [], [], []
         for prompts, real in iterate_batches(self._source, size):
             start = len(texts)

@@ -18,6 +18,7 @@ from rlhf_jax.evaluate.answers import Answers, Sampler, add_scores, reference_an
 from rlhf_jax.evaluate.judge import JudgeResult
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy
+from rlhf_jax.models.io import generation_config
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
@@ -38,6 +39,7 @@ class PolicyEvaluation:
     def __init__(self, config: EvaluateConfig, plan: planning.Plan, weights: Weights):
         self.config, self.plan, self.weights = config, plan, weights
         self.policy = self._open(plan.policy)
+        self.eos_ids = self._stop_ids() or self.policy.tokenizer.eos_ids
         self.ref = None if plan.ref is None else self._open(plan.ref)
         opened = {} if plan.ref is None else {plan.ref: self.ref}
         self.others = {other: opened.get(other) or self._open(other) for other in plan.others}
@@ -66,6 +68,11 @@ class PolicyEvaluation:
         )
         self._check_context(policy.model, checkpoint.path)
         return policy
+
+    def _stop_ids(self) -> tuple[int, ...] | None:
+        policy, rows = self.plan.policy, self.policy.model.config.vocab_size
+        given = self.plan.prompts.stop_token_ids
+        return generation_config.resolve_stop_ids(given, path=policy.path, revision=policy.revision, rows=rows)
 
     def _check_context(self, model: Any, path: str) -> None:
         tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
@@ -170,6 +177,7 @@ class PolicyEvaluation:
             **{name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
             "generation_kwargs": config.generation_kwargs,
             "response_length": config.response_length,
+            "stop_token_ids": list(self.eos_ids) if config.stop_token_ids is not None else None,
             "query_length": config.query_length,
             "seed": self.config.seed,
             "samples": self.plan.samples,
@@ -189,6 +197,7 @@ class PolicyEvaluation:
             self.plan.prompts,
             self.source,
             self.plan.samples,
+            eos_ids=self.eos_ids,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             greedy=self.plan.greedy,

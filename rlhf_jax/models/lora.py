@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -50,37 +51,76 @@ class Lora:
         return self.alpha / math.sqrt(self.r) if self.use_rslora else self.alpha / self.r
 
 
-def resolve_targets(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
+def resolve_targets(model: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:
     """The linear layers that `names` stand for, in the family's order.
 
     Args:
-      family: of the model.
-      names: of layers, or 'all-linear'; None: PEFT's default for the family.
+      model: that the adapter is for.
+      names: as PEFT's target_modules: the ends of modules' names; or one regular expression, which whole names match,
+        such as 'model.layers.0.self_attn.q_proj'; or 'all-linear'. None: PEFT's default for the family.
       option: the option that errors name.
 
     Raises:
-      UserError: a name that is no linear layer.
+      UserError: a name or pattern that is no linear layer, or that is one in some of the layers only.
     """
+    family = model.family
+    known = f"{', '.join(family.linears)}, or {ALL_LINEAR!r}"
     if names is None:
         if not family.lora_targets:
-            raise UserError(
-                f"{option}: PEFT has no default for {family.name}; name layers of {', '.join(family.linears)}, or "
-                f"{ALL_LINEAR!r}."
-            )
+            raise UserError(f"{option}: PEFT has no default for {family.name}; name layers of {known}.")
         return family.lora_targets
     if ALL_LINEAR in names:
         return tuple(family.linears)
-    # As PEFT: a name stands for every layer of that name, 'c_proj' of GPT-2 for two.
-    of_name = {name: [layer for layer in family.linears if f".{layer}".endswith(f".{name}")] for name in names}
+    if not names:
+        raise UserError(f"{option} names no layer; there are {known}.")
+    linears, others = _module_names(model)
+    of_name = {name: [module for module in linears if f".{module}".endswith(f".{name}")] for name in names}
+    if len(names) == 1 and not of_name[names[0]]:
+        of_name[names[0]] = _matches(names[0], linears, others, option)
     if unknown := [name for name in names if not of_name[name]]:
         raise UserError(
-            f"{option}: {unknown[0]!r} is no linear layer of {family.name}; there are {', '.join(family.linears)}, "
-            f"or {ALL_LINEAR!r} for all of them (the head is none of these: see modules_to_save)."
+            f"{option}: {unknown[0]!r} is no linear layer of {family.name}, nor alone a regular expression of whole "
+            f"names such as {next(iter(linears))}; there are {known} for all of them (the head is none of these: see "
+            "modules_to_save)."
         )
-    if not names:
-        raise UserError(f"{option} names no layer; there are {', '.join(family.linears)}, or {ALL_LINEAR!r}.")
-    named = {layer for layers in of_name.values() for layer in layers}
-    return tuple(layer for layer in family.linears if layer in named)
+    layers: dict[str, set[int]] = {}
+    for module in {module for modules in of_name.values() for module in modules}:
+        linear, layer = linears[module]
+        layers.setdefault(linear, set()).add(layer)
+    for linear, has in layers.items():
+        if missing := sorted(set(range(model.config.num_hidden_layers)) - has):
+            raise UserError(
+                f"{option}: {', '.join(names)} is {linear} in {len(has)} of {model.config.num_hidden_layers} layers "
+                f"(not in layer {missing[0]}); adapters are stacked over layers, so all layers have the same ones."
+            )
+    return tuple(linear for linear in family.linears if linear in layers)
+
+
+def _module_names(model: Any) -> tuple[dict[str, tuple[str, int]], list[str]]:
+    """({a linear layer's name in the checkpoint: (its name in `Family.linears`, layer)}, names of other modules)."""
+    family, paths = model.family, {path: name for name, path in model.family.linears.items()}
+    linears: dict[str, tuple[str, int]] = {}
+    others = [name for name, path in family.modules.items() if path[0] != "backbone"]
+    for tensor in family.tensors(model.config):
+        module, path = f"{family.prefix}{tensor.name.rpartition('.')[0]}", tensor.path[:-1]
+        if path in paths:
+            linears[module] = paths[path], tensor.layer
+        else:
+            others.append(module)
+    return linears, others
+
+
+def _matches(pattern: str, linears: Iterable[str], others: Iterable[str], option: str) -> list[str]:
+    """The linear layers whose whole names match a regular expression."""
+    try:
+        expression = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(f"{option}: {pattern!r} is neither a layer nor a regular expression ({error}).") from None
+    if wrong := [module for module in others if module != "score" and expression.fullmatch(module)]:
+        raise UserError(
+            f"{option}: {pattern!r} also matches {wrong[0]}, which gets no adapter here: see modules_to_save."
+        )
+    return [module for module in linears if expression.fullmatch(module)]
 
 
 def resolve_modules_to_save(family: Any, names: Sequence[str] | None, option: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from rlhf_jax.models.families import (
     gpt2,
     gpt_neox,
     hf_config,
+    image_text,
     llama,
     mistral,
     olmo2,
@@ -56,7 +57,9 @@ class Family:
     lora_targets: tuple[str, ...]  # the linear layers that PEFT adapts by default; empty: it has no default
     causal_head: str = "lm_head.weight"
     conv1d: bool = False  # linear layers are stored as [in, out]
-    nested_defaults: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # in a ScalarModel's config
+    nested_defaults: dict[str, Any] = dataclasses.field(
+        default_factory=dict, hash=False
+    )  # of keys absent in a nested config
 
 
 def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
@@ -69,6 +72,7 @@ def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> 
 
     table = {"prefix": llama.PREFIX, "ignored": llama.IGNORED, "linears": llama.LINEARS, "modules": llama.MODULES}
     table |= {"tensors": llama.tensors, "lora_targets": llama.LORA_TARGETS, **fields}
+    table["nested_defaults"] = getattr(module, "NESTED_DEFAULTS", {})
     functions = {"config_from_hf": module.config_from_hf, "config_to_hf": config_to_hf, "decoder_config": _as_it_is}
     return Family(name=name, architectures=architectures, **functions, **table)
 
@@ -148,7 +152,12 @@ class Model:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
-        """The model of a config.json; a UserError names the key, the value and `where` of what is not supported."""
+        """The model of a config.json, of images and text the text model; a UserError names the key, the value and
+        `where` of what is not supported."""
+        if image_text.is_image_text(config):
+            families = [family for family in FAMILIES.values() if family.prefix == llama.PREFIX]
+            defaults = {family.name: family.nested_defaults for family in families if family.nested_defaults}
+            config = image_text.text_config(config, where, defaults)
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UserError(

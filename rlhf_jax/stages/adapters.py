@@ -14,7 +14,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.parallel import multihost
-from rlhf_jax.stages.context import StageContext
+from rlhf_jax.stages.context import StageContext, save_stop_ids
 from rlhf_jax.types import Params
 
 Origin = tuple[str, str | None]
@@ -36,7 +36,7 @@ def lora_form(config, model: Model, kind: str) -> lora.Lora:
       UserError: a layer or a module that the model does not have.
     """
     family = model.family
-    targets = lora.resolve_targets(family, config.lora_target_modules, "lora_target_modules")
+    targets = lora.resolve_targets(model, config.lora_target_modules, "lora_target_modules")
     names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
     absent = {"score"} | ({"embed_out"} if kind == "scalar" or model.config.tie_word_embeddings else set())
     if wrong := [name for name in names if name in absent]:
@@ -113,8 +113,11 @@ def start_of(config, continues_adapter: bool) -> Start:
 
 
 def origin_of(path: str | None, revision: str | None) -> Origin | None:
-    """What an adapter may name as its base: the checkpoint at `path`; None for random weights and merged adapters."""
-    return None if path is None or hf.is_adapter(path, revision) else (path, revision)
+    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and the
+    text model of a checkpoint of images and text, in which PEFT would look for other names."""
+    if path is None or hf.is_adapter(path, revision) or not hf.is_text_model(path, revision):
+        return None
+    return path, revision
 
 
 def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Params]:
@@ -231,6 +234,8 @@ def export(
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
         save_tokenizer(tokenizer, adapter)
+        if kind == "causal":
+            save_stop_ids(tokenizer, adapter)
     multihost.wait_for_all("export of adapters")
     if export_merged:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)

@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
 from rlhf_jax.models.io import hf
+from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.stages import adapters
@@ -63,6 +64,7 @@ def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
     elif not config.scratch_model and hf.is_adapter(config.sft_model_path, config.model_revision):
         messages.append(f"{config.sft_model_path} is an adapter: merged into its base, and all of it is trained")
     check_stop_token(config, policy)
+    tokenizer = dataclasses.replace(tokenizer, stop_ids=_stop_ids(config, policy))
     reference = policy
     if opened is not None and opened.reference is not None:
         reference = dataclasses.replace(policy, lora=opened.reference[0])
@@ -119,6 +121,13 @@ def check_stop_token(config, policy: Model) -> None:
             f"--stop_token_id {config.stop_token_id} is beyond the vocabulary of "
             f"{config.sft_model_path or config.scratch_model}: its ids are 0 to {rows - 1}. No response could end by it"
         )
+
+
+def _stop_ids(config, policy: Model) -> tuple[int, ...] | None:
+    """The ids of stop_token_ids."""
+    path = None if config.scratch_model else config.sft_model_path
+    rows = policy.config.vocab_size
+    return resolve_stop_ids(config.stop_token_ids, path=path, revision=config.model_revision, rows=rows)
 
 
 def check_sequence_length(config, model: Model, path: str) -> None:

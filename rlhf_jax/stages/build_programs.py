@@ -41,19 +41,20 @@ class Programs:
     token_kl: Callable
 
 
-def sampling_of(config, eos_id: int, temperature: float | None = None) -> Sampling:
+def sampling_of(config, eos_ids: tuple[int, ...], temperature: float | None = None) -> Sampling:
     """How responses are sampled.
 
     Args:
-      config: sampling options, response_length, stop_token, stop_token_id.
-      eos_id: the tokenizer's.
+      config: sampling options, response_length, stop_token, stop_token_id, stop_token_ids.
+      eos_ids: `Tokenizer.eos_ids`; the first fills the columns after a response.
       temperature: overrides that of the config and of generation_kwargs.
     """
     options = sampling_options(config)
     if temperature is not None:
         options["temperature"] = temperature
-    stop = eos_id if config.stop_token == "eos" else config.stop_token_id
-    return Sampling(max_new_tokens=config.response_length, stop_id=stop, fill_id=eos_id, **options)
+    stop = () if config.stop_token_id is None else (config.stop_token_id,)
+    stop = eos_ids if config.stop_token == "eos" or config.stop_token_ids is not None else stop
+    return Sampling(max_new_tokens=config.response_length, stop_ids=stop, fill_id=eos_ids[0], **options)
 
 
 def build_programs(
@@ -63,7 +64,7 @@ def build_programs(
     state: TrainState,
     *,
     optimizer: Optimizer,
-    eos_id: int,
+    eos_ids: tuple[int, ...],
     episodes_per_epoch: int,
 ) -> Programs:
     """The programs of a run.
@@ -74,7 +75,7 @@ def build_programs(
       models: their static forms are compiled in; params are arguments of each program.
       state: whose shardings every update returns.
       optimizer: of the run.
-      eos_id: the tokenizer's.
+      eos_ids: `Tokenizer.eos_ids`.
       episodes_per_epoch: responses in one pass over the prompts.
     """
     config, mesh = context.config, context.mesh
@@ -94,7 +95,7 @@ def build_programs(
     def generate(policy, base, batch: PromptBatch, seed, step, temperature, group_size):
         policy = whole({"policy": policy}, base).policy
         key = jax.random.fold_in(update_key(seed, step), 0)
-        sampling = sampling_of(config, eos_id, temperature)
+        sampling = sampling_of(config, eos_ids, temperature)
         rows = jnp.arange(batch.lengths.shape[0] * group_size)
         rows_per_prompt = group_size if shares_prompts else 1
         layers = policy.model.unstack(policy.params, dtype)

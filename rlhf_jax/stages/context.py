@@ -17,7 +17,7 @@ from rlhf_jax.config import batch_sizes
 from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import quantization
-from rlhf_jax.models.io import hf
+from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.runtime.run_folder import TEMPLATE_DATE
@@ -98,6 +98,8 @@ class StageContext:
         hf.save(path, model, params, kind=kind, extra_config=ids)
         if multihost.is_main():
             save_tokenizer(tokenizer, path)
+            if kind == "causal":
+                save_stop_ids(tokenizer, path)
         multihost.wait_for_all("export")
 
     def initial_state(self, params: Params, models_by_role: dict[str, Any], optimizer: Optimizer) -> TrainState:
@@ -158,15 +160,26 @@ def progress_metrics(state: TrainState, rate: Array | None, names: tuple[str, ..
     return {**rates, "episode": state.episodes, "epoch": epoch}
 
 
+def save_stop_ids(tokenizer, folder: str) -> None:
+    """Writes the ids of stop_token_ids beside a policy, if the option is given."""
+    if tokenizer.stop_ids is not None:
+        generation_config.write(folder, tokenizer.stop_ids, tokenizer.pad_id)
+
+
 def inputs_of(
-    context: StageContext, train_data: Any, eval_sets: dict[str, Any], template_date: str | None = None
+    context: StageContext,
+    train_data: Any,
+    eval_sets: dict[str, Any],
+    template_date: str | None = None,
+    stop_ids: tuple[int, ...] | None = None,
 ) -> dict[str, str]:
-    """The fingerprint of every data set and starting checkpoint of a run, by what it is; and the date that its chat
-    templates print, if they do.
+    """The fingerprint of every data set and starting checkpoint of a run, by what it is; the date that its chat
+    templates print, if they do, and the ids of stop_token_ids, which a file may hold.
 
     Args:
       context, train_data, eval_sets: of the stage.
       template_date: printed by the template of a reward model.
+      stop_ids: of the tokenizer.
     """
     sets = {"training data": train_data}
     sets |= {f"evaluation data {name}".rstrip(): source for name, source in eval_sets.items()}
@@ -176,6 +189,8 @@ def inputs_of(
     for date in (template_date, *(source.report.template_date for source in sets.values())):
         if date is not None:
             fingerprints[TEMPLATE_DATE] = date
+    if stop_ids is not None:
+        fingerprints["stop_token_ids"] = ", ".join(map(str, stop_ids))
     return fingerprints
 
 

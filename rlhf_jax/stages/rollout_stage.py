@@ -106,14 +106,14 @@ class RolloutStage:
             self.models,
             self.state,
             optimizer=optimizer,
-            eos_id=self.tokenizer.eos_id,
+            eos_ids=self.tokenizer.eos_ids,
             episodes_per_epoch=self.rows * self.group_size,
         )
         self.runner = Runner(
             context,
             self.programs,
             self.models,
-            self.tokenizer.eos_id,
+            self.tokenizer.eos_ids,
             self.total_steps,
             self.rows * self.group_size,
         )
@@ -234,7 +234,7 @@ class RolloutStage:
     def inputs(self) -> dict[str, str]:
         """As `base.Stage.inputs`."""
         date = self.scorer.template_date if self.train_data.conversational else None
-        return inputs_of(self.context, self.train_data, self.eval_sets, date)
+        return inputs_of(self.context, self.train_data, self.eval_sets, date, self.tokenizer.stop_ids)
 
     def frozen(self) -> dict[str, Params]:
         """As `base.Stage.frozen`."""

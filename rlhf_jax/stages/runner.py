@@ -22,7 +22,7 @@ class Runner:
     Attributes:
       context, programs: of the stage.
       models: with frozen params.
-      eos_id: the tokenizer's.
+      eos_ids: `Tokenizer.eos_ids`.
       total_steps: updates of the run.
       episodes_per_epoch: responses in one pass over the prompts.
     """
@@ -30,7 +30,7 @@ class Runner:
     context: StageContext
     programs: Programs
     models: Models
-    eos_id: int
+    eos_ids: tuple[int, ...]
     total_steps: int
     episodes_per_epoch: int
 
@@ -73,7 +73,7 @@ class Runner:
 
     def scored_rollout(self, rollout: Rollout, scores, scorable, token_rewards, group_size: int) -> ScoredRollout:
         """What an algorithm makes experience of."""
-        return ScoredRollout(rollout, scores, scorable, token_rewards, eos_id=self.eos_id, group_size=group_size)
+        return ScoredRollout(rollout, scores, scorable, token_rewards, eos_ids=self.eos_ids, group_size=group_size)
 
     def token_kl(self, policy: Params, rollout: Rollout, state: TrainState | None = None) -> Array:
         """KL of each response token to the reference: [B, T]."""

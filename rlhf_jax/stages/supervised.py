@@ -13,8 +13,8 @@ import jax
 
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
-from rlhf_jax.models.io import hf
-from rlhf_jax.parallel import sharding
+from rlhf_jax.models.io import generation_config, hf
+from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters
 from rlhf_jax.stages.context import (
@@ -230,18 +230,24 @@ def export_model(stage: SupervisedStage, params: Params, folder: str, name: str,
     if stage.base_params is None:
         path = f"{folder}/{name}"
         stage.context.save_checkpoint(path, stage.model, params, kind, stage.tokenizer)
-        return {name: path}
-    return adapters.export(
-        stage.context,
-        folder,
-        name,
-        stage.model,
-        params,
-        kind=kind,
-        base=stage.base_params,
-        origin=adapters.origin_of(stage.base_model, stage.config.model_revision),
-        tokenizer=stage.tokenizer,
-    )
+        paths = {name: path}
+    else:
+        paths = adapters.export(
+            stage.context,
+            folder,
+            name,
+            stage.model,
+            params,
+            kind=kind,
+            base=stage.base_params,
+            origin=adapters.origin_of(stage.base_model, stage.config.model_revision),
+            tokenizer=stage.tokenizer,
+        )
+    if kind == "causal" and stage.base_model is not None and multihost.is_main():
+        # stop_token_ids of a later stage may take its list.
+        generation_config.copy(stage.base_model, stage.config.model_revision, paths[name])
+    multihost.wait_for_all("export of generation_config.json")
+    return paths
 
 
 def eval_name(source: str, metric: str) -> str:

@@ -298,7 +298,7 @@ def test_a_score_and_a_kl_belong_to_their_row_in_any_order_and_bucket(case, orde
 
 @functools.cache
 def sampler(tokens):
-    sampling = Sampling(tokens, 0.9, top_p=0.95, repetition_penalty=1.2, stop_id=EOS, fill_id=EOS)
+    sampling = Sampling(tokens, 0.9, top_p=0.95, repetition_penalty=1.2, stop_ids=(EOS,), fill_id=EOS)
 
     @quick_jit
     def run(prompts, seed, rows):

@@ -5,6 +5,25 @@ import numpy as np
 import pytest
 
 from rlhf_jax.algorithms.metric_forms import FORMS
+from rlhf_jax.types import Rollout
+
+
+def test_a_response_that_ends_by_any_stop_id_is_counted():
+    response = jnp.array([[4, 7, 7, 7], [4, 4, 9, 7], [4, 4, 4, 4], [7, 7, 7, 7]])
+    tokens = jnp.zeros((4, 2), jnp.int32)
+    rollout = Rollout(
+        prompt_tokens=tokens,
+        prompt_lengths=jnp.full(4, 2),
+        response=response,
+        lengths=jnp.array([2, 3, 4, -1]),
+        ended=jnp.array([True, True, False, True]),
+        logprobs=jnp.zeros((4, 4)),
+        response_mask=jnp.ones((4, 4), bool),
+    )
+    present = rollout.lengths >= 0
+    assert FORMS["correct"].eos_count(rollout, present, (7, 9)) == 2
+    assert FORMS["trl"].eos_count(rollout, present, (7, 9)) == 3 + 2
+    assert FORMS["trl"].eos_count(rollout, present, (7,)) == 3 + 1
 
 
 def test_the_variance_of_one_ratio_is_nan_to_trl_and_0_to_us():

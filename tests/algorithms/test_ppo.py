@@ -59,7 +59,7 @@ def world():
         jnp.array([9, 1, 3, 5, 9, 2, 7, 4], jnp.int32),
         jnp.arange(B),
     )
-    run = jax.jit(lambda p, b: generate(MODEL, p, b, jax.random.key(1), Sampling(T, 0.7, stop_id=EOS, fill_id=EOS)))
+    run = jax.jit(lambda p, b: generate(MODEL, p, b, jax.random.key(1), Sampling(T, 0.7, stop_ids=(EOS,), fill_id=EOS)))
     rollout = run(params["policy"], batch)
     # Lengths of every kind, whatever was sampled: none, eos first, eos last, no eos.
     lengths = jnp.array([0, 1, T, T, 3, 4, 5, 6], jnp.int32)
@@ -123,7 +123,7 @@ def test_rewards_are_minus_kl_plus_the_score_after_eos(world):
 def test_a_response_without_eos_is_penalised(world, mode, expected):
     _, _, rollout, scores = world
     config = dataclasses.replace(CONFIG, eos_penalty_mode=mode)
-    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, EOS, config))
+    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS,), config))
     missing = np.array([True, False, False, True, False, False, False, False])
     if mode == "subtract":
         np.testing.assert_allclose(out - np.asarray(scores), -1.0 * missing, atol=1e-6)
@@ -131,10 +131,21 @@ def test_a_response_without_eos_is_penalised(world, mode, expected):
         np.testing.assert_allclose(out, np.where(missing, -1.0, scores))
 
 
+def test_any_of_several_stop_ids_counts_as_eos(world):
+    _, _, rollout, scores = world
+    row, inside = np.asarray(rollout.response), np.arange(T)[None] < np.asarray(rollout.lengths)[:, None]
+    other = next(int(i) for i in np.unique(row[inside]) if i != EOS)
+    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS, other), CONFIG))
+    missing = ~(np.isin(row, (EOS, other)) & inside).any(axis=1)
+    alone = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS,), CONFIG))
+    np.testing.assert_allclose(out - np.asarray(scores), -1.0 * missing, atol=1e-6)
+    assert (out >= alone).all() and (out > alone).any()
+
+
 def test_filler_eos_after_the_end_is_not_an_eos(world):
     _, _, rollout, scores = world
     # Row 0 has length 0 and is filled with eos: it must be punished.
-    out = ppo.penalize_missing_eos(scores, rollout, EOS, CONFIG)
+    out = ppo.penalize_missing_eos(scores, rollout, (EOS,), CONFIG)
     np.testing.assert_allclose(out[0], scores[0] - 1.0, rtol=1e-6)
 
 

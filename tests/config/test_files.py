@@ -56,6 +56,7 @@ def test_shipped_configs_load_check_and_survive_config_json(spec):
 
 def test_config_json_round_trips_every_kind_of_value(tmp_path):
     config = PPOConfig(length_buckets=(128, 512), report_to=(), kl_target=6.0, stop_token=None, learning_rate=1.3e-7)
+    config = dataclasses.replace(config, stop_token_ids=(1, 106))
     (tmp_path / "config.json").write_text(config_files.to_json(config))
     assert config_files.load_config(str(tmp_path / "config.json")) == config
     assert config_files.load_config(str(tmp_path)) == config  # the run's folder will do

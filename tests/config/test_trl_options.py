@@ -1,12 +1,15 @@
 """docs/migrating.md and the parser agree on every option that TRL has or had."""
 
 import dataclasses
+import inspect
 import itertools
 import pathlib
+import re
 import typing
 
 import pytest
 
+from rlhf_jax import run
 from rlhf_jax.config import STAGES, command_line, trl_options, values
 from rlhf_jax.errors import UserError
 
@@ -164,6 +167,28 @@ def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
         for name, stage in itertools.product(row.options, row.stages or ()):
             answer = trl_options.answer(name, stage)
             assert answer.kind == "unsupported" and answer.text == row.reason, (stage, name)
+
+
+def test_every_argument_of_the_trainers_constructors_is_on_the_page():
+    trl, ppo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.ppo")
+    trainers = {"SFT": trl.SFTTrainer, "Reward": trl.RewardTrainer, "PPO": ppo.PPOTrainer}
+    trainers |= {"RLOO": trl.RLOOTrainer, "GRPO": trl.GRPOTrainer}
+    for name, trainer in trainers.items():
+        theirs = set(inspect.signature(trainer.__init__).parameters) - {"self"}
+        assert theirs == {argument.name for argument in trl_options.ARGUMENTS if name in argument.trainers}, name
+    section = trl_options.page().split("\n## Arguments of the trainers' constructors\n")[1]
+    assert all(section.count(f"\n| `{argument.name}` |") == 1 for argument in trl_options.ARGUMENTS)
+
+
+def test_options_that_stand_in_place_of_an_argument_exist():
+    known = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
+    known |= {argument.name for argument in trl_options.ARGUMENTS}
+    known |= {"prompt", "completion", "messages", "save_pretrained", "on_evaluate", "--config"}
+    for argument in trl_options.ARGUMENTS:
+        names = [name for name in re.findall(r"`([^`]+)`", argument.here) if re.fullmatch(r"[-\w]+", name)]
+        assert set(names) <= known, argument.name
+        for call in re.findall(r"rlhf_jax\.run\(config, (\w+)=", argument.here):
+            assert call in inspect.signature(run).parameters
 
 
 def test_no_option_of_trl_itself_is_missing():

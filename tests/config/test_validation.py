@@ -25,6 +25,10 @@ IMPOSSIBLE = [
     (PPOConfig(rollout_batch_size=1024), "rollout_batch_size 1024 = 0.5 rounds.*rollout_batch_size 512"),
     (PPOConfig(response_length=0), "response_length is 0; it must be at least 1"),
     (PPOConfig(query_length=0), "query_length is 0; it must be at least 1"),
+    (PPOConfig(stop_token_ids=(3, -1)), "stop_token_ids is .3, -1.; .* at least 0"),
+    (PPOConfig(stop_token_ids=()), "stop_token_ids is ..; .* at least one"),
+    (RLOOConfig(stop_token=None, stop_token_id=4, stop_token_ids=(3,)), "stop_token_ids .3,. and stop_token_id 4"),
+    (PPOConfig(stop_token_ids="generation_config", scratch_model="2x32x4"), "stop_token_ids .* scratch_model"),
     (PPOConfig(stop_token_id=0), "stop_token 'eos' and stop_token_id 0 exclude each other"),
     (PPOConfig(batch_size=16, num_mini_batches=4, whiten_rewards=True), "whiten_rewards .* 8 rows .* = 4"),
     (PPOConfig(temperature=0.0), "temperature is 0.0; it must be above 0"),
@@ -180,6 +184,12 @@ def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
         UserError, match="^run_dir is '(gs|s3)://b/run'; it must be a folder. Mount the bucket .*path.$"
     ):
         validation.check(config)
+
+
+def test_stop_token_ids_need_no_other_option():
+    for given in ((0,), (1, 106), "generation_config"):
+        validation.check(PPOConfig(stop_token_ids=given))
+        validation.check(RLOOConfig(stop_token=None, stop_token_ids=given))
 
 
 def test_stop_token_id_0_is_a_token_like_any_other():

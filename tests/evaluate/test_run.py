@@ -118,7 +118,8 @@ def test_the_kl_is_that_of_two_forward_passes(room, whole):
     policy, ref = (load_policy(room / name) for name in ("policy", "sft"))
     source = data.make_prompts(data.load_rows(str(room / "posts.jsonl")), policy.tokenizer, query_length=60)
     config = PPOConfig(response_length=6, temperature=1.0)
-    found = Sampler(config, source, 4, seed=42, batch_size=8, ref=ref).answers("policy", policy, 0)
+    sampler = Sampler(config, source, 4, eos_ids=policy.tokenizer.eos_ids, seed=42, batch_size=8, ref=ref)
+    found = sampler.answers("policy", policy, 0)
     assert found.kl[0].tolist() == [answer["kl"] for answer in whole[1][0]["answers"]["policy"]]
     rollout = found.rollouts[0][0]
     row, columns = int(np.argmax(rollout.lengths)), rollout.prompt_tokens.shape[1]
@@ -232,6 +233,19 @@ def test_options_are_the_runs_but_for_those_given(room, tmp_path):
     assert made.prompts.reward_weights is None and made.prompts.reward_model_path == str(room / "reward")
     assert made.ref.path == str(room / "sft") and made.policy.path == str(folder / "policy")
     assert made.output_dir == str(folder / "evaluation") and made.pairs is None
+
+
+def test_answers_of_all_policies_end_with_any_of_the_stop_token_ids(room, tmp_path):
+    given = {"ref_model_path": room / "sft", "num_generations": 2, "response_length": 20}
+    plain, _, _ = done(room, tmp_path / "plain", **given)
+    many = tuple(range(0, data.load_tokenizer("synthetic").vocab_size, 2))
+    written, _, _ = done(room, tmp_path / "several", stop_token_ids=many, **given)
+    assert written["sampling"]["stop_token_ids"] == list(many) and plain["sampling"]["stop_token_ids"] is None
+    lengths = [{row["name"]: row["length"] for row in each["policies"]} for each in (plain, written)]
+    assert lengths[0].keys() == lengths[1].keys() and {"policy", "ref_model"} <= lengths[0].keys()
+    assert all(lengths[1][name]["mean"] < lengths[0][name]["mean"] for name in ("policy", "ref_model"))
+    with pytest.raises(UserError, match="stop_token_ids generation_config"):
+        run(EvaluateConfig(**options(room, output_dir=tmp_path / "none", stop_token_ids="generation_config")), print)
 
 
 def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):

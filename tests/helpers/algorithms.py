@@ -27,7 +27,7 @@ def with_params(models: Models, params, ref_params=None) -> Models:
 
 def scored(rollout, scores, scorable=None, token_rewards=None, *, eos_id, group_size=1) -> ScoredRollout:
     """A ScoredRollout."""
-    return ScoredRollout(rollout, scores, scorable, token_rewards, eos_id=eos_id, group_size=group_size)
+    return ScoredRollout(rollout, scores, scorable, token_rewards, eos_ids=(eos_id,), group_size=group_size)
 
 
 def at_rates(transformation: optax.GradientTransformation, rates, *, keeps_finite: bool = True) -> Optimizer:

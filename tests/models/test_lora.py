@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import lora
+from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from rlhf_jax.models.io.safetensors import open_file
 from rlhf_jax.models.linear import frozen_product, product
+from tests.helpers import families
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, reference, reference_inputs
 from tests.helpers.optional import optional
@@ -288,8 +289,81 @@ def test_a_missing_or_foreign_tensor_is_named(bases, tmp_path):
 
 @pytest.mark.parametrize(("names", "words"), [(["q_proj"], "'q_proj'.*gpt_neox"), ([], "names no layer")])
 def test_layers_that_the_family_does_not_have_are_named(bases, names, words):
-    family = hf.load_model(bases["causal"]).family
+    model = hf.load_model(bases["causal"])
     with pytest.raises(UserError, match=words):
-        lora.resolve_targets(family, names, "lora_target_modules")
-    assert lora.resolve_targets(family, ["all-linear"], "") == LINEARS
-    assert lora.resolve_targets(family, None, "") == ("query_key_value",)
+        lora.resolve_targets(model, names, "lora_target_modules")
+    assert lora.resolve_targets(model, ["all-linear"], "") == LINEARS
+    assert lora.resolve_targets(model, None, "") == ("query_key_value",)
+
+
+# A family, and target_modules as PEFT takes them: a string is a regular expression, or 'all-linear'.
+TARGETS = [
+    ("llama", r".*\.(q|k|v)_proj"),
+    ("llama", r"model\.layers\.\d{1,2}\.self_attn\..*"),
+    ("llama", "all-linear"),
+    ("llama", ["self_attn.q_proj", "down_proj"]),
+    ("gpt2", r".*c_proj"),
+    ("gpt2", r"transformer\.h\.[01]\.mlp\.c_(fc|proj)"),
+    ("gpt2", ["c_proj"]),
+    ("phi3", r".*(qkv|down)_proj"),
+    ("gemma3_text", r".*layers.*mlp.(gate|up|down)_proj"),
+]
+
+
+@pytest.mark.parametrize(("family", "targets"), TARGETS, ids=str)
+def test_targets_adapt_the_modules_that_peft_adapts_and_its_adapters_are_read(tmp_path, family, targets):
+    base = families.reference(family)
+    base.save_pretrained(tmp_path / "base")
+    model, params = hf.load(tmp_path / "base")
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    if isinstance(targets, str):  # PEFT rewrites 'all-linear' to a list
+        theirs.peft_config["default"].target_modules = targets
+    adapted = {name.partition(".lora_A")[0] for name, _ in theirs.named_parameters() if ".lora_A" in name}
+    names = [targets] if isinstance(targets, str) else targets
+    ours = lora.resolve_targets(model, names, "lora_target_modules")
+    places = {
+        f"{model.family.prefix}{tensor.name.removesuffix('.weight')}": tensor.path[:-1]
+        for tensor in model.family.tensors(model.config)
+        if tensor.path[-1] == "kernel"
+    }
+    paths = {model.family.linears[name] for name in ours}
+    assert {f"base_model.model.{name}" for name, path in places.items() if path in paths} == adapted
+
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert isinstance(written, str) == isinstance(targets, str)
+    form, adapters = hf.load_adapter(tmp_path / "adapter", model)
+    assert form.target_modules == ours
+    tokens, mask = rows()
+    whole = dataclasses.replace(model, lora=form)
+    hidden = whole.hidden(whole.with_lora(params, adapters), tokens, mask)
+    logits = whole.logits(whole.with_lora(params, adapters), hidden)
+    expected = theirs.eval()(**reference_inputs(tokens, mask)).logits.detach().numpy()
+    assert distance(np.where(mask[..., None], logits, 0), np.where(mask[..., None], expected, 0)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["nothing_.*"], "nothing_"),
+        ([r"q_pro"], "'q_pro'"),
+        ([r"model\.layers\.0\..*_proj"], "in 1 of 2 layers"),
+        (["model.layers.1.self_attn.q_proj"], "q_proj in 1 of 2 layers"),
+        ([r".*"], "also matches"),
+        ([r".*(lm_head|q_proj)"], "also matches lm_head"),
+        ([r".*\.(q_proj"], "regular expression"),
+        ([r".*q_proj", r".*v_proj"], "q_proj"),
+        ([""], "''"),
+    ],
+    ids=str,
+)
+def test_patterns_of_no_layer_of_some_layers_and_of_more_than_layers_are_refused(targets, words):
+    config = families.config_of("llama").to_dict()
+    model = Model.from_hf_config({**config, "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(UserError, match=f"lora_target_modules.*{words}"):
+        lora.resolve_targets(model, targets, "lora_target_modules")

@@ -211,7 +211,7 @@ class Replay:
         inside, valued = adv.response_mask(rollout.lengths, t), adv.value_mask(rollout.lengths, t)
         ref = jnp.where(inside, ref, losses.INVALID_LOGPROB)
         penalty = -self.config.kl_coef * adv.kl_penalty(experience.logprobs, ref, self.config.kl_estimator)
-        final = ppo.penalize_missing_eos(self.credited(scores, rollout), rollout, self.eos, self.config)
+        final = ppo.penalize_missing_eos(self.credited(scores, rollout), rollout, (self.eos,), self.config)
         rewards = adv.place_scores(penalty, final, rollout.lengths)
         return rewards, adv.masked_whiten(rewards, valued, shift_mean=False), valued
 

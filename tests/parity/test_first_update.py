@@ -57,7 +57,7 @@ def first_rollout():
     prompts = PromptBatch(
         jnp.asarray(rng.integers(4, V, (B, C)), jnp.int32), jnp.asarray(rng.integers(1, C + 1, B)), jnp.arange(B)
     )
-    sampling = Sampling(T, CONFIG.temperature, stop_id=EOS, fill_id=EOS)
+    sampling = Sampling(T, CONFIG.temperature, stop_ids=(EOS,), fill_id=EOS)
 
     @quick_jit
     def experience_of(params):

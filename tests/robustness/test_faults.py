@@ -157,6 +157,12 @@ def test_a_stop_token_id_beyond_the_vocabulary(user_files, refusal):
     mentions(message, "--stop_token_id 99999", user_files.sft, f"0 to {user_files.rows - 1}")
 
 
+def test_stop_token_ids_that_no_response_contains(user_files, refusal):
+    message = refusal(stop_token_ids="0,99999")
+    mentions(message, "--stop_token_ids", "99999", user_files.sft, f"0 to {user_files.rows - 1}")
+    mentions(refusal(stop_token_ids="generation_config"), "--stop_token_ids generation_config", user_files.sft)
+
+
 # --- data
 
 

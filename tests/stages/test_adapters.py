@@ -16,7 +16,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
-from rlhf_jax.stages import open_stage
+from rlhf_jax.stages import adapters, open_stage
 from tests.helpers.arrays import distance
 from tests.helpers.runs import RLOO_OPTIONS, compilations
 
@@ -267,3 +267,19 @@ def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_
     path = ("backbone", "layers", "attention", "query_key_value", "kernel")
     assert distance(lora.get_path(params, path), lora.get_path(base, path)) > 1e-4
     np.testing.assert_array_equal(lora.get_path(base, path), lora.get_path(hf.load(models / "one")[1], path))
+
+
+def test_an_adapter_names_no_base_in_which_peft_would_look_for_other_names(models, tmp_path):
+    folder = tmp_path / "image_text"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
+    assert adapters.origin_of(str(folder), None) is None
+    assert adapters.origin_of(str(models / "one"), None) is None and adapters.origin_of(None, None) is None
+    assert adapters.origin_of(str(models / "base"), "main") == (str(models / "base"), "main")
+
+
+def test_a_regular_expression_names_the_layers_that_get_an_adapter(models):
+    stage = rloo_stage(models, lora_target_modules=(r".*\.mlp\.dense_.*",))
+    assert stage.opened.policy.lora.target_modules == ("dense_h_to_4h", "dense_4h_to_h")
+    with pytest.raises(UserError, match="lora_target_modules.* in 1 of 2 layers"):
+        rloo_stage(models, lora_target_modules=(r"gpt_neox\.layers\.1\.mlp.*",))

@@ -3,6 +3,7 @@
 import collections
 import json
 import os
+import shutil
 import warnings
 
 import jax
@@ -24,7 +25,7 @@ from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
-from tests.helpers.runs import RLOO_OPTIONS, KillAt, compilations, lines, tensors
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, Killed, compilations, lines, tensors
 
 # A template of words that the synthetic tokenizer knows.
 TEMPLATE = (
@@ -441,6 +442,51 @@ def test_conversations_reach_rewards_as_messages(models, tmp_path):
     assert [row["completion"] for row in table] == [answer[0]["content"] for answer in completions]
     assert len(seen[1][0]) == 6 and seen[1][0][::2] == talk[:3]
     assert {"rewards/judge1/mean", "rewards/polite/mean", "eval_rewards/polite/mean"} <= set(lines(result.run_dir)[0])
+
+
+def test_responses_end_with_any_id_of_the_models_generation_config(models, tmp_path):
+    start = tmp_path / "start"
+    shutil.copytree(models / "policy", start)
+    eos = data.load_tokenizer("synthetic").eos_id
+    stops = (eos, *(own for own in range(3, 60, 2) if own != eos))
+
+    def write(ids):
+        (start / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ids)}))
+
+    class Rewarded:
+        def __init__(self):
+            self.ids = []
+
+        def __call__(self, completion_ids, **_):
+            self.ids += completion_ids
+            return [0.0] * len(completion_ids)
+
+    options = {"sft_model_path": str(start), "scratch_model": None, "response_length": 12, "save_steps": 1}
+    options |= {"stop_token_ids": "generation_config", "missing_eos_penalty": 1.0}
+    write(stops)
+    reward = Rewarded()
+    own = config(tmp_path / "run", **options)
+    result = rlhf_jax.run(own, reward_funcs=[reward])
+    ends = {ids[-1] for ids in reward.ids if ids[-1] in stops}
+    assert len(ends - {eos}) > 1 and all(not set(ids[:-1]) & set(stops) for ids in reward.ids)
+    ended = sum(ids[-1] in stops for ids in reward.ids[-8:])
+    last = lines(result.run_dir)[-1]
+    assert last["val/num_eos_tokens"] == ended
+    assert last["objective/scores"] == pytest.approx(-(8 - ended) / 8)
+
+    exported = json.loads((tmp_path / "run" / "policy" / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == list(stops)
+    given = config(tmp_path / "given", **{**options, "stop_token_ids": stops})
+    assert_same_tensors(
+        *(os.path.join(rlhf_jax.run(c, reward_funcs=[Rewarded()]).run_dir, "policy") for c in (own, given))
+    )
+
+    # A list that has changed since is another run.
+    with pytest.raises(Killed):
+        rlhf_jax.run(config(tmp_path / "killed", **options), reward_funcs=[Rewarded()], callbacks=[KillAt(2)])
+    write(stops[:2])
+    with pytest.raises(UserError, match="stop_token_ids"):
+        rlhf_jax.run(config(tmp_path / "killed", **options), reward_funcs=[Rewarded()])
 
 
 def test_ppo_takes_plain_async_and_dense_rewards(tmp_path):

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax import data
 from rlhf_jax.algorithms import sft
 from rlhf_jax.config import RewardConfig, SFTConfig, resolve
 from rlhf_jax.dry_run import memory
 from rlhf_jax.errors import UserError
+from rlhf_jax.models import custom_shape
+from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import open_stage
 from tests.helpers.chat_tokenizer import assistant, user
@@ -73,3 +76,17 @@ def test_a_dry_run_plans_the_mask_and_refuses_a_template_without_blocks():
     plain = {**FIXED, "chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
     with pytest.raises(UserError, match="does not mark what the assistant says"):
         memory.abstract_stage(resolve(SFTConfig(**plain, assistant_only_loss=True)), mesh)
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_an_export_keeps_the_stop_ids_of_the_model_that_it_started_from(tmp_path, use_peft):
+    tokenizer = data.load_tokenizer("synthetic")
+    model = custom_shape("1x16x2", 128 * -(-tokenizer.vocab_size // 128))
+    hf.save(tmp_path / "start", model, model.init(jax.random.key(0)), kind="causal")
+    data.save_tokenizer(tokenizer, str(tmp_path / "start"))
+    generation_config.write(tmp_path / "start", (tokenizer.eos_id, 5), tokenizer.pad_id)
+    start = {"model_name_or_path": str(tmp_path / "start"), "scratch_model": None, "use_peft": use_peft}
+    stage = open_stage(resolve(SFTConfig(**{**FIXED, **start})), train_dataset=MESSAGES)
+    exported = stage.export(stage.state, str(tmp_path / "out"))["policy"]
+    found = generation_config.resolve_stop_ids("generation_config", path=exported, revision=None, rows=128)
+    assert found == (tokenizer.eos_id, 5)

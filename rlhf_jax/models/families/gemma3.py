@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.errors import UserError
 from rlhf_jax.models.context import DecoderConfig
 from rlhf_jax.models.families.gemma2 import gemma_fields, softcap
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.rope import Rope
 
+NESTED_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+    "pad_token_id": 0,
+}
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Gemma3TextModel")
 
 
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
-    if "text_config" in hf:
-        raise UserError(f"{where}: this is a model of images and text; only Gemma 3's text models are supported.")
     reader = Reader(hf, where)
     local = Reader({"rope_theta": hf.get("rope_local_base_freq"), **_of_kind(hf, "sliding_attention")}, where)
     whole = Reader({**hf, **_of_kind(hf, "full_attention")}, where)

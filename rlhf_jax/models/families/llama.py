@@ -39,6 +39,16 @@ MODULES: dict[str, tuple[str, ...]] = {
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
 
+NESTED_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+
+
 def common(reader: Reader, *, head_dim: int | None = None, theta: float = 10_000.0, eps: float = 1e-6, **sizes_of: Any):
     """Fields that Llama and the families of its layout read alike, with the defaults of a class."""
     fields = sizes(reader, **sizes_of)

@@ -8,6 +8,15 @@ from rlhf_jax.models.context import DecoderConfig
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.families.llama import common
 
+NESTED_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
+
 
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""

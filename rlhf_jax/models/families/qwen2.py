@@ -8,6 +8,15 @@ from rlhf_jax.models.context import DecoderConfig
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.families.llama import common
 
+NESTED_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
 
 def upper_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
     """The window of the layers from max_window_layers on, where use_sliding_window is set."""

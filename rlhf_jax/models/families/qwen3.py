@@ -9,6 +9,15 @@ from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.families.llama import common
 from rlhf_jax.models.families.qwen2 import upper_windows
 
+NESTED_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
 
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""

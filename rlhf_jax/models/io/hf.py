@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from huggingface_hub import errors as hub_errors
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.families.image_text import WRAPPERS, is_image_text, text_tensors
 from rlhf_jax.models.io import peft
 from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
 from rlhf_jax.models.io.shards import FileParam, HostParam, gather_to_host, read_all, read_shards
@@ -140,6 +142,12 @@ def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
     return (folder / peft.CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
+def is_text_model(name_or_path: str | Path, revision: str | None = None) -> bool:
+    """Whether a checkpoint has no other parts than a text model. UserError as `resolve`."""
+    folder = resolve(name_or_path, revision, weights=False)
+    return not is_image_text(read_json(folder / CONFIG))
+
+
 def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
     """(checkpoint, its revision) that an adapter was trained on."""
     folder = resolve(name_or_path, revision, weights=False)
@@ -184,7 +192,7 @@ def load(
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
     hf = read_json(folder / CONFIG)
     model, offset = _model(hf, folder / CONFIG)
-    sources = open_weights(folder)
+    sources = _text_sources(model, hf, open_weights(folder), folder)
     loras = [peft.read(adapter, model) for adapter in adapters]
     replaced = {name for form, _ in loras for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
@@ -254,6 +262,7 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UserError(f"{path}: architectures is {architectures!r}; it must be a list of class names.")
     known = {name for family in FAMILIES.values() for name in family.architectures}
+    known |= {wrapper.architecture for wrapper in WRAPPERS.values()}
     if unknown := [name for name in architectures if name not in known]:
         raise UserError(
             f"{path}: architectures {unknown[0]!r} is not supported; supported: {', '.join(sorted(known))}."
@@ -272,6 +281,19 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
         else:
             raise UserError(f"{path}: base_config, the backbone's config of a ScalarModel, is missing.")
     return Model.from_hf_config(base, str(path)), float(offset)
+
+
+def _text_sources(model: Model, hf: dict[str, Any], sources: dict[str, Source], folder: Path) -> dict[str, Source]:
+    """The tensors by their names in a checkpoint of the text model, where it is of images and text."""
+    if not is_image_text(hf):
+        return sources
+    names, others = text_tensors(hf, sources, model.family.prefix, model.config.tie_word_embeddings, str(folder))
+    warnings.warn(
+        f"{folder} is a model of images and text ({hf['model_type']}): only its text model, {model.family.name}, is "
+        f"loaded and exported; {others} other tensors are ignored",
+        stacklevel=3,
+    )
+    return {own: sources[name] for name, own in names.items()}
 
 
 def _prefix(model: Model, sources: dict[str, Source]) -> str:

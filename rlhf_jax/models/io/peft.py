@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import lora
+from rlhf_jax.models.families.image_text import WRAPPERS
 from rlhf_jax.models.io.safetensors import Source, open_file, read_json, write_file
 from rlhf_jax.models.io.shards import FileParam, HostParam, LoraParam, gather_to_host, read_all
 from rlhf_jax.models.lora import Lora
@@ -23,6 +24,8 @@ CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors
 TASKS = {"causal": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 
 _PREFIX = "base_model.model."
+# Of the text model within models of images and text.
+_NESTED_PREFIXES = sorted({prefix for wrapper in WRAPPERS.values() for prefix in wrapper.prefixes})
 _MODULES = {"embed_out": "lm_head"}  # of transformers 5, by the names of the checkpoint
 # Options under which the same tensors are another function, or more tensors are needed.
 _REFUSED = ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform")
@@ -147,6 +150,7 @@ def _normalize_name(name: str, family: Any) -> str:
     name = re.sub(r"\.modules_to_save(\.[^.]+)?\.(weight|bias)$", r".\2", name)
     for ours, theirs in _renamed(family).items():
         name = f"{ours}.weight" if name == f"{theirs}.weight" else name
+    name = re.sub(rf"^({'|'.join(map(re.escape, _NESTED_PREFIXES))})", family.prefix, name)
     in_backbone = not name.startswith((family.prefix, *(f"{module}." for module in _heads(family))))
     return f"{family.prefix}{name}" if in_backbone else name
 
