@@ -148,8 +148,8 @@ def test_architectures_as_a_string_are_one_name(user_files, refusal, tmp_path):
     shutil.copytree(user_files.sft, path)
     config_with(architectures="GPTNeoXForCausalLM")(path)
     assert hf.load_model(path) == hf.load_model(user_files.sft)
-    config_with(architectures="LlamaForCausalLM")(path)
-    mentions(refusal(sft_model_path=path), path / "config.json", "architectures 'LlamaForCausalLM'")
+    config_with(architectures="OPTForCausalLM")(path)
+    mentions(refusal(sft_model_path=path), path / "config.json", "architectures 'OPTForCausalLM'")
 
 
 def test_a_stop_token_id_beyond_the_vocabulary(user_files, refusal):

@@ -50,7 +50,7 @@ def fails(folder, *parts, **options):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "opt"}, "model_type 'opt'"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "gelu_new"}, "hidden_act 'gelu_new'"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
