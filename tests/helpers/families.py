@@ -30,7 +30,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e3,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "original_max_position_embeddings": 64,
+}
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 40,
@@ -111,15 +118,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 CONFIG_CLASSES = {"gemma3_text": "Gemma3TextConfig", "gpt2": "GPT2Config"}
 
 
-def config_of(family: str, **fields):
-    """transformers' config of the tiny model."""
-    name, settings = FAMILIES[family]
-    return getattr(transformers, CONFIG_CLASSES.get(family, f"{name}Config"))(**{**settings, **fields})
-
-
-def reference(family: str, kind: str = "causal", seed: int = 0, **fields):
-    """A transformers model with every weight random, norms and biases too."""
-    name, config = FAMILIES[family][0], config_of(family, **fields)
+def reference(family: str, kind: str = "causal", seed: int = 0, settings: dict | None = None):
+    """A transformers model with every weight random, norms and biases too; `settings` in place of the family's."""
+    name, tiny = FAMILIES[family]
+    config_class = getattr(transformers, CONFIG_CLASSES.get(family, f"{name}Config"))
+    config = config_class(**copy.deepcopy(tiny if settings is None else settings))
     if kind == "scalar":
         config.num_labels = 1
         classes = {"gemma3_text": "Gemma3TextForSequenceClassification"}
@@ -137,9 +140,9 @@ def reference(family: str, kind: str = "causal", seed: int = 0, **fields):
     return model.eval()
 
 
-def scalar_of(family: str, causal, **fields):
+def scalar_of(family: str, causal, settings: dict | None = None):
     """A transformers model of scores on the backbone of a causal one."""
-    scalar = reference(family, "scalar", **fields)
+    scalar = reference(family, "scalar", settings=settings)
     scalar.base_model.load_state_dict(causal.base_model.state_dict())
     return scalar
 

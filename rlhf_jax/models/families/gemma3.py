@@ -33,7 +33,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     window = reader.size("sliding_window", 4096)
     fields |= {"qk_norm": "head", "ropes": ropes, "layer_window": reader.windows(layers, window, types)}
     fields["layer_rope"] = tuple(int(kind == "full_attention") for kind in types)
-    fields["attention_softcap"] = softcap(reader, "attn_logit_softcapping", None)
+    reader.value("attn_logit_softcapping")  # transformers ignores it
     fields["logit_softcap"] = softcap(reader, "final_logit_softcapping", None)
     reader.mark(plain)
     return finish(reader, fields)
