@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate
@@ -136,6 +139,9 @@ def test_export_has_the_same_bits_and_loads_in_transformers(family, kind, checkp
         assert torch.equal(back(**inputs).logits, theirs(**inputs).logits)
 
 
+SIZE_KEYS = ("intermediate_size", "vocab_size", "n_embd", "n_head", "n_layer", "num_key_value_heads")
+
+
 def switches(model):
     """The model's switches, without the text they were read from."""
     return dataclasses.replace(FAMILIES[model.family.name].decoder_config(model.config), source="")
@@ -155,3 +161,30 @@ def test_config_key_that_is_not_understood_is_refused_by_name(family, checkpoint
     with pytest.raises(UserError, match="new_attention"):
         Model.from_hf_config({**config, "new_attention": "square"})
     Model.from_hf_config({**config, "new_attention": None})
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_absent_config_keys_mean_what_transformers_takes_them_for(family):
+    name, tiny = families.FAMILIES[family]
+    config_class = getattr(transformers, families.CONFIG_CLASSES.get(family, f"{name}Config"))
+    given = {**tiny, "num_key_value_heads": 4} if "num_key_value_heads" in tiny else tiny
+    # What the class derives from other keys is not in a file of transformers 4.
+    derived = {"layer_types", "no_rope_layers"} - given.keys()
+
+    def written(keys):
+        hf = config_class(**copy.deepcopy(keys)).to_dict()
+        return {key: value for key, value in hf.items() if key not in derived}
+
+    compared = 0
+    for key in written(given).keys() - {"model_type"}:
+        hf = {other: value for other, value in written(given).items() if other != key}
+        try:
+            theirs = Model.from_hf_config(written({other: value for other, value in given.items() if other != key}))
+            ours = Model.from_hf_config(hf)
+        except (UserError, StrictDataclassError):
+            # A size that does not go with those of the class, or that has to be there.
+            assert key in ("head_dim", "hidden_size", "num_attention_heads", "num_hidden_layers", *SIZE_KEYS), key
+            continue
+        assert switches(ours) == switches(theirs), key
+        compared += 1
+    assert compared > 10
