@@ -39,8 +39,8 @@ class Attention(nn.Module):
     def __call__(self, x: Array, rope: tuple[Array, Array] | None, attend_fn: Callable) -> tuple[Array, Any]:
         """x [..., D] -> ([..., D], the second output of attend_fn).
 
-        `attend_fn` takes query [..., H, K], key and value [..., KV, K]. With `context.last` = Q only the last Q columns
-        of x [B, S, D] are queries, and the output is [B, Q, D].
+        `attend_fn` takes query [..., H, K], key and value [..., KV, K], KV being `context.held_heads`. With
+        `context.last` = Q only the last Q columns of x [B, S, D] are queries, and the output is [B, Q, D].
         """
         context, config = self.context, self.context.config
         query, key, value = getattr(self, f"_{config.qkv}")(x)
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         query, query_rope = last_columns((query, rope), context.last)
         if rope is not None:
             query, key = rotate(query, query_rope), rotate(key, rope)
-        out, extra = attend_fn(query, key, value)
+        out, extra = attend_fn(query, self._copied(key), self._copied(value))
         out = out.reshape(*out.shape[:-2], config.num_attention_heads * config.head_dim)
         out_site = DropoutSite.LORA_ATTENTION_OUT
         return self._dense(config.hidden_size, ROW_PARALLEL, config.attention_out_bias, out_site, "dense")(out), extra
@@ -91,6 +91,14 @@ class Attention(nn.Module):
 
     def _by_heads(self, x: Array) -> Array:
         return constrain(self.context.layout, x, "rows", *[None] * (x.ndim - 3), "tensor")
+
+    def _copied(self, x: Array) -> Array:
+        """[..., KV, K] with each head as often as devices need it; these gather the heads first, which are small."""
+        copies = self.context.held_heads // self.context.config.num_key_value_heads
+        if copies == 1:
+            return x
+        whole = constrain(self.context.layout, x, "rows", *[None] * (x.ndim - 1))
+        return self._by_heads(jnp.repeat(whole, copies, axis=-2))
 
     def _norm(self, x: Array, name: str) -> Array:
         """RMSNorm of [..., H, K] over each head or over all."""

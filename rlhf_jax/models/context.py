@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 import jax
@@ -151,6 +152,15 @@ class Context:
     dropout: Dropout | None = None
     layer: int | Array = 0
     last: int | None = None  # the layer returns only so many last columns; None: all
+
+    @property
+    def held_heads(self) -> int:
+        """Heads of keys and values as they are attended and cached: where they are fewer than the devices on the axis
+        `tensor`, or do not divide by them, copied so that each device holds those that its queries read."""
+        own = self.config.num_key_value_heads
+        if self.layout is None or self.layout.folded:
+            return own
+        return math.lcm(own, self.layout.mesh.shape["tensor"])
 
     def at_layer(self, layer: int | Array, last: int | None = None) -> Context:
         """The context of one layer."""

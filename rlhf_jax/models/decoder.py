@@ -299,7 +299,7 @@ def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> t
 def empty_cache(context: Context, rows: int, slots: int) -> list[Params]:
     """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K], zero."""
     config = context.config
-    shape = (rows, config.num_key_value_heads, slots, config.head_dim)
+    shape = (rows, context.held_heads, slots, config.head_dim)
     empty = constrain(context.layout, jnp.zeros(shape, context.dtype), "rows", "tensor")
     return [{"k": empty, "v": empty} for _ in range(config.num_hidden_layers)]
 

@@ -31,7 +31,7 @@ from rlhf_jax.models.families import (
 )
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import product
-from rlhf_jax.models.tensor_table import PARAM_RULES
+from rlhf_jax.models.tensor_table import PARAM_RULES, ParamRule
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
 from rlhf_jax.types import Array, Params
 
@@ -298,7 +298,7 @@ class Model:
         params = self.cast_params(params, dtype)
         if self.layout is not None and self.layout.mesh.size > 1:
             without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
-            rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in PARAM_RULES]
+            rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
             specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
             params = jax.lax.with_sharding_constraint(params, specs)
         layers = params["backbone"]["layers"]
@@ -336,7 +336,15 @@ class Model:
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:
         """(regular expression on the '/'-joined path, PartitionSpec over 'fsdp' and 'tensor'), one for every param."""
-        return partition_rules(PARAM_RULES, self.layout is not None and self.layout.folded)
+        return partition_rules(self._param_names, self.layout is not None and self.layout.folded)
+
+    @property
+    def _param_names(self) -> tuple[ParamRule, ...]:
+        """PARAM_RULES; the rows of an embedding that do not divide by `tensor`, as GPT-2's 50,257, are not split."""
+        if self.layout is None or self.layout.folded or self.config.vocab_size % self.layout.mesh.shape["tensor"] == 0:
+            return PARAM_RULES
+        (pattern, (_, columns)), *rest = PARAM_RULES
+        return ((pattern, (None, columns)), *rest)
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:

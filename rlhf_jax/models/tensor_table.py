@@ -41,7 +41,7 @@ def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
 
 # The axis of heads or units is last on the way in and first on the way out, so "tensor" splits between them. The first
 # axis of a layer's params is L and is never split: the scan slices it. Logits are split by columns: their kernel is
-# larger than a layer, so it is never gathered.
+# larger than a layer, so it is never gathered. The first rule is the embedding's: see `Model._param_names`.
 PARAM_RULES: tuple[ParamRule, ...] = (
     (r"(^|/)backbone/embed_in/embedding$", ("tensor", "fsdp")),
     (r"(^|/)backbone/embed_positions/embedding$", (None, "fsdp")),

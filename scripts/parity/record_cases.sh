@@ -64,6 +64,22 @@ record rloo_straddling rloo --functions hard_groups sometimes --crafted --accum 
 record rloo_lora rloo --updates 4 --layers 1 --options '{"use_peft": true, "lora_r": 4, "lora_dropout": 0.0,
   "lora_target_modules": ["all-linear"], "num_iterations": 2, "beta": 0.1}'
 
+# Other families, sizes and switches in tests/parity/recording/families.py. GPT-2 by PPO: TRL's RLOO trains it at other
+# positions than it sampled where prompts differ in length.
+record rloo_llama rloo --family llama --updates 3
+record ppo_llama ppo --family llama --updates 2
+record rloo_qwen3 rloo --family qwen3 --updates 3 --functions low_ids --options '{"num_iterations": 2}'
+record ppo_gemma2 ppo --family gemma2 --updates 2 --crafted --options '{"missing_eos_penalty": 1.0}'
+record rloo_gemma3 rloo --family gemma3_text --updates 3 --crafted --functions hard_groups
+record ppo_gpt2 ppo --family gpt2 --updates 3 --eos_fill
+# Cases of a family share their starting weights and tokenizer.
+for part in policy tokenizer; do
+  if diff -rq "tests/parity/cases/rloo_llama/$part" "tests/parity/cases/ppo_llama/$part" >/dev/null; then
+    rm -r "tests/parity/cases/ppo_llama/$part"
+    ln -s "../rloo_llama/$part" "tests/parity/cases/ppo_llama/$part"
+  fi
+done
+
 record legacy_small rloo_legacy --updates 3
 record legacy_options rloo_legacy --micro 4 --accum 2 --sequential --options "{
   \"rloo_k\": 4, \"num_mini_batches\": 2, \"normalize_reward\": true, \"reward_clip_range\": 0.5,

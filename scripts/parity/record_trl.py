@@ -9,10 +9,10 @@ ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[te
 RLOOTrainer of TRL up to 0.21, which needs its own environment: `pip install trl==0.17.0 transformers==4.51.3
 torch==2.13.0 rich requests`.
 
-A tiny GPT-NeoX with random weights is trained on random prompts. FOLDER gets the initial weights, a tokenizer,
-case.json (options, logged metrics), trace.npz (samples, permutations, scores, whitened rewards, losses) and the final
-weights. With --crafted the responses are not sampled, but end in the ways that are easy to get wrong: eos first, eos
-last, no eos, a pad sampled first, before eos or last.
+A tiny model with random weights, by default a GPT-NeoX, is trained on random prompts. FOLDER gets the initial weights,
+a tokenizer, case.json (options, logged metrics), trace.npz (samples, permutations, scores, whitened rewards, losses)
+and the final weights. With --crafted the responses are not sampled, but end in the ways that are easy to get wrong: eos
+first, eos last, no eos, a pad sampled first, before eos or last.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def parse(arguments: list[str] | None = None):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name), help=what)
     for name in ("seed", "layers", "width", "heads", "vocab"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name))
+    parser.add_argument("--family", default=Setting.family, help="model_type: gpt_neox, or of recording/families.py")
     parser.add_argument("--init_std", type=float, default=Setting.init_std)
     parser.add_argument("--sequential", action="store_true", help="no parallel residual")
     parser.add_argument("--eos_fill", action="store_true", help="no pad token in the policy's config")

@@ -73,7 +73,8 @@ def start_of(folder: Path, options: dict[str, Any], trains_on: bool = False) -> 
       UserError: names the tensor or file.
     """
     policy, params = hf.load(folder / "policy", kind="causal")
-    if options.get("parallel", True) != policy.config.use_parallel_residual:
+    parallel = getattr(policy.config, "use_parallel_residual", None)  # an option of GPT-NeoX alone
+    if parallel is not None and options.get("parallel", True) != parallel:
         raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
     given = _given(options)
     unused = ("use_peft", "use_peft", False) in given

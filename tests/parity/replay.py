@@ -168,13 +168,13 @@ class Replay:
             )
             self.compare_experience(update, rollout, scores, experience)
             self.learn(update, log, experience, found, pass_ends(update, period))
-        heads = self.models.policy.model.config.num_attention_heads
         steps = self.config.num_ppo_epochs * self.cut.micros
         rates = steps * sum_of_rates(self.config, len(self.logs))
         policy, theirs = adapters.ended(self.start, self.state.params["policy"])
         _, value = hf.load(self.folder / "final_value", kind="scalar")
         for role, ours, recorded in (("policy", policy, theirs), ("value", self.state.params["value"], value)):
-            compare_weights(self.report, role, ours, recorded, heads, self.config.adam_epsilon, rates)
+            model = getattr(self.models, role).model
+            compare_weights(self.report, role, ours, recorded, model, self.config.adam_epsilon, rates)
         return self.report
 
     def compare_experience(self, update: int, rollout: Rollout, scores, experience) -> None:

@@ -126,10 +126,10 @@ class RLOOReplay:
 
     def finish(self) -> Report:
         """The final weights."""
-        heads = self.models.policy.model.config.num_attention_heads
+        model = self.models.policy.model
         params, theirs = adapters.ended(self.start, self.state.params["policy"])
         rates = self.steps_of_a_rate() * sum_of_rates(self.config, len(self.logs))
-        compare_weights(self.report, "policy", params, theirs, heads, self.config.adam_epsilon, rates)
+        compare_weights(self.report, "policy", params, theirs, model, self.config.adam_epsilon, rates)
         return self.report
 
 

@@ -274,7 +274,7 @@ def test_every_tensor_of_an_adapter_is_compared_at_its_end():
     found = report.Report()
     seen = []
     found.add = lambda quantity, gap, tolerance, where: seen.append((quantity, gap, where))
-    weights.compare_weights(found, "policy", ours, theirs, 2, 1e-5, 1.0)
+    weights.compare_weights(found, "policy", ours, theirs, start.policy, 1e-5, 1.0)
     # Two tensors of four layers' linears in two layers, a layer norm and a head: none is where it began.
     assert len(seen) == 2 * 4 * 2 + 3 and {quantity for quantity, _, _ in seen} == {"final policy, tensors"}
     assert all(gap > weights.WEIGHTS for _, gap, _ in seen)

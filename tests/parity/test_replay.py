@@ -1,5 +1,6 @@
 """Recorded TRL runs replay; what cannot be replayed is refused by name; differences are seen."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.models import custom_shape
 from tests.parity import options, replay, report, rloo, samples, weights
 
 CASES = Path(__file__).parent / "cases"
@@ -92,6 +94,17 @@ def test_a_recorded_run_of_trl_replays(name, capsys):
 
 def test_the_recorded_runs_are_small():
     assert sum(file.stat().st_size for file in CASES.rglob("*") if file.is_file()) < 5e6
+
+
+def test_the_recorded_runs_have_the_switches_of_the_families():
+    """Each trainer with a family of each kind, and starting weights once for the cases of a family."""
+    configs = {path.name: json.loads((path / "policy" / "config.json").read_text()) for path in CASES.iterdir()}
+    recorded = {(name.split("_")[0], config["model_type"]) for name, config in configs.items()}
+    assert {("rloo", "llama"), ("ppo", "llama"), ("rloo", "qwen3"), ("ppo", "gpt2")} <= recorded
+    assert {("ppo", "gemma2"), ("rloo", "gemma3_text")} <= recorded
+    assert configs["rloo_llama"]["rope_parameters"]["rope_type"] == "llama3"
+    for part in ("policy", "tokenizer"):
+        assert (CASES / "ppo_llama" / part).samefile(CASES / "rloo_llama" / part)
 
 
 def test_every_option_that_changes_a_number_is_in_a_recorded_run():
@@ -431,9 +444,12 @@ def test_the_report_keeps_the_worst_of_each_quantity():
 
 def test_the_key_part_of_a_qkv_bias_is_split_by_head():
     bias = np.arange(12)  # two heads of two, interleaved: q q k k v v
-    rest, keys = weights.split_keys(bias, 2)
+    config = custom_shape("2x4x2", 8).family.decoder_config(custom_shape("2x4x2", 8).config)
+    rest, keys = weights.split_keys(bias, config)
     assert keys.tolist() == [[2, 3], [8, 9]]
     assert rest.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
+    rest, keys = weights.split_keys(bias, dataclasses.replace(config, qkv="blocks"))
+    assert keys.tolist() == [4, 5, 6, 7] and rest.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_ids_decide_masks_in_a_replay_as_in_trl():

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.optimizer import learning_rate
+from rlhf_jax.models import Model
+from rlhf_jax.models.context import DecoderConfig
 from tests.parity.report import Report, distance
 
 WEIGHTS = 1e-4
 NOISY_EPSILON = 1e-6  # below it Adam amplifies the rounding of gradients that are 0 in exact arithmetic
 
 
-def compare_weights(report: Report, role: str, params, theirs, heads: int, epsilon: float, rates: float) -> None:
+def compare_weights(report: Report, role: str, params, theirs, model: Model, epsilon: float, rates: float) -> None:
     """Adds every tensor, layer by layer; `theirs`: as recorded; `rates`: sum of the rates of all optimizer steps."""
+    config = model.family.decoder_config(model.config)
     flat = jax.tree_util.tree_leaves_with_path(params)
     for (path, ours), other in zip(flat, jax.tree.leaves(theirs), strict=True):
         name = "/".join(entry.key for entry in path)
@@ -26,7 +29,7 @@ def compare_weights(report: Report, role: str, params, theirs, heads: int, epsil
             if epsilon < NOISY_EPSILON and name.endswith("query_key_value/bias"):
                 # A bias added to every key shifts all scores of a query alike: its gradient is rounding, of which Adam
                 # makes steps as large as the rate, in any direction. Two runs can part by twice their sum.
-                (a, keys), (b, their_keys) = (split_keys(x, heads) for x in (a, b))
+                (a, keys), (b, their_keys) = (split_keys(x, config) for x in (a, b))
                 drift = float(np.abs(keys - their_keys).max()) / (2 * rates)
                 report.add(f"final {role}, key biases", drift, 1.0, where)
             elif epsilon < NOISY_EPSILON and name.endswith("attention/key/bias"):
@@ -35,10 +38,14 @@ def compare_weights(report: Report, role: str, params, theirs, heads: int, epsil
             report.add(f"final {role}, tensors", distance(a, b), WEIGHTS, where)
 
 
-def split_keys(bias: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """(query and value parts, key part) of a QKV bias [3D], interleaved by head."""
-    parts = bias.reshape(heads, 3, -1)
-    return parts[:, ::2], parts[:, 1]
+def split_keys(bias: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(query and value parts, key part) of a fused QKV bias, interleaved by head or in blocks."""
+    if config.qkv == "interleaved":
+        parts = bias.reshape(config.num_attention_heads, 3, -1)
+        return parts[:, ::2], parts[:, 1]
+    start = config.num_attention_heads * config.head_dim
+    keys = slice(start, start + config.num_key_value_heads * config.head_dim)
+    return np.delete(bias, keys), bias[keys]
 
 
 def sum_of_rates(config, steps: int) -> float:

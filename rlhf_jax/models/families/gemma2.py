@@ -32,10 +32,10 @@ def softcap(reader: Reader, key: str, default: float | None) -> float | None:
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = gemma_fields(reader)
+    fields = gemma_fields(reader, positions=8192)
     fields["attention_softcap"] = softcap(reader, "attn_logit_softcapping", 50.0)
     fields["logit_softcap"] = softcap(reader, "final_logit_softcapping", 30.0)
     layers = fields["num_hidden_layers"]
     types = ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
     fields["layer_window"] = reader.windows(layers, reader.size("sliding_window", 4096), types)
-    return finish(reader, fields)
+    return finish(reader, fields, pad=0)

@@ -29,7 +29,7 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     for key in ("rope_local_base_freq", "rope_theta", "rope_scaling", "rope_parameters"):
         reader.value(key)
     plain = Reader({key: value for key, value in hf.items() if not key.startswith("rope_")}, where)
-    fields = gemma_fields(plain)
+    fields = gemma_fields(plain, positions=131_072)
     size, positions, layers = fields["head_dim"], fields["max_position_embeddings"], fields["num_hidden_layers"]
     ropes: tuple[Rope, ...] = (local.rope(size, 10_000.0, positions), whole.rope(size, 1_000_000.0, positions))
     given = reader.value("_sliding_window_pattern")  # as transformers 5 writes it
@@ -39,10 +39,10 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     window = reader.size("sliding_window", 4096)
     fields |= {"qk_norm": "head", "ropes": ropes, "layer_window": reader.windows(layers, window, types)}
     fields["layer_rope"] = tuple(int(kind == "full_attention") for kind in types)
-    fields["attention_softcap"] = softcap(reader, "attn_logit_softcapping", None)
+    reader.value("attn_logit_softcapping")  # transformers ignores it
     fields["logit_softcap"] = softcap(reader, "final_logit_softcapping", None)
     reader.mark(plain)
-    return finish(reader, fields)
+    return finish(reader, fields, pad=0)
 
 
 def _of_kind(hf: dict[str, Any], kind: str) -> dict[str, Any]:

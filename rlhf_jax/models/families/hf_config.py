@@ -186,10 +186,11 @@ def sizes(reader: Reader, *, kv_default: int | None = None) -> dict[str, Any]:
     return {**fields, "num_attention_heads": heads, "num_key_value_heads": own}
 
 
-def finish(reader: Reader, fields: dict[str, Any]) -> DecoderConfig:
-    """The config of the fields, once every key of config.json is accounted for."""
+def finish(reader: Reader, fields: dict[str, Any], *, pad: int | None = None) -> DecoderConfig:
+    """The config of the fields, once every key of config.json is accounted for; `pad`: of the class, where config.json
+    has no pad_token_id."""
     reader.finish()
-    rows, pad = fields["vocab_size"], reader.hf.get("pad_token_id")
+    rows, pad = fields["vocab_size"], reader.hf.get("pad_token_id", pad)
     if "padding_idx" not in fields and isinstance(pad, int) and 0 <= pad < rows:
         fields["padding_idx"] = pad
     if not 0 <= fields.get("attention_dropout", 0.0) < 1:

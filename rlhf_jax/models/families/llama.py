@@ -49,12 +49,20 @@ NESTED_DEFAULTS = {
 }
 
 
-def common(reader: Reader, *, head_dim: int | None = None, theta: float = 10_000.0, eps: float = 1e-6, **sizes_of: Any):
+def common(
+    reader: Reader,
+    *,
+    head_dim: int | None = None,
+    theta: float = 10_000.0,
+    eps: float = 1e-6,
+    positions: int = 2048,
+    **sizes_of: Any,
+) -> dict[str, Any]:
     """Fields that Llama and the families of its layout read alike, with the defaults of a class."""
     fields = sizes(reader, **sizes_of)
     default = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
     fields["head_dim"] = reader.size("head_dim", default)
-    fields["max_position_embeddings"] = reader.size("max_position_embeddings", 2048)
+    fields["max_position_embeddings"] = reader.size("max_position_embeddings", positions)
     fields["ropes"] = (reader.rope(fields["head_dim"], theta, fields["max_position_embeddings"]),)
     fields["norm_eps"] = reader.number("rms_norm_eps", eps)
     fields["activation"] = reader.choice("hidden_act", "silu", ACTIVATIONS)

@@ -21,7 +21,7 @@ NESTED_DEFAULTS = {
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = common(reader, kv_default=8)
+    fields = common(reader, kv_default=8, positions=131_072)
     window = reader.value("sliding_window", 4096)  # null: none; absent: that of the first version
     if window is not None:
         fields["layer_window"] = (reader.size("sliding_window", 4096),) * fields["num_hidden_layers"]

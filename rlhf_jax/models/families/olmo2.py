@@ -16,4 +16,4 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     bias = reader.flag("attention_bias", False)
     fields |= {"query_key_value_bias": bias, "attention_out_bias": bias}
     fields |= {"residual": "post", "qk_norm": "width", "norm_in_float32": True}
-    return finish(reader, fields)
+    return finish(reader, fields, pad=1)

@@ -12,11 +12,11 @@ from rlhf_jax.models.families.llama import common
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = common(reader, eps=1e-5)
+    fields = common(reader, eps=1e-5, positions=4096)
     reader.value("original_max_position_embeddings")  # of 'longrope', which is refused
     for key in ("resid_pdrop", "embd_pdrop"):
         reader.only(key, 0.0)
     fields |= {"qkv": "blocks", "fused_gate": True}
     if reader.value("sliding_window") is not None:
         fields["layer_window"] = (reader.size("sliding_window"),) * fields["num_hidden_layers"]
-    return finish(reader, fields)
+    return finish(reader, fields, pad=32_000)

@@ -29,6 +29,6 @@ def upper_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = common(reader, kv_default=32)
+    fields = common(reader, kv_default=32, positions=32_768)
     fields |= {"query_key_value_bias": True, "layer_window": upper_windows(reader, fields["num_hidden_layers"])}
     return finish(reader, fields)

@@ -22,7 +22,7 @@ NESTED_DEFAULTS = {
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = common(reader, head_dim=128, kv_default=32)
+    fields = common(reader, head_dim=128, kv_default=32, positions=32_768)
     bias = reader.flag("attention_bias", False)
     fields |= {"query_key_value_bias": bias, "attention_out_bias": bias, "qk_norm": "head"}
     fields["layer_window"] = upper_windows(reader, fields["num_hidden_layers"])

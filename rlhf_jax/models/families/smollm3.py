@@ -13,7 +13,7 @@ from rlhf_jax.models.families.llama import common
 def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     """UserError for a key that is missing, wrong or not supported."""
     reader = Reader(hf, where)
-    fields = common(reader, theta=2_000_000.0, kv_default=4)
+    fields = common(reader, theta=2_000_000.0, kv_default=4, positions=32_768)
     fields["tie_word_embeddings"] = reader.flag("tie_word_embeddings", True)
     layers, interval = fields["num_hidden_layers"], reader.size("no_rope_layer_interval", 4)
     rotated = reader.by_layer("no_rope_layers", layers)  # 1: rotated, 0: not, whatever the key's name says
@@ -26,4 +26,4 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     fields["layer_window"] = reader.windows(layers, window, types)
     bias = reader.flag("attention_bias", False)
     fields |= {"query_key_value_bias": bias, "attention_out_bias": bias, "mlp_bias": reader.flag("mlp_bias", False)}
-    return finish(reader, fields)
+    return finish(reader, fields, pad=128_004)

@@ -1,4 +1,4 @@
-"""Tiny GPT-NeoX models, a tokenizer, prompts and crafted responses: what a recorded run of TRL starts from.
+"""Tiny models, a tokenizer, prompts and crafted responses: what a recorded run of TRL starts from.
 
 Nothing here needs more than torch and transformers, so that it runs in the environments of old TRL releases too.
 """
@@ -42,6 +42,7 @@ class Setting:
     accum: int = 1  # gradient_accumulation_steps
     prompts: int = 64
     seed: int = 0
+    family: str = "gpt_neox"  # model_type; width, heads and sequential are GPT-NeoX's
     layers: int = 2
     width: int = 16
     heads: int = 2
@@ -70,32 +71,43 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 def make_models(setting: Setting) -> dict[str, torch.nn.Module]:
     """Policy, reference, value and reward model: random, and not alike."""
-    config = GPTNeoXConfig(
-        vocab_size=setting.vocab,
-        hidden_size=setting.width,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        intermediate_size=2 * setting.width,
-        max_position_embeddings=64,
-        rotary_pct=0.5,
-        use_parallel_residual=not setting.sequential,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=None if setting.eos_fill else setting.pad,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        initializer_range=setting.init_std,
-    )
-    scalar = {name: x for name, x in config.to_dict().items() if name not in ("id2label", "label2id")}
-    score_config = GPTNeoXConfig(**{**scalar, "num_labels": 1, "pad_token_id": setting.pad})
-    policy, ref = GPTNeoXForCausalLM(config), GPTNeoXForCausalLM(config)
-    value, reward = (GPTNeoXForSequenceClassification(score_config) for _ in range(2))
+    ids = {"vocab_size": setting.vocab, "bos_token_id": EOS, "eos_token_id": EOS}
+    pad = {"pad_token_id": None if setting.eos_fill else setting.pad}
+    shared = {**ids, "num_hidden_layers": setting.layers, "initializer_range": setting.init_std}
+
+    def make(kind: str, **fields: Any) -> torch.nn.Module:
+        if setting.family == "gpt_neox":
+            return make_gpt_neox(setting, kind, {**shared, **fields})
+        # Their classes are not in the environments of old TRL releases.
+        from tests.parity.recording import families
+
+        return families.make(setting.family, kind, {**shared, **fields})
+
+    policy, ref = make("causal", **pad), make("causal", **pad)
+    value, reward = (make("scalar", pad_token_id=setting.pad) for _ in range(2))
     for model in (policy, value, reward):
         jitter(model, 0.1)  # biases and norms start at 0 and 1, where a mistake in them would not show
     # A reference near the policy, so that the KL is neither 0 nor huge.
     ref.load_state_dict(policy.state_dict())
     jitter(ref, 0.02)
     return {"policy": policy, "ref": ref, "value": value, "reward": reward}
+
+
+def make_gpt_neox(setting: Setting, kind: str, fields: dict[str, Any]) -> torch.nn.Module:
+    """A GPT-NeoX model: kind 'causal' or 'scalar'."""
+    config = GPTNeoXConfig(
+        hidden_size=setting.width,
+        num_attention_heads=setting.heads,
+        intermediate_size=2 * setting.width,
+        max_position_embeddings=64,
+        rotary_pct=0.5,
+        use_parallel_residual=not setting.sequential,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **fields,
+        **({"num_labels": 1} if kind == "scalar" else {}),
+    )
+    return GPTNeoXForSequenceClassification(config) if kind == "scalar" else GPTNeoXForCausalLM(config)
 
 
 def jitter(model: torch.nn.Module, std: float) -> None:
@@ -168,7 +180,7 @@ def finish(
         "micro": setting.micro,
         "accum": setting.accum,
         **({} if batch is None else {"batch": batch}),
-        "parallel": not setting.sequential,
+        **({"parallel": not setting.sequential} if setting.family == "gpt_neox" else {}),
         "adam": {
             "beta1": args.adam_beta1,
             "beta2": args.adam_beta2,
