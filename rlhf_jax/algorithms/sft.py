@@ -55,7 +55,7 @@ def token_losses(
     def logprobs(rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
 
-    return -actor_critic.map_logit_chunks(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
+    return -actor_critic.map_logit_chunks(logprobs, (hidden[:, :-1], tokens[:, 1:]), model)
 
 
 def update(
