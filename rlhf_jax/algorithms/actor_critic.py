@@ -90,7 +90,7 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
       (log-probabilities [b, T] float32, entropies [b, T] float32)
     """
 
-    def of_chunk(rows):
+    def of_chunk(params, rows):
         hidden, response = rows
         if hidden.dtype == jnp.float32 and model.linear_logits:
             # Divides the few hidden states, not the many logits; in half precision that would round them once more.
@@ -99,7 +99,7 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
             logits = model.logits(params, hidden) / (temperature + 1e-7)
         return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
 
-    return map_logit_chunks(of_chunk, (hidden, response), model)
+    return map_logit_chunks(of_chunk, model, params, (hidden, response))
 
 
 def logit_block(rows: int, positions: int, model) -> tuple[int, int]:
@@ -127,33 +127,35 @@ def logit_block(rows: int, positions: int, model) -> tuple[int, int]:
     return chunk, -(-positions // parts)
 
 
-def map_logit_chunks(function, rows, model):
+def map_logit_chunks(function, model, params: Params, rows):
     """Applies `function`, which computes logits, to one block of `logit_block` after another.
 
     With more than one block the backward pass recomputes the logits, so that one block is held at a time.
 
     Args:
-      function: pytree of [r, t, ...] -> pytree of [r, t]; no position depends on another.
+      function: (params, pytree of [r, t, ...]) -> pytree of [r, t]; of params it gives all to `model.logits`, and no
+        position depends on another.
+      model, params: a causal head.
       rows: pytree of [b, T, ...].
-      model: whose logits they are.
 
     Returns:
-      function(rows), as if called once.
+      function(params, rows), as if called once.
     """
     b, t = jax.tree.leaves(rows)[0].shape[:2]
     chunk, block = logit_block(b, t, model)
     if (chunk, block) == (b, t):
-        return function(rows)
-    function = jax.checkpoint(function)
+        return function(params, rows)
+    params = model.head_by_data(params, chunk)
+    one = jax.checkpoint(lambda rows: function(params, rows))
     if block == t:
-        return map_in_chunks(function, rows, chunk)
+        return map_in_chunks(one, rows, chunk)
     parts = -(-t // block)
 
     def split(x):  # [b, T, ...] -> [b * parts, block, ...]
         padding = [(0, 0), (0, parts * block - t)] + [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x, padding).reshape(b * parts, block, *x.shape[2:])
 
-    out = map_in_chunks(function, jax.tree.map(split, rows), chunk)
+    out = map_in_chunks(one, jax.tree.map(split, rows), chunk)
     return jax.tree.map(lambda x: x.reshape(b, parts * block, *x.shape[2:])[:, :t], out)
 
 
