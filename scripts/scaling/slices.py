@@ -213,7 +213,7 @@ def _rloo_line(model: str, way: str, row: dict) -> str:
     held = [sum(row["parts"].values()), row["cache"]]
     head = f"| {model} | {SHAPES[model]['config']['vocab_size']:,} | {way} "
     if not row["fits"]:
-        return f"{head}| larger than {row['topology']} |" + " |" * 9
+        return f"{head}| larger than {row['topology']} |" + " |" * 10
     update, generate = (row["programs"].get(program) for program in PROGRAMS)
     sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
     sizes = " | ".join([*(f"{size / GIB:.1f}" for size in held), sampling, f"{update['peak'] / GIB:.1f}"])
@@ -265,16 +265,19 @@ TABLES = {
 }
 
 
-def shown(page: str, table: str) -> str:
-    """The part of a page between a table's markers."""
-    return page.split(f"<!-- slices: {table} -->\n", 1)[1].split(f"<!-- end of {table} -->", 1)[0]
+def shown(page: str, table: str) -> list[str]:
+    """What is before, between and after a table's markers on a page."""
+    begin, end = f"<!-- slices: {table} -->\n", f"<!-- end of {table} -->"
+    before, rest = page.split(begin, 1)
+    between, after = rest.split(end, 1)
+    return [before + begin, between, end + after]
 
 
 def write_page(rows: dict[str, dict], table: str) -> None:
     """Puts a table between its markers."""
     path = DOCS / TABLES[table].page
-    page = path.read_text()
-    path.write_text(page.replace(shown(page, table), "\n".join(table_of(rows, table)) + "\n"))
+    before, _, after = shown(path.read_text(), table)
+    path.write_text(before + "\n".join(table_of(rows, table)) + "\n" + after)
 
 
 def main(argv: list[str] | None = None) -> int:
