@@ -145,7 +145,8 @@ def map_logit_chunks(function, model, params: Params, rows):
     chunk, block = logit_block(b, t, model)
     if (chunk, block) == (b, t):
         return function(params, rows)
-    params = model.head_by_data(params, chunk)
+    if model.config.vocab_size * LOGIT_POSITIONS > LOGIT_ENTRIES:  # a small vocabulary has few blocks
+        params = model.head_by_data(params, chunk)
     one = jax.checkpoint(lambda rows: function(params, rows))
     if block == t:
         return map_in_chunks(one, rows, chunk)
