@@ -15,7 +15,9 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, GroupExperience, Params, Rollout
 
 LOGIT_POSITIONS = 1024
-"""Rows of logits per device at a time: 206 MB of float32 with Pythia's vocabulary."""
+"""Most positions per device whose logits are held at a time, where the vocabulary is small."""
+LOGIT_ENTRIES = 50 * 2**20
+"""Most logits per device at a time, 200 MiB of float32: 1,024 positions with Pythia's vocabulary, 345 with Qwen2's."""
 
 
 @flax.struct.dataclass
@@ -88,7 +90,7 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
       (log-probabilities [b, T] float32, entropies [b, T] float32)
     """
 
-    def of_chunk(rows):
+    def of_chunk(params, rows):
         hidden, response = rows
         if hidden.dtype == jnp.float32 and model.linear_logits:
             # Divides the few hidden states, not the many logits; in half precision that would round them once more.
@@ -97,30 +99,65 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
             logits = model.logits(params, hidden) / (temperature + 1e-7)
         return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
 
-    return map_logit_chunks(of_chunk, (hidden, response), model.layout)
+    return map_logit_chunks(of_chunk, model, params, (hidden, response))
 
 
-def map_logit_chunks(function, rows, layout=None):
-    """Applies `function`, which computes logits, to chunks of rows with about LOGIT_POSITIONS positions per device.
+def logit_block(rows: int, positions: int, model) -> tuple[int, int]:
+    """The block of [rows, positions, V] logits that is computed at a time.
 
-    With more than one chunk the backward pass recomputes the logits, so that one chunk is held at a time.
+    Whole rows where one row of each device fits LOGIT_ENTRIES, else parts of rows of equal length.
 
     Args:
-      function: pytree of [r, T, ...] -> pytree of [r, T].
-      rows: pytree of [b, T, ...].
-      layout: the model's; None: on one device.
+      rows, positions: of a batch.
+      model: its vocabulary and layout.
 
     Returns:
-      function(rows), as if called once.
+      (rows of a block, which divide `rows`; positions of a block)
+    """
+    # Logits are sharded over all devices of the mesh, by rows and by columns.
+    layout, vocabulary = model.layout, model.config.vocab_size
+    devices, unit = (1, 1) if layout is None else (layout.mesh.size, sharding.row_shards(layout.mesh))
+    unit = unit if rows % unit == 0 else 1
+    fitting = max(devices * LOGIT_ENTRIES // vocabulary, 1)
+    most = min(devices * LOGIT_POSITIONS, fitting)
+    if rows * positions <= most:
+        return rows, positions
+    chunk = max(r for r in range(unit, rows + 1, unit) if rows % r == 0 and (r == unit or r * positions <= most))
+    parts = -(-positions // max(min(fitting // chunk, positions), 1))
+    return chunk, -(-positions // parts)
+
+
+def map_logit_chunks(function, model, params: Params, rows):
+    """Applies `function`, which computes logits, to one block of `logit_block` after another.
+
+    With more than one block the backward pass recomputes the logits, so that one block is held at a time.
+
+    Args:
+      function: (params, pytree of [r, t, ...]) -> pytree of [r, t]; of params it gives all to `model.logits`, and no
+        position depends on another.
+      model, params: a causal head.
+      rows: pytree of [b, T, ...].
+
+    Returns:
+      function(params, rows), as if called once.
     """
     b, t = jax.tree.leaves(rows)[0].shape[:2]
-    # Logits are sharded over all devices of the mesh, by rows and by columns.
-    most, unit = (1, 1) if layout is None else (layout.mesh.size, sharding.row_shards(layout.mesh))
-    most, unit = most * LOGIT_POSITIONS, unit if b % unit == 0 else 1
-    if b * t <= most:
-        return function(rows)
-    chunk = max(r for r in range(unit, b + 1, unit) if b % r == 0 and (r == unit or r * t <= most))
-    return map_in_chunks(jax.checkpoint(function), rows, chunk)
+    chunk, block = logit_block(b, t, model)
+    if (chunk, block) == (b, t):
+        return function(params, rows)
+    if model.config.vocab_size * LOGIT_POSITIONS > LOGIT_ENTRIES:  # a small vocabulary has few blocks
+        params = model.head_by_data(params, chunk)
+    one = jax.checkpoint(lambda rows: function(params, rows))
+    if block == t:
+        return map_in_chunks(one, rows, chunk)
+    parts = -(-t // block)
+
+    def split(x):  # [b, T, ...] -> [b * parts, block, ...]
+        padding = [(0, 0), (0, parts * block - t)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding).reshape(b * parts, block, *x.shape[2:])
+
+    out = map_in_chunks(one, jax.tree.map(split, rows), chunk)
+    return jax.tree.map(lambda x: x.reshape(b, parts * block, *x.shape[2:])[:, :t], out)
 
 
 def response_hidden(model, params, tokens, mask, t, config):

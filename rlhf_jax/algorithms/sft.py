@@ -52,10 +52,10 @@ def token_losses(
     mask = jnp.arange(s)[None, :] < lengths[:, None]
     hidden = model.hidden(params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key)
 
-    def logprobs(rows):
+    def logprobs(params, rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
 
-    return -actor_critic.map_logit_chunks(logprobs, (hidden[:, :-1], tokens[:, 1:]), model.layout)
+    return -actor_critic.map_logit_chunks(logprobs, model, params, (hidden[:, :-1], tokens[:, 1:]))
 
 
 def update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shard
 from rlhf_jax.types import Array, Params
 
 HEADS = ("causal", "scalar")
+BY_DATA = "embed_out_by_data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,13 +242,31 @@ class Model:
         return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, remat=remat)
 
     def logits(self, params: Params, hidden: Array) -> Array:
-        """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32."""
+        """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32. `params` may be those of
+        `head_by_data`."""
         # Each device computes its columns of the logits for all rows: rows are small, the kernel is not.
         hidden = constrain(self.layout, hidden, "data")
         names = (None, "vocabulary")
+        if BY_DATA in params:
+            kernel = params[BY_DATA]
+            parts = constrain(self.layout, hidden.reshape(len(kernel), -1, *hidden.shape[1:]), "data")
+            logits = jax.vmap(partial(product, None, names, jnp.dtype(jnp.float32)))(parts, kernel, None)
+            logits = self._cap(logits.reshape(*hidden.shape[:-1], -1))
+            return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
         kernel = constrain(self.layout, self._causal_kernel(params), *names)
         logits = self._cap(product(self.layout, names, jnp.dtype(jnp.float32), hidden, kernel, None))
         return constrain(self.layout, logits, "data", *[None] * (logits.ndim - 2), "vocabulary")
+
+    def head_by_data(self, params: Params, rows: int) -> Params:
+        """For `logits` of many blocks of `rows` rows: the kernel once for each shard of the axis `data`, so that the
+        blocks' gradients are added where they are and summed over `data` once. Without that axis `params` themselves.
+        """
+        shards = 1 if self.layout is None else self.layout.mesh.shape["data"]
+        if shards == 1 or rows % shards:
+            return params
+        kernel = constrain(self.layout, self._causal_kernel(params), None, "vocabulary")
+        kernel = jnp.broadcast_to(kernel, (shards, *kernel.shape))
+        return {BY_DATA: constrain(self.layout, kernel, "data", None, "vocabulary")}
 
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
         """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""

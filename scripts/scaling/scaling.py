@@ -192,8 +192,7 @@ def fill(folder: pathlib.Path, name: str, make: Callable[..., dict], *args: Any)
     """
     if (row := stored(folder, name)) is None:
         print(name, flush=True)
-        with tempfile.TemporaryDirectory() as parts:
-            rows = [_made(pathlib.Path(parts, program), make, program, *args) for program in PROGRAMS]
+        rows = [in_process(make, program, *args) for program in PROGRAMS]
         programs = {key: program for row in rows for key, program in row["programs"].items()}
         peak = max([sum(rows[0]["parts"].values()), *(program["peak"] for program in programs.values())])
         fits = peak <= rows[0]["limit"] and not any(program["refused"] for program in programs.values())
@@ -208,12 +207,14 @@ def keep(folder: pathlib.Path, name: str, row: dict) -> None:
     part.rename(part.with_suffix(".json"))
 
 
-def _made(path: pathlib.Path, make: Callable[..., dict], *args: Any) -> dict:
+def in_process(make: Callable[..., dict], *args: Any) -> dict:
     """`make(*args)` in another process; the result comes through a file."""
-    code = compiling.run_in_process(_write, path, make, args)
-    if not path.exists():
-        raise UserError(f"a process exited with code {code} without a row; its output is above")
-    return json.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "row")
+        code = compiling.run_in_process(_write, path, make, args)
+        if not path.exists():
+            raise UserError(f"a process exited with code {code} without a row; its output is above")
+        return json.loads(path.read_text())
 
 
 def _write(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:

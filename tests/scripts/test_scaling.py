@@ -11,7 +11,6 @@ sys.path.insert(0, str(SCRIPTS / "scaling"))
 
 import compiling  # noqa: E402
 import scaling  # noqa: E402
-import scaling_adapters  # noqa: E402
 
 
 def test_the_page_shows_the_rows_that_are_there():
@@ -20,12 +19,6 @@ def test_the_page_shows_the_rows_that_are_there():
     assert shown == scaling.table(scaling.ROWS)
     weak = page.split("<!-- weak -->\n", 1)[1].split("<!-- end of weak -->", 1)[0].strip().splitlines()
     assert weak == scaling.weak_table(scaling.ROWS)
-
-
-def test_the_page_of_adapters_shows_the_rows_that_are_there():
-    page = (ROOT / "docs" / "lora.md").read_text()
-    shown = page.split("<!-- table -->\n", 1)[1].split("<!-- end -->", 1)[0].strip().splitlines()
-    assert shown == scaling_adapters.table(scaling_adapters.ROWS)
 
 
 def test_every_row_has_a_mesh_that_fills_its_slice():
