@@ -116,9 +116,7 @@ def measure(program: str, table: str, model: str, way: str, topology: str) -> di
         row = {"topology": topology, "chips": len(devices), "mesh": mesh, "micro": config.micro_batch_size}
         row |= {"rollout": config.rollout_batch_size, "parts": parts, "cache": cache, "limit": limit, "programs": {}}
         row["logits"] = logits(stage.opened.policy, config.micro_batch_size, config.response_length)
-        # The sampler's weights, in bfloat16, are gathered over `fsdp`; those of adapters may share the base's arrays.
-        sampler = 0 if config.use_peft else 2 * count(stage.state.params["policy"]) // tensor
-        row["least"] = sum(parts.values()) + cache + sampler
+        row["least"] = sum(parts.values()) + cache + sampler_bytes(stage)
         if row["least"] <= limit:
             (compiled,) = memory.programs(stage, only=(program,), compile_fn=compiling.assigned)
             row["programs"][program] = entry = {"peak": compiled.peak, "refused": compiled.refused}
@@ -127,9 +125,12 @@ def measure(program: str, table: str, model: str, way: str, topology: str) -> di
     return row
 
 
-def count(params: Any) -> int:
-    """Numbers in params."""
-    return sum(x.size for x in jax.tree.leaves(params))
+def sampler_bytes(stage: Any) -> int:
+    """Bytes a device of the sampler's own weights, in bfloat16 and gathered over `fsdp`; with adapters those of the
+    layers, which are merged, since the others may be the base's."""
+    base = stage.models.base
+    params = stage.state.params["policy"] if base is None else base["policy"]["backbone"]["layers"]
+    return 2 * sum(x.size for x in jax.tree.leaves(params)) // stage.mesh.shape["tensor"]
 
 
 def logits(model: models.Model, rows: int, positions: int) -> dict[str, int]:
