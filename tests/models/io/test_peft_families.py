@@ -114,7 +114,7 @@ def test_a_new_adapter_of_ours_is_read_by_peft(tmp_path):
     theirs = families.reference("gpt2")
     theirs.save_pretrained(tmp_path / "base")
     model, base = hf.load(tmp_path / "base")
-    names = lora.resolve_targets(model.family, ["all-linear"], "lora_target_modules")
+    names = lora.resolve_targets(model, ["all-linear"], "lora_target_modules")
     model = dataclasses.replace(model, lora=lora.Lora(r=4, alpha=8, dropout=0.0, target_modules=names))
     adapters = lora.init(model, jax.random.key(0), base)
     noise = np.random.default_rng(0)
