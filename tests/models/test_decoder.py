@@ -16,6 +16,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models import HEADS, attention, custom_shape, decoder, pythia
 from rlhf_jax.models.context import Context, row_dropout
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES, decoder_config
+from rlhf_jax.models.rope import rotary_angles
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, random_params
 
@@ -128,11 +129,12 @@ def test_scan_over_stacked_params_equals_a_loop_over_layers():
     tokens, mask = padded_rows([9, 4], [0, 3], 9)
     backbone = MODEL.unstack(PARAMS)["backbone"]
     ids, positions = decoder.mask_tokens(tokens, jnp.asarray(mask))
-    rope = attention.rotary_angles(positions, MODEL.config.rotary_ndims, MODEL.config.rotary_emb_base)
+    config = decoder_config(MODEL.config)
+    rope, score = rotary_angles(positions, *config.ropes), config.score_function
     x = backbone["embed_in"]["embedding"][ids]
     for layer in backbone["layers"]:
-        x, _ = decoder.Block(Context(decoder_config(MODEL.config))).apply(
-            {"params": layer}, x, rope, lambda q, k, v: (attention.causal_attention(q, k, v, mask), None)
+        x, _ = decoder.Block(Context(config)).apply(
+            {"params": layer}, x, rope, lambda q, k, v: (attention.causal_attention(q, k, v, mask, score), None)
         )
     x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + MODEL.config.layer_norm_eps)
     norm = backbone["final_layer_norm"]
@@ -256,7 +258,7 @@ def test_initialisation_is_that_of_transformers():
     ("make", "message"),
     [
         (lambda: pythia("15m"), "no size '15m'; sizes: 14m"),
-        (lambda: custom_shape("4x128", 61), "'4x128' is not LAYERSxWIDTHxHEADS"),
+        (lambda: custom_shape("4x128", 61), "'4x128' is not [FAMILY:]LAYERSxWIDTHxHEADS[xKV]"),
         (lambda: custom_shape("4x130x4", 61), "width 130 divisible by 4"),
         (lambda: custom_shape("0x128x4", 61), "must be positive"),
         (lambda: custom_shape("2x24x4", 61), "rotates 1 of 6 dimensions"),

@@ -14,6 +14,9 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     reader = Reader(hf, where)
     fields = common(reader, eps=1e-5, positions=4096)
     reader.value("original_max_position_embeddings")  # of 'longrope', which is refused
+    if fields["ropes"][0].rope_type != "default":  # transformers takes them for 'longrope', or refuses them
+        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+        reader.refuse(key, "only type 'default' is supported.")
     for key in ("resid_pdrop", "embd_pdrop"):
         reader.only(key, 0.0)
     fields |= {"qkv": "blocks", "fused_gate": True}

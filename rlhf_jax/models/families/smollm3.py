@@ -19,7 +19,8 @@ def config_from_hf(hf: dict[str, Any], where: str) -> DecoderConfig:
     rotated = reader.by_layer("no_rope_layers", layers)  # 1: rotated, 0: not, whatever the key's name says
     rotated = [int((index + 1) % interval != 0) for index in range(layers)] if rotated is None else rotated
     (rope,) = fields["ropes"]
-    fields |= {"ropes": (dataclasses.replace(rope, rope_type="none"), rope), "layer_rope": tuple(map(int, rotated))}
+    unrotated = dataclasses.replace(rope, rope_type="none", attention_factor=1.0)  # yarn's factor is of the rotation
+    fields |= {"ropes": (unrotated, rope), "layer_rope": tuple(map(int, rotated))}
     window = reader.value("sliding_window")
     used = reader.flag("use_sliding_window", False) and window is not None
     types = ["sliding_attention" if used and not rotates else "full_attention" for rotates in rotated]
