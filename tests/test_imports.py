@@ -75,6 +75,9 @@ OTHER_TESTS = {  # folders of tests that no folder of the package has
 }
 OF_SEVERAL_MODULES = {  # test files in a mirrored folder that no single module has
     "algorithms/test_invariance.py": "PPO, RLOO and the sampler: order, buckets, micro-batches",
+    "models/families/test_families.py": "every family beside transformers",
+    "models/families/test_family_shapes.py": "every family at random shapes",
+    "models/families/test_switches.py": "every switch of the decoder's config",
     "parallel/test_collectives.py": "what the compiled programs of an update send between devices",
     "parallel/test_devices_work.py": "how much of an update each device computes",
     "report/test_report.py": "a report from its folders to its page",

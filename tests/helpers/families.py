@@ -118,11 +118,16 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 CONFIG_CLASSES = {"gemma3_text": "Gemma3TextConfig", "gpt2": "GPT2Config"}
 
 
-def reference(family: str, kind: str = "causal", seed: int = 0, settings: dict | None = None):
-    """A transformers model with every weight random, norms and biases too; `settings` in place of the family's."""
+def config_of(family: str, settings: dict | None = None):
+    """transformers' config of the tiny model; `settings` in place of the family's."""
     name, tiny = FAMILIES[family]
     config_class = getattr(transformers, CONFIG_CLASSES.get(family, f"{name}Config"))
-    config = config_class(**copy.deepcopy(tiny if settings is None else settings))
+    return config_class(**copy.deepcopy(tiny if settings is None else settings))
+
+
+def reference(family: str, kind: str = "causal", seed: int = 0, settings: dict | None = None):
+    """A transformers model with every weight random, norms and biases too; `settings` in place of the family's."""
+    name, config = FAMILIES[family][0], config_of(family, settings)
     if kind == "scalar":
         config.num_labels = 1
         classes = {"gemma3_text": "Gemma3TextForSequenceClassification"}

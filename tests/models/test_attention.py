@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.models import attention
+from rlhf_jax.models.context import ScoreFunction
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_attention, plain_causal
+
+SCORE = ScoreFunction(8**-0.5)  # of head size 8
 
 
 @pytest.mark.parametrize("length", [1, 5, 128, 300])
@@ -21,7 +24,7 @@ def test_causal_attention_is_the_formula_in_value_and_gradient(length):
         columns < jnp.array([length, length, -(-length * 2 // 3)])[:, None]
     )
     upstream = jnp.where(mask[:, :, None, None], normal(9, *shape), 0)
-    ours = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
+    ours = value_and_vjp(lambda *args: attention.causal_attention(*args, mask, SCORE), arguments, upstream)
     wanted = value_and_vjp(lambda *args: plain_causal(*args, mask), arguments, upstream)
     keep = mask[:, :, None, None]
     assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-6
@@ -38,7 +41,7 @@ def test_causal_attention_keeps_no_weights_for_the_backward_pass():
         residuals = jax.eval_shape(lambda *args: jax.vjp(attend, *args)[1], *arguments)
         return max(math.prod(x.shape) for x in jax.tree.leaves(residuals))
 
-    assert kept(lambda *args: attention.causal_attention(*args, mask)) == 2 * length * 2 * 8
+    assert kept(lambda *args: attention.causal_attention(*args, mask, SCORE)) == 2 * length * 2 * 8
     assert kept(lambda *args: plain_causal(*args, mask)) == 2 * 2 * length * length
 
 
@@ -46,8 +49,12 @@ def test_attention_in_bfloat16_stays_close_to_float32():
     arguments, mask = [normal(i, 2, 140, 2, 16) for i in range(3)], jnp.ones((2, 140), bool)
     upstream = normal(4, 2, 140, 2, 16)
     half = [x.astype(jnp.bfloat16) for x in arguments]
-    ours = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), half, upstream.astype(jnp.bfloat16))
-    wanted = value_and_vjp(lambda *args: attention.causal_attention(*args, mask), arguments, upstream)
+    ours = value_and_vjp(
+        lambda *args: attention.causal_attention(*args, mask, ScoreFunction(0.25)), half, upstream.astype(jnp.bfloat16)
+    )
+    wanted = value_and_vjp(
+        lambda *args: attention.causal_attention(*args, mask, ScoreFunction(0.25)), arguments, upstream
+    )
     assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype(jnp.bfloat16)}
     for found, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted)):
         assert distance(found, exact) < 1e-2  # 8 bits of mantissa: 4e-3 a rounding
@@ -63,7 +70,7 @@ def test_attention_after_a_shared_prefix_is_the_formula_in_value_and_gradient(gr
     keep = (jnp.arange(own)[:, None] >= jnp.arange(own)[None, :])[None, None]
 
     def ours(query, key, value, prefix_key, prefix_value):
-        return attention.attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prefix_keep)
+        return attention.attend_after_prefix(query, key, value, keep, prefix_key, prefix_value, prefix_keep, SCORE)
 
     def plain(query, key, value, prefix_key, prefix_value):
         keys, values = (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import attention, custom_shape, lora, scan_layers
+from rlhf_jax.models.context import ScoreFunction
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_causal
 from tests.helpers.models_common import padded_rows, random_params
@@ -67,7 +68,7 @@ def test_attention_of_the_last_queries_is_that_of_all_in_value_and_gradient(quer
     upstream = normal(9, 2, queries, 2, 8)
 
     def alone(query, key, value):
-        return attention.causal_attention(query[:, -queries:], key, value, mask)
+        return attention.causal_attention(query[:, -queries:], key, value, mask, ScoreFunction(8**-0.5))
 
     def of_all(query, key, value):
         return plain_causal(query, key, value, mask)[:, -queries:]

@@ -59,7 +59,7 @@ def replaced_by_bin(content: bytes):
 CHECKPOINTS = {
     "no config.json": (without("config.json"), ["config.json"]),
     "config.json cut off": (written("config.json", b'{"model_type": "gpt'), ["config.json", "JSON"]),
-    "another model_type": (config_with(model_type="llama"), ["config.json", "model_type 'llama'", "gpt_neox"]),
+    "another model_type": (config_with(model_type="opt"), ["config.json", "model_type 'opt'", "gpt_neox"]),
     "another class": (config_with(architectures=["GPTNeoXForTokenClassification"]), ["GPTNeoXForTokenClassification"]),
     "another activation": (config_with(hidden_act="gelu_new"), ["config.json", "hidden_act 'gelu_new'"]),
     "scaled rope": (config_with(rope_scaling={"type": "linear", "factor": 2.0}), ["rope_scaling", "linear"]),
