@@ -1,4 +1,4 @@
-"""RLHF in JAX: SFT, reward model, PPO and RLOO on GPT-NeoX, as pure functions over pytrees.
+"""RLHF in JAX: SFT, reward model, PPO and RLOO, as pure functions over pytrees.
 
 from rlhf_jax import advantages, losses        # equations on arrays of your own
 rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths

@@ -112,7 +112,8 @@ class StageConfig:
     """Layers that get an adapter, by the checkpoint's names (q_proj v_proj); or all-linear; or one regular expression
     of whole module names ('.*[qv]_proj'). Default: PEFT's for the family."""
     modules_to_save: tuple[str, ...] | None = None
-    """Modules to train in full besides the adapters: embed_in, final_layer_norm, embed_out (score heads always)."""
+    """Modules to train in full besides the adapters, by the checkpoint's names: embed_tokens, norm, lm_head (Pythia:
+    embed_in, final_layer_norm, embed_out); score heads always are."""
     load_in_8bit: bool = False
     """With use_peft: keep the layers' frozen kernels in int8, with one scale per column (needs the extra int8)."""
     export_merged: bool = True
