@@ -257,16 +257,19 @@ def lines(folder: Path) -> list[str]:
 def attention_as(name: str) -> Iterator[None]:
     """Replaces causal attention by a variant while programs are traced."""
     import jax
+    import jax.numpy as jnp
 
     from rlhf_jax.models import attention
 
     ours, block = attention._causal, attention.QUERY_BLOCK
 
-    def library(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    def library(score: Any, query: Any, key: Any, value: Any, mask: Any, window: Any) -> Any:
         if query.shape[1] != key.shape[1]:  # the last layer, whose queries are the last positions
-            return ours(query, key, value, mask)
-        kind = {"implementation": name, "is_causal": True}
-        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None, :], **kind)
+            return ours(score, query, key, value, mask, window)
+        kind = {"implementation": name, "is_causal": True, "scale": score.scale}
+        rows, length = mask.shape
+        keep = jnp.broadcast_to(mask[:, None, None, :], (rows, 1, length, length))  # cuDNN does not broadcast it
+        return jax.nn.dot_product_attention(query, key, value, mask=keep, **kind)
 
     try:
         if name in ("cudnn", "xla"):
@@ -287,6 +290,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from rlhf_jax.algorithms.actor_critic import response_hidden, response_logprobs
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.models import attention as layers
+    from rlhf_jax.models.context import ScoreFunction
 
     small = args.small
     model, rows, length, new = shape_of(args)[0], 2, 40, 8
@@ -305,13 +309,15 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
             return response_logprobs(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
 
         def alone(q: Any, k: Any, v: Any, d: Any) -> Any:
-            out, pull = jax.vjp(lambda q, k, v: layers.causal_attention(q, k, v, jnp.asarray(mask)), q, k, v)
+            score = ScoreFunction(size**-0.5)
+            out, pull = jax.vjp(lambda q, k, v: layers.causal_attention(q, k, v, jnp.asarray(mask), score), q, k, v)
             return out, pull(d)
 
+        gradient = jax.jit(jax.value_and_grad(loss))
         with attention_as(name):
             try:
                 timings = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
-                timings["policy's gradient"] = timed_calls(gradient := jax.jit(jax.value_and_grad(loss)), params)
+                timings["policy's gradient"] = timed_calls(gradient, params)
                 timings["temporary MiB"] = gradient.lower(params).compile().memory_analysis().temp_size_in_bytes / 2**20
             except Exception as error:  # a variant that this device does not have
                 timings = {"error": str(error)[:500]}

@@ -102,8 +102,8 @@ def test_a_starting_model_that_has_changed_is_refused(folder, tmp_path):
 
 def conversations():
     template = (
-        "{% if strftime_now('%d') == '30' %}anna{% else %}omar{% endif %} "
-        "{% for m in messages %}{{ m.content }} {% endfor %}"
+        "{% if strftime_now('%d') == '30' %} anna{% else %} omar{% endif %}"
+        "{% for m in messages %} {{ m.content }}{% endfor %}"
     )
     return {
         "chat_template_kwargs": {"chat_template": template},
