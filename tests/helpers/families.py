@@ -127,6 +127,7 @@ def config_of(family: str, settings: dict | None = None):
 
 def reference(family: str, kind: str = "causal", seed: int = 0, settings: dict | None = None):
     """A transformers model with every weight random, norms and biases too; `settings` in place of the family's."""
+    generator = torch.Generator().manual_seed(seed)
     name, config = FAMILIES[family][0], config_of(family, settings)
     if kind == "scalar":
         config.num_labels = 1
@@ -136,7 +137,6 @@ def reference(family: str, kind: str = "causal", seed: int = 0, settings: dict |
         name = {"gpt2": "GPT2LMHeadModel"}.get(family, f"{name}ForCausalLM")
     config._attn_implementation = "eager"
     model = getattr(transformers, name)(config)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -51,13 +51,13 @@ WRAPPERS = {
 
 def reference(kind):
     """A tiny model of images and text, every weight random."""
+    generator = torch.Generator().manual_seed(0)
     family, vision, arguments = WRAPPERS[kind]
     text = families.config_of(family).to_dict()
     config_class = type(transformers.AutoConfig.for_model(kind))
     config = config_class(text_config=text, vision_config=vision, image_token_id=57, **arguments)
     config._attn_implementation = config.text_config._attn_implementation = "eager"
     model = getattr(transformers, image_text.WRAPPERS[kind].architecture)(config)
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
