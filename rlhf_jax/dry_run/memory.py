@@ -234,9 +234,8 @@ def cache_bytes(stage: Any) -> int:
     config, policy = stage.config, stage.opened.policy
     rows = config.rollout_batch_size or config.batch_size
     layout, decoder = policy.layout, policy.family.decoder_config(policy.config)
-    heads, tensor = decoder.num_key_value_heads, stage.mesh.shape["tensor"]
-    split = sharding.row_shards(stage.mesh) * (tensor if not layout.folded and heads % tensor == 0 else 1)
+    split = sharding.row_shards(stage.mesh) * (1 if layout.folded else stage.mesh.shape["tensor"])
     shared = stage.group_size if stage.shares_prompts else 1
     columns = config.query_length / shared + config.response_length
     itemsize = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
-    return int(2 * decoder.num_hidden_layers * heads * decoder.head_dim * rows * columns * itemsize / split)
+    return int(2 * decoder.num_hidden_layers * policy.held_heads * decoder.head_dim * rows * columns * itemsize / split)

@@ -333,6 +333,11 @@ class Model:
         """Runs prompts [P, C]: last column's hidden states [P, D], and the prompts' keys and values."""
         return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask)
 
+    @property
+    def held_heads(self) -> int:
+        """Heads of keys and values in a cache, copies included: see `Context.held_heads`."""
+        return self._context(jnp.float32).held_heads
+
     def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
         """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K]."""
         return decoder.empty_cache(self._context(dtype), rows, slots)

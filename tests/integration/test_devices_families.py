@@ -2,6 +2,7 @@
 the models of one, and each holds a cache of the heads that its queries read."""
 
 import json
+import math
 import pathlib
 import sys
 
@@ -32,6 +33,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     import jax
 
     import rlhf_jax
+    from rlhf_jax.dry_run import memory
 
     found = {}
 
@@ -39,6 +41,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         def on_train_begin(self, stage, control):
             cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0]["k"]
             self.cache = [cache.shape, cache.addressable_shards[0].data.shape]
+            self.planned = memory.cache_bytes(stage)
 
     data, fsdp, tensor = map(int, mesh.split("x"))
     shared = {
@@ -78,7 +81,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         else:
             config = rlhf_jax.RLOOConfig(**options, num_generations=2)
         rlhf_jax.run(config, reward_funcs=brevity, callbacks=[look])
-        found[shape] = {"samples": samples[:UPDATES], "cache": look.cache}
+        found[shape] = {"samples": samples[:UPDATES], "cache": look.cache, "planned": look.planned}
     return found
 
 
@@ -123,6 +126,13 @@ def test_every_mesh_leaves_the_same_models(runs, shape):
 @pytest.mark.parametrize("shape", MODELS)
 def test_a_device_holds_the_keys_and_values_that_its_queries_read(runs, shape):
     assert runs[1][MANY][shape]["cache"] == list(map(list, MODELS[shape]))
+
+
+@pytest.mark.parametrize("shape", [shape for shape, (whole, held) in MODELS.items() if held[1] < whole[1]])
+def test_a_dry_run_counts_the_cache_that_a_device_holds(runs, shape):
+    one, many = (runs[1][mesh][shape] for mesh in (ONE, MANY))
+    held_by_one, held = (math.prod(run["cache"][1]) for run in (one, many))
+    assert many["planned"] * held_by_one == one["planned"] * held
 
 
 if __name__ == "__main__":
