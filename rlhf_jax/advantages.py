@@ -37,7 +37,7 @@ def first_true(x: Array) -> Array:
 
 
 def is_any(tokens: Array, ids: Sequence[int]) -> Array:
-    """Whether each token is one of `ids`, of which there is at least one.
+    """Whether each token is one of `ids`, which must not be empty.
 
     Args: tokens [...] int; ids. Returns [...] bool.
     """

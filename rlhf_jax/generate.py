@@ -26,7 +26,7 @@ class Sampling:
       max_new_tokens: T, columns of the response.
       temperature: logits are divided by it; 0 is greedy.
       top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
-      stop_ids: tokens of which any ends a response and is a part of it; empty: every response has T tokens.
+      stop_ids: tokens that end a response and are a part of it; empty: every response has T tokens.
       fill_id: token after the end; no mask is derived from it.
     """
 

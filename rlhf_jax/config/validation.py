@@ -23,6 +23,7 @@ from rlhf_jax.config.values import checked_value, field_ranges, field_types, nea
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, threshold
 from rlhf_jax.rewards import builtin
+from rlhf_jax.rewards.interface import split_spec
 from rlhf_jax.utils.text import has_password
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "all")
@@ -234,7 +235,7 @@ def _rewards(config: PolicyConfig) -> Iterator[str]:
     if server is not None and not server.startswith(("http://", "https://")):
         yield f"reward_server is {server!r}; it must start with http:// or https://."
     for function in config.reward_funcs:
-        module, _, name = function.rpartition(":" if ":" in function else ".")
+        module, name = split_spec(function)
         named = module and not function.endswith(".py") and all(part.isidentifier() for part in name.split("."))
         if not named and function not in builtin.BY_NAME:
             yield (

@@ -51,16 +51,20 @@ def holds_conversations(rows: Rows, column: str) -> bool:
     return any_list
 
 
-def messages_fault(row: Any, column: str, kind: str) -> str | None:
-    """Why `column` of a row is not a conversation; None if it is one.
+def messages_fault(row: Any, columns: Sequence[str], kind: str) -> str | None:
+    """Why one of the columns of a row is not a conversation; None if all are.
 
     Args:
       row: of a data set whose first good row is a conversation.
-      column: name of the column.
+      columns: their names.
       kind: what the rows are, for messages: 'prompts', 'demonstrations' or 'pairs'.
     """
     if isinstance(row, MalformedRow):
         return str(row)
+    return next(filter(None, (_column_fault(row, column, kind) for column in columns)), None)
+
+
+def _column_fault(row: Mapping[str, Any], column: str, kind: str) -> str | None:
     value = row.get(column)
     if value is None:
         return f"{column!r} is missing" if column not in row else f"{column!r} is null"
@@ -84,7 +88,7 @@ def messages_fault(row: Any, column: str, kind: str) -> str | None:
 
 def conversation_fault(row: Any, column: str) -> str | None:
     """Why `column` of a row is not a conversation to respond to; None if it is one."""
-    fault = messages_fault(row, column, "prompts")
+    fault = messages_fault(row, (column,), "prompts")
     if fault is None and row[column][-1]["role"] == "assistant":
         return (
             f"{column!r} ends with a message of the assistant; the last message must be one to respond to "

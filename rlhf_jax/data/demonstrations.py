@@ -119,10 +119,6 @@ def _conversations(
     if assistant_only_loss:
         template.check_marks_assistant()
 
-    def fault(row: Any) -> str | None:
-        faults = (chat.messages_fault(row, column, "demonstrations") for column in columns)
-        return next(filter(None, faults), None)
-
     def encode(row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
         prompt: list[int] = []
         if has_prompt:
@@ -132,7 +128,9 @@ def _conversations(
             return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
         return prompt, tokenizer.encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
 
-    split, encoded = chat.render_rows(rows, fault, encode, on_bad_row)
+    split, encoded = chat.render_rows(
+        rows, lambda row: chat.messages_fault(row, columns, "demonstrations"), encode, on_bad_row
+    )
     tokens, prompt_lengths, loss_masks, truncated, mismatched = [], [], [], 0, 0
     for prompt, ids, assistant in encoded:
         if len(prompt) > query_length or (len(ids) > max_length and query_overflow == "drop"):
@@ -250,7 +248,7 @@ def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> D
         query_overflow=config.query_overflow,
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
-        chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
+        chat_template_kwargs=config.chat_template_kwargs,
         assistant_only_loss=getattr(config, "assistant_only_loss", False),
         completion_only_loss=getattr(config, "completion_only_loss", False),
     )

@@ -83,9 +83,8 @@ def _render_pairs(
     """
 
     def fault(row: Any) -> str | None:
-        columns = (*prompt_columns, *completion_columns)
-        faults = (chat.messages_fault(row, column, "pairs") for column in columns)
-        return _pair_fault(row, next(filter(None, faults), None), *completion_columns, margin_column)
+        reason = chat.messages_fault(row, (*prompt_columns, *completion_columns), "pairs")
+        return _pair_fault(row, reason, *completion_columns, margin_column)
 
     def render(row: Any) -> tuple[str, str, str]:
         prompt = [message for column in prompt_columns for message in row[column]]
@@ -199,7 +198,7 @@ def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
         query_overflow=config.query_overflow,
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
-        chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
+        chat_template_kwargs=config.chat_template_kwargs,
     )
 
 

@@ -97,7 +97,7 @@ class EvaluateConfig:
     repetition_penalty: PositiveFloat | None = None
     """Divide (multiply) positive (negative) logits of tokens that occurred; 1: off."""
     stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = None
-    """Token ids of which any ends a response; generation_config: those of the policy's generation_config.json."""
+    """Token ids that end a response; generation_config: those of the policy's generation_config.json."""
     seed: Seed = 42
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64

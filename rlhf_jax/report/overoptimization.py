@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, rounded_list
 from rlhf_jax.rewards import builtin
-from rlhf_jax.rewards.interface import function_name, number_duplicates
+from rlhf_jax.rewards.interface import function_name, number_duplicates, split_spec
 
 MIN_POINTS = 6
 """Minimum number of points for a fit."""
@@ -45,7 +45,7 @@ def _logged_name(spec: str) -> str:
     """The name in metrics of an entry of `reward_funcs`."""
     if spec in builtin.BY_NAME:
         return function_name(builtin.BY_NAME[spec])
-    return spec.rpartition(":" if ":" in spec else ".")[2]
+    return split_spec(spec)[1]
 
 
 def fit(d: np.ndarray, r: np.ndarray) -> tuple[float, float, float] | None:

@@ -32,8 +32,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     """1 if the completion's answer equals the solution as mathematics, 0 if not, None if the solution is not parsable.
 
-    The answer must be LaTeX: \\boxed{}, of which several are a set, or else a formula after the word answer. What
-    exceeds the time limits of `math_verification` counts as not parsable or not equal.
+    The answer must be LaTeX: the content of \\boxed{}, several boxes being a set, or else a formula after the word
+    "answer". What exceeds the time limits of `math_verification` counts as not parsable or not equal.
 
     Args:
       completions: B texts or lists of one message.

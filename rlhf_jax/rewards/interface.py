@@ -139,6 +139,12 @@ def is_async(function: Any) -> bool:
 # --- functions by name
 
 
+def split_spec(spec: str) -> tuple[str, str]:
+    """(module or file, name in it) of 'module:function', 'file.py:function' or 'package.module.function'."""
+    place, _, name = spec.rpartition(":" if ":" in spec else ".")
+    return place, name
+
+
 def resolve(spec: str) -> Callable:
     """The function that `spec` names: one of `builtin.BY_NAME`, or 'module:function', 'file.py:function' or
     'package.module.function', which are imported.
@@ -152,7 +158,7 @@ def resolve(spec: str) -> Callable:
     """
     if spec in builtin.BY_NAME:
         return builtin.by_name(spec)
-    place, _, name = spec.rpartition(":" if ":" in spec else ".")
+    place, name = split_spec(spec)
     if not place or not name or spec.endswith(".py"):
         near = _suggest(spec, builtin.BY_NAME)
         raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}.{near}")

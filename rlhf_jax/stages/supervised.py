@@ -246,7 +246,6 @@ def export_model(stage: SupervisedStage, params: Params, folder: str, name: str,
     if kind == "causal" and stage.base_model is not None and multihost.is_main():
         # stop_token_ids of a later stage may take its list.
         generation_config.copy(stage.base_model, stage.config.model_revision, paths[name])
-    multihost.wait_for_all("export of generation_config.json")
     return paths
 
 

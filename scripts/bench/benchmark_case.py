@@ -206,14 +206,19 @@ def use_cores(count: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
+def status_mib(field: str) -> float:
+    """A field of Linux's /proc/self/status, such as VmRSS, in MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) / 1024
+
+
 def peak_rss_mib() -> float:
     """Peak resident memory of this process, in MiB.
 
     Linux's VmHWM starts at zero with the program; getrusage of a child includes its parent's peak.
     """
     try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1024
+        return status_mib("VmHWM")
     except (OSError, StopIteration):
         import resource
 

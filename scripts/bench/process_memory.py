@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmark_case import Case, rows_of, status_mib
+
 
 class Memory:
     """This process's resident memory, and its peak since the last line."""
@@ -22,17 +24,11 @@ class Memory:
         self.began = time.monotonic()
         print(f"{'MiB':42s}{'at end':>8s}{'peak':>8s}{'s':>8s}")
 
-    @staticmethod
-    def read(field: str) -> float:
-        """A field of /proc/self/status, in MiB."""
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) / 1024
-
     def line(self, phase: str) -> None:
         """Prints the phase that ends here; the next one's peak starts again."""
         now = time.monotonic()
         seconds, self.began = now - self.began, now
-        print(f"{phase:42s}{self.read('VmRSS'):8.0f}{self.read('VmHWM'):8.0f}{seconds:8.1f}", flush=True)
+        print(f"{phase:42s}{status_mib('VmRSS'):8.0f}{status_mib('VmHWM'):8.0f}{seconds:8.1f}", flush=True)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -53,7 +49,6 @@ def main() -> None:
     jax.devices()
     memory.line("jax")
     import benchmark_ours
-    from benchmark_case import Case, rows_of
 
     from rlhf_jax.runtime import compile_cache, host_memory
     from rlhf_jax.stages import open_stage

@@ -42,6 +42,7 @@ def config(**options):
         "query_length": 96,
         "query_overflow": "truncate",
         "length_buckets": None,
+        "chat_template_kwargs": None,
         "max_length": 128,
         "normalize_dataset_name": None,
         "normalize_samples": 4,

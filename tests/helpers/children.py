@@ -31,6 +31,14 @@ def child(module: str, *arguments, devices: int, optimized: bool = False, **env)
     )
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is running; a zombie, which has ended, is not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def last_line(process: subprocess.Popen, timeout: float = 900):
     """The JSON object that a child prints last, when it is done."""
     output, _ = process.communicate(timeout=timeout)

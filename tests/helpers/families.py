@@ -157,7 +157,7 @@ def scalar_of(family: str, causal, settings: dict | None = None):
 class Text(NamedTuple):
     """Rows in every way that padding can lie.
 
-    Rows 0 to 3 continue the prompts 0, 0, 1, 1, of which the second is padded on the left; rows 1 to 3 end early. Rows
+    Rows 0 to 3 continue the prompts 0, 0, 1, 1; prompt 1 is padded on the left; rows 1 to 3 end early. Rows
     4 to 6 are the first `short` tokens of row 0, padded on the right, on both sides and on the left.
     """
 

@@ -29,7 +29,7 @@ from tests.helpers.paths import ROOT
 
 KINDS = {"models": "model", "datasets": "dataset"}
 
-# Python reads sitecustomize first of all, so nobody ever finds a torch: neither `import` nor find_spec.
+# Python imports sitecustomize at its start, so neither `import` nor find_spec finds torch.
 WITHOUT_TORCH = """
 import importlib.machinery
 

@@ -16,6 +16,7 @@ import pytest
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import math_verification
 from rlhf_jax.rewards.math_verification import Verdict, Verifier
+from tests.helpers.children import is_running
 from tests.helpers.paths import ROOT
 
 STAND_IN = """
@@ -65,14 +66,6 @@ def verifier(stand_in):
     verifier = Verifier(0, 0)  # the worker adds a second of grace
     yield verifier
     verifier.close()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that ended but that nobody has waited for does not."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_rows_are_right_wrong_or_without_a_solution(verifier):

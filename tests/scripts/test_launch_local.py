@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import time
 
 import pytest
 
+from tests.helpers.children import is_running
 from tests.helpers.paths import ROOT, SCRIPTS
 
 SCRIPT = SCRIPTS / "launch" / "launch_local.py"
@@ -238,17 +238,9 @@ def test_no_process_outlives_a_launcher_that_was_killed():
     process.kill()
     process.communicate(timeout=20)
     deadline = time.monotonic() + 10
-    while any(map(runs, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(map(runs, pids))
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs: one that nobody has asked how it ended does not."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    assert not any(map(is_running, pids))
 
 
 # --- the page

@@ -77,7 +77,7 @@ class Reader:
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """A key of which only some values are supported; an absent one is."""
+        """A key of which only `allowed` values are supported; it may be absent."""
         if self.value(key, allowed[0]) not in allowed:
             self.refuse(key, f"only {', '.join(map(repr, allowed))} is supported.")
 
@@ -105,20 +105,17 @@ class Reader:
         windows = tuple(known[kind] for kind in types)
         return () if set(windows) == {None} else windows
 
-    def rope(self, head_dim: int, theta: float, positions: int, *, kind: str | None = None) -> Rope:
+    def rope(self, head_dim: int, theta: float, positions: int) -> Rope:
         """The rotary embedding, from rope_parameters or rope_scaling with rope_theta and partial_rotary_factor.
 
         Args:
           head_dim: K.
           theta: of the class, where config.json has none.
           positions: max_position_embeddings.
-          kind: of the layers, where rope_parameters has an entry for each kind.
         """
         values = {"rope_theta": self.value("rope_theta"), "partial_rotary_factor": self.value("partial_rotary_factor")}
         for key in ("rope_scaling", "rope_parameters"):
             given = self.value(key) or {}
-            if isinstance(given, dict) and kind is not None and kind in given:
-                given = given[kind] or {}
             if not isinstance(given, dict):
                 self.refuse(key, "it must be an object.")
             values.update({name: value for name, value in given.items() if value is not None})
