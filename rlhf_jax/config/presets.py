@@ -59,8 +59,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"loss_type": "vespo", "beta": 0.0},
     ),
     "reinforce_pp": (
-        "REINFORCE++, arXiv 2501.03262, as OpenRLHF's reinforce: no baseline, KL in the reward of each token, advantages "
-        "normalized over all tokens of the batch.",
+        "REINFORCE++, arXiv 2501.03262, as OpenRLHF's reinforce: no baseline, KL in the reward of each token, "
+        "advantages normalized over all tokens of the batch.",
         {
             "loss_type": "bnpo",
             "baseline": "none",
