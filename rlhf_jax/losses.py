@@ -208,6 +208,17 @@ def clipped_ratio_loss_terms(
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
+def cispo_loss_terms(logprobs: Array, ratio: Array, advantages: Array, *, epsilon_high: float) -> Array:
+    """-stop_gradient(min(r, epsilon_high)) A log pi: REINFORCE weighted by a ratio that is capped, on one side only.
+
+    Args: logprobs [B, T], ratio, advantages float; epsilon_high: the cap itself, not its distance from 1.
+    Returns float32 of their common shape. Source: MiniMax-M1 (CISPO, arXiv 2506.13585), with the cap of ScaleRL (arXiv
+    2510.13786); :3206-3208.
+    """
+    logprobs, ratio, advantages = _float(logprobs), _float(ratio), _float(advantages)
+    return -jax.lax.stop_gradient(jnp.minimum(ratio, epsilon_high)) * advantages * logprobs
+
+
 def sapo_loss_terms(ratio: Array, advantages: Array, *, temperature_pos: float, temperature_neg: float) -> Array:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A: a soft gate instead of a clip.
 

@@ -27,7 +27,7 @@ NumGenerations = Annotated[
     int, Range("at least 2, since a baseline needs at least 2 responses per prompt", lambda v: v >= 2)
 ]
 EntropyQuantile = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 SFT_EXPORT = "{run_dir}/sft/policy"
 """Where the SFT stage of a pipeline exports its policy."""
 REWARD_EXPORT = "{run_dir}/reward/reward_model"
@@ -603,8 +603,8 @@ class GRPOConfig(GroupConfig):
     loss_type: LossType = "dapo"
     """Loss of a token and its mean, as in TRL: grpo: mean over rows of means over tokens; bnpo: mean over the tokens
     of the minibatch; dr_grpo: divided by rows times response_length; dapo: mean over the tokens of the batch; luspo:
-    mean over rows of sums; sapo: a soft gate in place of the clip, mean as grpo; vespo: weights of whole responses,
-    mean as dapo."""
+    mean over rows of sums; cispo: log-probs weighted by the ratio, capped at epsilon_high, mean as dapo; sapo: a soft
+    gate in place of the clip, mean as grpo; vespo: weights of whole responses, mean as dapo."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio of each token, or of the response, with the mean of its log-ratios (GSPO)."""
     delta: PositiveFloat | None = None

@@ -357,6 +357,11 @@ def _clip_range(config: GroupConfig) -> Iterator[str]:
 
 
 def _grpo(config: GRPOConfig) -> Iterator[str]:
+    if config.loss_type == "cispo" and config.epsilon_high is None:
+        yield (
+            f"loss_type cispo caps the ratio itself at epsilon_high, which would be epsilon {config.epsilon:g}: nearly "
+            "all tokens would be capped. Give epsilon_high (ScaleRL: 5)."
+        )
     low, high = config.importance_sampling_clip_min, config.importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
         yield (
