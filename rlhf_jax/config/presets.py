@@ -54,7 +54,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cispo": (
-        "MiniMax-M1, arXiv 2506.13585, with the cap of ScaleRL: every token has a gradient, weighted by a capped ratio.",
+        "MiniMax-M1, arXiv 2506.13585, with the cap of ScaleRL: every token has a gradient, at a capped weight.",
         {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.0},
     ),
     "sapo": ("arXiv 2511.20347: a soft gate in place of the clip.", {"loss_type": "sapo", "beta": 0.0}),
