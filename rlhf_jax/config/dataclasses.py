@@ -121,7 +121,7 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries with
+    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
     preferences) or 'arithmetic' (sums with worked solutions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
@@ -561,8 +561,8 @@ class RLOOConfig(PolicyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward if there is a reward model, then
-    RUN/ppo or RUN/rloo.
+    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if there is a reward
+    model), then RUN/ppo or RUN/rloo.
 
     `{run_dir}` in a text option of a stage stands for the pipeline's folder.
     """

@@ -62,7 +62,9 @@ def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
     if multihost.is_main():
         source = "held-out prompts" if stage.eval_sets else "training prompts (there is no evaluation split)"
         print()
-        evaluate.print_comparison(rows, samples, title=f"{limit} {source}, temperature {config.temperature}")
+        intervals = ", means with 95 % intervals" if by_name else ""
+        title = f"{limit} {source}, temperature {config.temperature}{intervals}"
+        evaluate.print_comparison(rows, samples, title=title)
         by = "gold reward" if gold else "score" if by_name else "reward-model score"
         print(f"{label} - SFT in {by}, mean over prompts: {gain:+.3f} ± {error:.3f}")
         path = os.path.join(config.run_dir, "comparison.json")  # with the policy of this stage

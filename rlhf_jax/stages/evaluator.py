@@ -186,7 +186,14 @@ class RolloutEvaluator:
             kl = self.runner.token_kl(policy, rollout) if self.runner.has_reference else None
             scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
-            of_rows = rollout.response, rollout.lengths, rollout.ended, rollout.logprobs, scores, batch.scored.each_reward
+            of_rows = (
+                rollout.response,
+                rollout.lengths,
+                rollout.ended,
+                rollout.logprobs,
+                scores,
+                batch.scored.each_reward,
+            )
             host = sharding.fetch((*of_rows, *by_token))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
         response, lengths, ended, logprobs, scores, each, kl, advantages, rows = (
