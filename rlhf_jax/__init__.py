@@ -1,4 +1,4 @@
-"""RLHF in JAX: SFT, reward model, PPO and RLOO, as pure functions over pytrees.
+"""RLHF in JAX: SFT, reward model, PPO, RLOO and GRPO, as pure functions over pytrees.
 
 from rlhf_jax import advantages, losses        # equations on arrays of your own
 rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of paths
@@ -10,6 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = [
     "Callback",
+    "GRPOConfig",
     "PPOConfig",
     "Pipeline",
     "RLOOConfig",
@@ -23,6 +24,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "runtime.callbacks",
+    "GRPOConfig": "config",
     "PPOConfig": "config",
     "Pipeline": "config",
     "RLOOConfig": "config",

@@ -230,6 +230,61 @@ def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
     return jnp.where(keep & (others > 0), rewards - baseline, 0)
 
 
+def group_mean(rewards: Array, keep: Array) -> Array:
+    """Mean of the kept rewards of each group, each reward's own included: GRPO's baseline.
+
+    Args: rewards [..., G] float, a group in the last axis; keep bool, the same shape. Rewards that are not kept are
+    never read, even NaN. Returns float32 [..., 1]; 0 for a group without a kept reward.
+    Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; grpo_trainer.py:2760-2762.
+    """
+    rewards, keep = _float(rewards), jnp.asarray(keep)
+    chex.assert_equal_shape([rewards, keep])
+    total = jnp.where(keep, rewards, 0).sum(-1, keepdims=True)
+    return total / jnp.maximum(keep.sum(-1, keepdims=True), 1).astype(rewards.dtype)
+
+
+def group_std(rewards: Array, keep: Array) -> Array:
+    """Standard deviation of the kept rewards of each group, over n - 1.
+
+    Args: as `group_mean`. Returns float32 [..., 1]; 0 where a group has one kept reward or none.
+    Source: grpo_trainer.py:2765-2767 and `nanstd`, trainer/utils.py:859-887 (NaN for one, which becomes advantage 0).
+    """
+    rewards, keep = _float(rewards), jnp.asarray(keep)
+    squares = jnp.square(jnp.where(keep, rewards - group_mean(rewards, keep), 0)).sum(-1, keepdims=True)
+    return jnp.sqrt(squares / jnp.maximum(keep.sum(-1, keepdims=True) - 1, 1).astype(rewards.dtype))
+
+
+def normalize_each_reward(rewards: Array, applies: Array, weights: Array, eps: float = 1e-4) -> Array:
+    """Weighted sum over reward functions of (r_f - mean_f) / (std_f + eps), each over the responses of a group (GDPO).
+
+    Args: rewards [P, G, F] float; applies [P, G, F] bool, False where a function returned None; weights [F] float.
+    Returns float32 [P, G]. Source: GDPO (arXiv 2601.05242); grpo_trainer.py:2783-2788.
+    """
+    rewards, applies = (jnp.moveaxis(jnp.asarray(x), -1, 0) for x in (rewards, applies))  # [F, P, G]
+    rewards = jnp.where(applies, _float(rewards), 0)
+    # torch's std of a single reward is NaN, so that such a reward adds nothing.
+    usable = applies & ((applies.sum(-1, keepdims=True) > 1) | (applies.shape[-1] == 1))
+    scaled = (rewards - group_mean(rewards, applies)) / (group_std(rewards, applies) + eps)
+    return (jnp.where(usable, scaled, 0) * weights[:, None, None]).sum(axis=0)
+
+
+def return_to_go(rewards: Array, gamma: float) -> Array:
+    """G_t = r_t + gamma G_{t+1}: the discounted sum of the rewards of a token and all later ones.
+
+    Args: rewards [B, T] float, 0 outside the response; gamma in [0, 1]. Returns float32 [B, T].
+    Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262); Sutton and Barto 2018, equation 3.9.
+    """
+    rewards = _float(rewards)
+    chex.assert_rank(rewards, 2)
+
+    def step(later: Array, reward: Array) -> tuple[Array, Array]:
+        later = reward + gamma * later
+        return later, later
+
+    _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True)
+    return returns.T
+
+
 def normalize(x: Array, keep: Array, eps: float) -> tuple[Array, Array]:
     """(x - mean) / (std + eps) over the kept elements, 0 elsewhere; std over n - 1.
 

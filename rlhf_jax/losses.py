@@ -175,6 +175,145 @@ def clipped_value_loss(
     return _mean(losses, mask)
 
 
+# ---------------------------------------------------------------------------------------------- group policy gradients
+
+# Ratios r, advantages A and masks broadcast against each other: r [B, T] of tokens or [B, 1] of sequences, A [B, T] or
+# [B, 1]. Line numbers are those of `trl/trainer/grpo_trainer.py` in TRL 1.12.0.
+
+
+def sequence_log_ratio(log_ratio: Array, mask: Array) -> Array:
+    """The mean log-ratio of a response: log of GSPO's length-normalised sequence ratio.
+
+    Args: log_ratio [B, T] float, logp - old; mask [B, T] bool. Returns float32 [B, 1]; 0 for an empty row.
+    Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 7; :3186-3188.
+    """
+    log_ratio, mask = _float(log_ratio), jnp.asarray(mask)
+    chex.assert_rank([log_ratio, mask], 2)
+    total = jnp.where(mask, log_ratio, 0).sum(axis=1, keepdims=True)
+    return total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+
+
+def clipped_ratio_loss_terms(
+    ratio: Array, advantages: Array, *, epsilon: float, epsilon_high: float, delta: float | None = None
+) -> Array:
+    """-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+
+    Args: ratio, advantages float; delta: upper bound of the unclipped ratio, None for none.
+    Returns float32 of their common shape. Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), equation 3; delta:
+    INTELLECT-2 (arXiv 2505.07291); :3210-3218.
+    """
+    ratio, advantages = _float(ratio), _float(advantages)
+    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
+    ratio = ratio if delta is None else jnp.minimum(ratio, delta)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+
+def sapo_loss_terms(ratio: Array, advantages: Array, *, temperature_pos: float, temperature_neg: float) -> Array:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A: a soft gate instead of a clip.
+
+    Args: ratio, advantages float; temperature_pos: tau where A > 0; temperature_neg: elsewhere.
+    Returns float32 of their common shape. Source: SAPO (arXiv 2511.20347); :3219-3222.
+    """
+    ratio, advantages = _float(ratio), _float(advantages)
+    tau = jnp.where(advantages > 0, temperature_pos, temperature_neg)
+    return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+
+
+def vespo_weights(
+    log_ratio: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+    sampler_ratio: Array | None = None,
+) -> Array:
+    """phi(w) = e^lambda w^k e^(-lambda w) of a response's ratio w = prod_t r_t, without gradient; phi(1) = 1.
+
+    ln w is the sum of log-ratios, each within 20 of 0, and lies within ln 1e-8 and 20; k and lambda by the sign of A.
+
+    Args: log_ratio [B, T] float, logp - old; advantages [B, 1] or [B, T] float; mask [B, T] bool; sampler_ratio
+    [B, T] float, old over sampler (`sampler_ratio`), multiplied into w; None: 1.
+    Returns float32 of the shape of advantages; 0 where it is not finite. Source: VESPO (arXiv 2602.10693); :3061-3107.
+    """
+    log_ratio, advantages, mask = _float(log_ratio), _float(advantages), jnp.asarray(mask)
+    log_ratio = jax.lax.stop_gradient(log_ratio)
+    lowest = jnp.log(1e-8)
+    log_w = jnp.where(mask, jnp.clip(log_ratio, -20.0, 20.0), 0).sum(axis=1, keepdims=True)
+    if sampler_ratio is not None:
+        log_w = log_w + jnp.clip(jnp.log(_float(sampler_ratio)), lowest, 20.0).sum(axis=1, keepdims=True)
+    log_w = jnp.clip(log_w, lowest, 20.0)
+    k = jnp.where(advantages >= 0, k_pos, k_neg)
+    lam = jnp.maximum(jnp.where(advantages >= 0, lambda_pos, lambda_neg), 1e-4)
+    weights = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
+    return jnp.where(jnp.isfinite(weights), weights, 0)
+
+
+def off_policy_mask(
+    advantages: Array, logprobs: Array, sampler_logprobs: Array, mask: Array, *, threshold: float
+) -> Array:
+    """Whether a response is kept: A >= 0, or the mean of log(sampler / policy) over its tokens is at most threshold.
+
+    Args: advantages [B, 1] or [B, T] float; logprobs, sampler_logprobs [B, T] float; mask [B, T] bool.
+    Returns bool of the shape of advantages. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 9; :3034-3059.
+    """
+    mask = jnp.asarray(mask)
+    kl = jnp.where(mask, _float(sampler_logprobs) - jax.lax.stop_gradient(_float(logprobs)), 0)
+    mean = kl.sum(axis=1, keepdims=True) / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+    return (_float(advantages) >= 0) | (mean <= threshold)
+
+
+def high_entropy_mask(entropy: Array, mask: Array, *, quantile: float) -> Array:
+    """Tokens whose entropy is at least the given quantile of all tokens where mask, interpolated linearly.
+
+    Args: entropy [...] float; mask [...] bool; quantile in [0, 1]. Returns bool [...], False outside the mask.
+    Source: Wang et al. 2025 (Beyond the 80/20 rule, arXiv 2506.01939); :1409-1446.
+    """
+    entropy, mask = _float(entropy), jnp.asarray(mask)
+    chex.assert_equal_shape([entropy, mask])
+    ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf).reshape(-1))
+    position = quantile * jnp.maximum(mask.sum() - 1, 0).astype(entropy.dtype)
+    low = jnp.floor(position).astype(jnp.int32)
+    high = jnp.ceil(position).astype(jnp.int32)
+    fraction = position - low
+    # The upper neighbour is read with weight 0 at a whole position, where it may be infinite.
+    above = jnp.where(fraction > 0, ordered[high] - ordered[low], 0)
+    return mask & (entropy >= ordered[low] + fraction * above)
+
+
+def sampler_ratio(
+    logprobs: Array,
+    sampler_logprobs: Array,
+    mask: Array,
+    *,
+    mode: str,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+) -> Array:
+    """The importance ratio of learner over sampler: of each token, or of the response (the product over its tokens).
+
+    token_truncate, sequence_truncate: clipped to [clip_min, clip_max]; token_mask, sequence_mask: 0 outside of it.
+
+    Args: logprobs, sampler_logprobs [B, T] float; mask [B, T] bool; mode; clip_min, clip_max: None for no bound.
+    Returns float32 [B, T] (1 outside the mask) or [B, 1]. Raises ValueError for another mode.
+    Source: truncated importance sampling (Yao et al. 2025, Your efficient RL framework secretly brings you off-policy
+    RL training); masked: IcePop (arXiv 2510.18855); :2678-2722.
+    """
+    level, _, bound = mode.partition("_")
+    if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
+        raise ValueError(f"mode is token_truncate, token_mask, sequence_truncate or sequence_mask, not {mode!r}")
+    difference = jnp.where(jnp.asarray(mask), _float(logprobs) - _float(sampler_logprobs), 0)
+    if level == "sequence":
+        difference = difference.sum(axis=1, keepdims=True)
+    ratio = jnp.exp(difference)
+    if bound == "truncate":
+        return jnp.clip(ratio, clip_min, clip_max)
+    low, high = -jnp.inf if clip_min is None else clip_min, jnp.inf if clip_max is None else clip_max
+    return jnp.where((ratio < low) | (ratio > high), 0, ratio)
+
+
 # ----------------------------------------------------------------------------------------- reward model and fine-tuning
 
 

@@ -47,9 +47,11 @@ class ScoredRollout:
     scores: Array  # [B] float32, one per response
     scorable: Array | None = None  # [B] bool, False: no reward scored the row; None: all rows have a score
     token_rewards: Array | None = None  # [B, T] float32 dense rewards, added position by position; None: none
+    each_reward: Array | None = None  # [B, F] float32 of each reward without its weight, NaN where it does not apply
     # What counts as eos for the missing-eos penalty: the tokenizer's, or the stop ids in its place.
     eos_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(0,))
     group_size: int = flax.struct.field(pytree_node=False, default=1)  # adjacent rows that answer the same prompt
+    reward_weights: tuple[float, ...] | None = flax.struct.field(pytree_node=False, default=None)  # of `each_reward`
 
 
 @flax.struct.dataclass
@@ -67,7 +69,7 @@ class Experience:
 
 @flax.struct.dataclass
 class GroupExperience:
-    """What one RLOO update trains on: G responses per prompt.
+    """What one update of RLOO or GRPO trains on: G responses per prompt.
 
     With G = 1 each response has its own copy of the prompt: the same numbers, more work.
     """
@@ -77,8 +79,11 @@ class GroupExperience:
     response: Array  # [P, G, T] int32
     mask: Array  # [P, G, T] bool: response columns that may be attended
     lengths: Array  # [P, G] int32, 0..T: tokens that are trained on
-    logprobs: Array  # [P, G, T] float32, behaviour policy
+    logprobs: Array | None  # [P, G, T] float32, behaviour policy; None: those of the policy in the only optimizer step
     advantages: Array  # [P, G] float32 of whole responses, or [P, G, T] of tokens
+    ref_logprobs: Array | None = None  # [P, G, T] float32, where the loss has the KL to the reference
+    sampler_logprobs: Array | None = None  # [P, G, T] float32, where the loss compares sampler and policy
+    selected: Array | None = None  # [P, G, T] bool, tokens that the policy's loss is of; None: all of the response
 
 
 @flax.struct.dataclass
@@ -93,5 +98,7 @@ class TrainState:
     kl_coef: Array  # [] float32, the KL controller's current value
     tokens: Array  # [] uint32, tokens of prompts and responses seen so far
     ref_params: Params | None = None  # the reference policy, if training moves it
+    entropy_control: Array | None = None  # [2] float32, the adaptive entropy_coef and the entropy of the last optimizer
+    # step; None: the coefficient is fixed
     nonfinite: Array = flax.struct.field(default_factory=lambda: jnp.int32(0))  # [] int32, updates in a row in which
     # something was not finite

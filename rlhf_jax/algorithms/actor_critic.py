@@ -77,7 +77,9 @@ def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
     return tokens, jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
 
 
-def response_logprobs(model, params: Params, hidden: Array, response: Array, temperature: float):
+def response_logprobs(
+    model, params: Params, hidden: Array, response: Array, temperature: float, entropy_gradient: bool = False
+):
     """Log-probabilities of the response and the entropy of each position, at `temperature`.
 
     Args:
@@ -85,6 +87,7 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
       hidden: [b, T, D], the positions that predict the response.
       response: [b, T] int32.
       temperature: logits are divided by temperature + 1e-7 (TRL ppo_trainer.py:713).
+      entropy_gradient: whether the entropy is differentiated, for a loss that has it.
 
     Returns:
       (log-probabilities [b, T] float32, entropies [b, T] float32)
@@ -97,7 +100,8 @@ def response_logprobs(model, params: Params, hidden: Array, response: Array, tem
             logits = model.logits(params, hidden / (temperature + 1e-7))
         else:
             logits = model.logits(params, hidden) / (temperature + 1e-7)
-        return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(jax.lax.stop_gradient(logits))
+        of_entropy = logits if entropy_gradient else jax.lax.stop_gradient(logits)
+        return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(of_entropy)
 
     return map_logit_chunks(of_chunk, model, params, (hidden, response))
 
@@ -199,7 +203,14 @@ def evaluate_actor_critic(models: Models, tokens: Array, mask: Array, t: int, co
     return logprobs, entropy, values
 
 
-def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout_keys: Array | None = None):
+def group_logprobs(
+    model,
+    params: Params,
+    rows: GroupExperience,
+    config,
+    dropout_keys: Array | None = None,
+    entropy_gradient: bool = False,
+):
     """Log-probabilities and entropies of responses, with one forward pass per prompt for its G responses.
 
     Args:
@@ -207,6 +218,7 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
       rows: p groups; with G = 1 prompt and response are one sequence.
       config: temperature, dtype, remat.
       dropout_keys: [p] typed keys, for G = 1; None: no dropout.
+      entropy_gradient: as in `response_logprobs`.
 
     Returns:
       (log-probabilities, entropies), each [p, G, T] float32.
@@ -223,7 +235,7 @@ def group_logprobs(model, params: Params, rows: GroupExperience, config, dropout
     else:
         last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
         hidden = jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
-    logprobs, entropy = response_logprobs(model, params, hidden, response, config.temperature)
+    logprobs, entropy = response_logprobs(model, params, hidden, response, config.temperature, entropy_gradient)
     return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 

@@ -44,8 +44,16 @@ class MetricForm:
         return jnp.where(masked, 0.0, advantages)
 
     @staticmethod
-    def zero_std_groups(raw: Array, rewards: Array, scorable: Array, group_size: int) -> Array:
-        """Groups whose scores are all equal: [P] bool. `raw` [P, G] are scores, `rewards` [P, G] what is optimised."""
+    def zero_std_groups(
+        raw: Array, rewards: Array, scorable: Array, group_size: int, deviations: Array | None
+    ) -> Array:
+        """Groups whose scores are all equal: [P] bool.
+
+        Args:
+          raw, rewards, scorable: [P, G], scores, what is optimised, and which rows have a score.
+          group_size: G.
+          deviations: [P], the standard deviations that rewards are divided by; None: those of `rewards`.
+        """
         top = jnp.max(jnp.where(scorable, raw, -jnp.inf), axis=1)
         return ~(top > jnp.min(jnp.where(scorable, raw, jnp.inf), axis=1))
 
@@ -55,23 +63,32 @@ class MetricForm:
         return jnp.sum(-logprobs, axis=1)
 
     @staticmethod
-    def rloo_step(sums: dict[str, Array], extremes: dict[str, Array], totals: Metrics, t: int) -> Metrics:
-        """The metrics of one RLOO optimizer step that the forms define differently.
+    def ratio_of_sums(sums: Array, counts: Array) -> Array:
+        """The mean over a minibatch from its micro-batches' sums and counts, [N] each."""
+        return jnp.sum(sums) / jnp.maximum(jnp.sum(counts), 1.0)
+
+    @staticmethod
+    def least(minima: Array) -> Array:
+        """The least value of a minibatch from those of its micro-batches, [N]."""
+        return jnp.min(minima)
+
+    @staticmethod
+    def greatest(maxima: Array) -> Array:
+        """The greatest value of a minibatch from those of its micro-batches, [N]."""
+        return jnp.max(maxima)
+
+    @staticmethod
+    def token_step(sums: dict[str, Array], totals: Metrics, t: int) -> Metrics:
+        """Entropy and ratio of one optimizer step of RLOO or GRPO.
 
         Args:
-          sums, extremes: by micro-batch, [N] each, of `rloo.loss_and_metrics`.
+          sums: by micro-batch, [N] each, of the loss.
           totals: sums over the micro-batches.
           t: T.
         """
         tokens = jnp.maximum(totals["tokens"], 1.0)
         entropy = totals["entropy"] / tokens
-        return {
-            "entropy": entropy,
-            "clip_ratio/low_min": jnp.min(extremes["low"]),
-            "clip_ratio/high_max": jnp.max(extremes["high"]),
-            "policy/entropy_avg": entropy,
-            "ratios": (totals["ratio"] / tokens)[None],
-        }
+        return {"entropy": entropy, "policy/entropy_avg": entropy, "ratios": (totals["ratio"] / tokens)[None]}
 
 
 class TRLMetricForm(MetricForm):
@@ -103,9 +120,13 @@ class TRLMetricForm(MetricForm):
         return advantages
 
     @staticmethod
-    def zero_std_groups(raw: Array, rewards: Array, scorable: Array, group_size: int) -> Array:
-        """After the KL penalty, so nearly always False (rloo_trainer.py:1585, 1608)."""
-        deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(rewards, scorable)
+    def zero_std_groups(
+        raw: Array, rewards: Array, scorable: Array, group_size: int, deviations: Array | None
+    ) -> Array:
+        """RLOO: after the KL penalty, so nearly always False (rloo_trainer.py:1585, 1608). GRPO: of the batch where the
+        batch is what rewards are scaled by (grpo_trainer.py:2781, 2795)."""
+        if deviations is None:
+            deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(rewards, scorable)
         return (deviations <= 1e-8) & ((scorable.sum(axis=1) > 1) | (group_size == 1))
 
     @staticmethod
@@ -114,13 +135,26 @@ class TRLMetricForm(MetricForm):
         return jnp.sum(-logprobs, axis=1) - jnp.sum(~adv.response_mask(lengths, logprobs.shape[1]), axis=1)
 
     @staticmethod
-    def rloo_step(sums: dict[str, Array], extremes: dict[str, Array], totals: Metrics, t: int) -> Metrics:
+    def ratio_of_sums(sums: Array, counts: Array) -> Array:
+        """The mean of micro-batch means."""
+        return jnp.mean(sums / jnp.maximum(counts, 1.0))
+
+    @staticmethod
+    def least(minima: Array) -> Array:
+        """The mean of the micro-batches' minima."""
+        return jnp.mean(minima)
+
+    @staticmethod
+    def greatest(maxima: Array) -> Array:
+        """The mean of the micro-batches' maxima."""
+        return jnp.mean(maxima)
+
+    @staticmethod
+    def token_step(sums: dict[str, Array], totals: Metrics, t: int) -> Metrics:
         """Means of micro-batch means; ratio and policy/entropy_avg over padding too."""
         rows = jnp.maximum(jnp.sum(sums["rows"]), 1.0)
         return {
             "entropy": jnp.mean(sums["entropy"] / jnp.maximum(sums["tokens"], 1.0)),
-            "clip_ratio/low_min": jnp.mean(extremes["low"]),
-            "clip_ratio/high_max": jnp.mean(extremes["high"]),
             "policy/entropy_avg": totals["entropy_all"] / (rows * t),
             "ratios": sums["ratio_all"] / (jnp.maximum(sums["rows"], 1.0) * t),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
@@ -17,18 +18,11 @@ def group_rows(x: Array, group_size: int) -> Array:
 def split_groups(experience: GroupExperience) -> GroupExperience:
     """The same with G = 1: every response gets its own copy of the prompt, so that rows can be shuffled one by one."""
     group_size = experience.lengths.shape[1]
-
-    def ungroup(x):
-        return x.reshape((-1, 1) + x.shape[2:])
-
-    return GroupExperience(
+    of_rows = experience.replace(prompt_tokens=None, prompt_lengths=None)
+    of_rows = jax.tree.map(lambda x: x.reshape((-1, 1) + x.shape[2:]), of_rows)
+    return of_rows.replace(
         prompt_tokens=jnp.repeat(experience.prompt_tokens, group_size, axis=0),
         prompt_lengths=jnp.repeat(experience.prompt_lengths, group_size),
-        response=ungroup(experience.response),
-        mask=ungroup(experience.mask),
-        lengths=ungroup(experience.lengths),
-        logprobs=ungroup(experience.logprobs),
-        advantages=ungroup(experience.advantages),
     )
 
 
@@ -73,7 +67,15 @@ def length_metrics(rollout: Rollout) -> Metrics:
     }
 
 
-def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, group_size: int, config) -> Metrics:
+def reward_metrics(
+    raw: Array,
+    rewards: Array,
+    scorable: Array,
+    present: Array,
+    group_size: int,
+    config,
+    deviations: Array | None = None,
+) -> Metrics:
     """`reward`, `reward_std`, `frac_reward_zero_std`: of the scores before penalties, clipping and KL.
 
     Args:
@@ -81,13 +83,14 @@ def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, 
       scorable, present: [B] bool; a row of length -1 is not present.
       group_size: G.
       config: metrics.
+      deviations: [B / G], the standard deviations that rewards are divided by; None: those of `rewards`.
 
     Returns:
       Each [] float32.
     """
     form = FORMS[config.metrics]
     groups = [group_rows(x, group_size) for x in (raw, rewards, scorable)]
-    equal = form.zero_std_groups(*groups, group_size)
+    equal = form.zero_std_groups(*groups, group_size, deviations)
     in_group = jnp.any(group_rows(present, group_size), axis=1)
     return {
         "reward": adv.masked_mean(raw, scorable),

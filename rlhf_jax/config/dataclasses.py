@@ -23,6 +23,11 @@ from rlhf_jax.errors import UserError
 Seed = Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32)]
 MaxSteps = Annotated[int, Range("-1 (use num_train_epochs) or at least 1", lambda v: v == -1 or v >= 1)]
 TopP = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
+NumGenerations = Annotated[
+    int, Range("at least 2, since a baseline needs at least 2 responses per prompt", lambda v: v >= 2)
+]
+EntropyQuantile = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 SFT_EXPORT = "{run_dir}/sft/policy"
 """Where the SFT stage of a pipeline exports its policy."""
 REWARD_EXPORT = "{run_dir}/reward/reward_model"
@@ -274,7 +279,7 @@ class RewardConfig(StageConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig(StageConfig):
-    """Options that PPO and RLOO share: policy, reference, rewards, rollouts."""
+    """Options that PPO, RLOO and GRPO share: policy, reference, rewards, rollouts."""
 
     # --- models
     sft_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
@@ -487,8 +492,8 @@ class PPOConfig(PolicyConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RLOOConfig(PolicyConfig):
-    """RLOO: REINFORCE with a leave-one-out baseline over several responses per prompt, with TRL's numerics."""
+class GroupConfig(PolicyConfig):
+    """Options that RLOO and GRPO share: several responses to each prompt and no critic, with TRL's numerics."""
 
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
@@ -502,9 +507,7 @@ class RLOOConfig(PolicyConfig):
     """Sampling temperature; log-probs are computed at it too."""
 
     # --- groups
-    num_generations: Annotated[
-        int, Range("at least 2, since leave-one-out needs at least 2 responses per prompt", lambda v: v >= 2)
-    ] = 2
+    num_generations: NumGenerations = 2
     """Responses per prompt, at least 2; batch_size counts responses."""
     num_generations_eval: PositiveInt | None = None
     """Responses per evaluation prompt; default: num_generations."""
@@ -512,24 +515,14 @@ class RLOOConfig(PolicyConfig):
     """Compute each prompt once for all its responses; false: once per response. The result is the same."""
 
     # --- rewards to advantages
-    normalize_reward: bool = False
-    """Normalize scores to mean 0 and standard deviation 1 over the batch, before clipping and KL."""
     reward_clip_range: tuple[float, ...] | None = None
     """Clip scores to LOW HIGH, before the KL; a single number X means -X X."""
     beta: NonNegativeFloat = 0.05
     """Coefficient of the KL penalty in the reward; 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the per-token KL (Schulman, Approximating KL Divergence)."""
-    token_level_kl: bool = False
-    """Treat tokens as actions: a token's return has no KL of earlier tokens, and ratio and clip are per token."""
-    normalize_advantages: bool = False
-    """Normalize advantages to mean 0 and standard deviation 1 over the batch."""
-    advantage_epsilon: NonNegativeFloat = 1e-4
-    """Added to that standard deviation (TRL before 0.22: 1e-8)."""
     mask_truncated_completions: bool = False
     """Mask truncated responses: they give no gradient."""
-    baseline_excludes_truncated: bool = False
-    """With mask_truncated_completions: exclude truncated responses from the baseline too."""
 
     # --- the update
     num_iterations: PositiveInt = 1
@@ -538,8 +531,6 @@ class RLOOConfig(PolicyConfig):
     """Optimizer steps per epoch."""
     reshuffle: Literal["once", "per_epoch"] = "once"
     """Shuffle the groups once per batch (TRL), or anew each epoch (TRL before 0.22)."""
-    policy_loss: Literal["clipped", "reinforce"] = "clipped"
-    """Clipped ratio (TRL), or -A log pi without ratio or clip (Ahmadian et al. 2024)."""
     epsilon: PositiveFloat = 0.2
     """Clip range of the ratio below 1, and above 1 if epsilon_high is not given."""
     epsilon_high: PositiveFloat | None = None
@@ -560,9 +551,127 @@ class RLOOConfig(PolicyConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class RLOOConfig(GroupConfig):
+    """RLOO: REINFORCE with a leave-one-out baseline over several responses per prompt, with TRL's numerics."""
+
+    normalize_reward: bool = False
+    """Normalize scores to mean 0 and standard deviation 1 over the batch, before clipping and KL."""
+    token_level_kl: bool = False
+    """Treat tokens as actions: a token's return has no KL of earlier tokens, and ratio and clip are per token."""
+    normalize_advantages: bool = False
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch."""
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Added to that standard deviation (TRL before 0.22: 1e-8)."""
+    baseline_excludes_truncated: bool = False
+    """With mask_truncated_completions: exclude truncated responses from the baseline too."""
+    policy_loss: Literal["clipped", "reinforce"] = "clipped"
+    """Clipped ratio (TRL), or -A log pi without ratio or clip (Ahmadian et al. 2024)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOConfig(GroupConfig):
+    """GRPO and its relatives (Dr. GRPO, DAPO, GSPO, REINFORCE++): baseline, scale and loss are independent options."""
+
+    sft_model_path: str | None = None
+    """Policy to start from."""
+    reward_model_path: str | None = None
+    """Reward model; None: only reward functions or a server."""
+    num_generations: NumGenerations = 8
+    """Responses per prompt, at least 2; batch_size counts responses."""
+
+    # --- rewards to advantages
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    """What is subtracted from a response's reward: the mean of its group (TRL), of the others of its group, or 0."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the difference is divided by: the group's standard deviation, the batch's, or 1 (Dr. GRPO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several reward functions: add, then normalize; or normalize each by its group, add, normalize by the batch."""
+    reward_clip_range: tuple[float, ...] | None = None
+    """Clip rewards minus their baseline to LOW HIGH (OpenRLHF); a single number X means -X X."""
+    beta: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the reference, in the loss (see kl_in_reward); 0: no reference model is loaded."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL in the loss by the ratio of policy and behavior policy, for an unbiased gradient."""
+    kl_in_reward: bool = False
+    """Subtract beta times the KL of each token from its reward (REINFORCE++) in place of the KL in the loss."""
+    gamma: Fraction = 1.0
+    """Discount factor of the return-to-go of a token, with kl_in_reward."""
+    whiten_advantages: bool = False
+    """Normalize advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++)."""
+    whiten_ddof: Literal[0, 1] = 1
+    """The variance in whiten_advantages divides by n - 1 (verl) or n (OpenRLHF)."""
+
+    # --- the loss
+    loss_type: LossType = "dapo"
+    """Loss of a token and its mean, as in TRL: grpo: mean over rows of means over tokens; bnpo: mean over the tokens
+    of the minibatch; dr_grpo: divided by rows times response_length; dapo: mean over the tokens of the batch; luspo:
+    mean over rows of sums; sapo: a soft gate in place of the clip, mean as grpo; vespo: weights of whole responses,
+    mean as dapo."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or of the response, with the mean of its log-ratios (GSPO)."""
+    delta: PositiveFloat | None = None
+    """Upper bound of the ratio where the clip does not apply (INTELLECT-2); None: no bound."""
+    loss_aggregation: Literal["token_mean", "token_mean_micro"] = "token_mean"
+    """What bnpo, the entropy quantile and the entropy bonus are normalized by: the minibatch, so that micro-batches
+    never change the result; or each micro-batch (TRL)."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """sapo: temperature for positive advantages."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """sapo: temperature for negative advantages."""
+    vespo_k_pos: NonNegativeFloat = 2.0
+    """vespo: exponent of the ratio for advantages of at least 0."""
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    """vespo: decay in the ratio for advantages of at least 0."""
+    vespo_k_neg: NonNegativeFloat = 3.0
+    """vespo: exponent of the ratio for negative advantages."""
+    vespo_lambda_neg: NonNegativeFloat = 2.0
+    """vespo: decay in the ratio for negative advantages."""
+
+    # --- which tokens are trained on
+    top_entropy_quantile: EntropyQuantile = 1.0
+    """Train only on this fraction of tokens, those of the highest entropy (0.2: Beyond the 80/20 rule); 1: on all.
+    Below 1 with several micro-batches, one more forward pass for each optimizer step."""
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Mask responses of negative advantage whose mean log-ratio of sampler to policy is above this (DeepSeek-V3.2)."""
+
+    # --- entropy bonus
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    use_adaptive_entropy: bool = False
+    """After each optimizer step, change entropy_coef by entropy_coef_delta: up while the entropy is at most
+    entropy_target, else down; the bonus applies only while it is at most entropy_target (Skywork-OR1)."""
+    entropy_coef_min: float = 0.0
+    """Lower bound of the adaptive entropy_coef."""
+    entropy_coef_max: float = 1.0
+    """Upper bound of the adaptive entropy_coef."""
+    entropy_coef_delta: NonNegativeFloat = 0.005
+    """Step of the adaptive entropy_coef."""
+    entropy_target: NonNegativeFloat = 0.2
+    """Entropy per token that the adaptive entropy_coef aims at, in nats."""
+
+    # --- sampler and learner
+    importance_sampling_correction: bool = False
+    """Weight the loss by the ratio of the learner's probabilities to the sampler's, where the two differ: dtype
+    bfloat16, top_k, top_p, another temperature."""
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "sequence_mask"
+    )
+    """That ratio of tokens or of whole responses, clipped to the bounds (truncate), or 0 outside of them (mask)."""
+    importance_sampling_clip_min: PositiveFloat | None = None
+    """Lower bound of that ratio; None: no bound."""
+    importance_sampling_clip_max: PositiveFloat | None = 3.0
+    """Upper bound of that ratio; None: no bound."""
+
+    @property
+    def depends_on_micro_batching(self) -> bool:
+        """With TRL's metrics, and with TRL's means over micro-batches."""
+        return super().depends_on_micro_batching or self.loss_aggregation == "token_mean_micro"
+
+
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if there is a reward
-    model), then RUN/ppo or RUN/rloo.
+    model), then RUN/ppo, RUN/rloo or RUN/grpo.
 
     `{run_dir}` in a text option of a stage stands for the pipeline's folder.
     """
@@ -594,13 +703,21 @@ class Pipeline:
     reward: RewardConfig | None = RewardConfig(model_name_or_path=SFT_EXPORT)
     """Reward model; exported to RUN/reward/reward_model. None: rewards are functions or a server."""
     ppo: PPOConfig | None = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT)
-    """PPO; exports policy and value model to RUN/ppo/policy and RUN/ppo/value. None: use rloo."""
+    """PPO; exports policy and value model to RUN/ppo/policy and RUN/ppo/value. None: use rloo or grpo."""
     rloo: RLOOConfig | None = None
     """RLOO instead of PPO; exports its policy to RUN/rloo/policy."""
+    grpo: GRPOConfig | None = None
+    """GRPO instead of PPO; exports its policy to RUN/grpo/policy."""
 
 
 Config = StageConfig | Pipeline
-STAGES: dict[str, type[StageConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "rloo": RLOOConfig}
+STAGES: dict[str, type[StageConfig]] = {
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "ppo": PPOConfig,
+    "rloo": RLOOConfig,
+    "grpo": GRPOConfig,
+}
 
 
 def register_stage(name: str, config_type: type[StageConfig]) -> None:
@@ -621,5 +738,5 @@ def config_types() -> dict[str, type]:
 
 
 def stage_name(config: Config) -> str:
-    """'sft', 'reward', 'ppo', 'rloo' or 'pipeline': the name in config.json and of the default run folder."""
+    """'sft', 'reward', 'ppo', 'rloo', 'grpo' or 'pipeline': the name in config.json and of the default run folder."""
     return next(name for name, kind in config_types().items() if type(config) is kind)

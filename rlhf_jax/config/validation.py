@@ -10,6 +10,8 @@ from typing import Any
 
 from rlhf_jax.config.dataclasses import (
     Config,
+    GroupConfig,
+    GRPOConfig,
     Pipeline,
     PolicyConfig,
     PPOConfig,
@@ -89,10 +91,14 @@ def combinations(config: StageConfig) -> Iterator[str]:
         yield from _generation_kwargs(config)
     if isinstance(config, PPOConfig):
         yield from _ppo(config)
-    elif isinstance(config, RLOOConfig):
+    if isinstance(config, GroupConfig):
         yield from _groups(config)
-        yield from _rloo(config)
-    elif isinstance(config, SFTConfig | RewardConfig):
+        yield from _clip_range(config)
+    if isinstance(config, RLOOConfig) and config.baseline_excludes_truncated and not config.mask_truncated_completions:
+        yield "baseline_excludes_truncated needs mask_truncated_completions: it extends that mask to the baseline."
+    elif isinstance(config, GRPOConfig):
+        yield from _grpo(config)
+    if isinstance(config, SFTConfig | RewardConfig):
         yield from _supervised(config)
 
 
@@ -124,7 +130,7 @@ def _adapters(config: StageConfig) -> Iterator[str]:
         return
     if isinstance(config, PolicyConfig) and config.ref_adapter_name is not None and config.ref_model_path is not None:
         yield "ref_adapter_name and ref_model_path both set the reference: remove one of them."
-    if isinstance(config, RLOOConfig) and config.sync_ref_model:
+    if isinstance(config, GroupConfig) and config.sync_ref_model:
         yield (
             "sync_ref_model with use_peft is not supported (nor by TRL): the reference is the policy's frozen base "
             "params. Remove one of them."
@@ -302,7 +308,7 @@ def _ppo(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _groups(config: RLOOConfig) -> Iterator[str]:
+def _groups(config: GroupConfig) -> Iterator[str]:
     """batch_size counts responses, and responses to the same prompt stay together from rollout to gradient."""
     batch, k = config.batch_size, config.num_generations
     if batch % k:
@@ -333,17 +339,60 @@ def _groups(config: RLOOConfig) -> Iterator[str]:
             )
 
 
-def _rloo(config: RLOOConfig) -> Iterator[str]:
+def _clip_range(config: GroupConfig) -> Iterator[str]:
     limits = config.reward_clip_range
     if limits is not None:
         low, high = (-limits[0], limits[0]) if len(limits) == 1 else limits if len(limits) == 2 else (0, 0)
         if low >= high:
             given = " ".join(f"{value:g}" for value in limits) or "empty"
             yield f"reward_clip_range is {given}; it must be LOW HIGH with LOW < HIGH, or one number above 0."
-    if config.baseline_excludes_truncated and not config.mask_truncated_completions:
-        yield "baseline_excludes_truncated needs mask_truncated_completions: it extends that mask to the baseline."
     if config.sync_ref_model and config.beta == 0:
         yield "sync_ref_model with beta 0: without a KL penalty there is no reference model to update."
+
+
+def _grpo(config: GRPOConfig) -> Iterator[str]:
+    low, high = config.importance_sampling_clip_min, config.importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"importance_sampling_clip_min {low:g} must be less than importance_sampling_clip_max {high:g}: no ratio "
+            "lies between them."
+        )
+    if config.importance_sampling_correction:
+        mode = config.importance_sampling_mode
+        if low is None and high is None:
+            yield (
+                "importance_sampling_correction without bounds: give importance_sampling_clip_max or "
+                "importance_sampling_clip_min."
+            )
+        if config.loss_type == "vespo" and not mode.startswith("token"):
+            yield f"loss_type vespo needs importance_sampling_mode token_truncate or token_mask, not {mode}."
+        if config.old_logprobs == "sampler":
+            yield (
+                "importance_sampling_correction with old_logprobs 'sampler': the ratio of learner to sampler would "
+                "always be 1. Remove one of them."
+            )
+    if config.kl_in_reward and config.beta == 0:
+        yield "kl_in_reward needs beta above 0: without it there is no KL to subtract."
+    if config.gamma != 1 and not config.kl_in_reward:
+        yield f"gamma {config.gamma:g} needs kl_in_reward: only there tokens have rewards of their own."
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        if config.baseline != "group_mean" or config.scale_rewards != "group":
+            yield (
+                "multi_objective_aggregation 'normalize_then_sum' normalizes each reward by its group's mean and "
+                f"standard deviation: baseline {config.baseline!r} and scale_rewards {config.scale_rewards!r} would "
+                "not be used. Leave them out."
+            )
+        if config.missing_eos_penalty is not None:
+            yield (
+                "missing_eos_penalty with multi_objective_aggregation 'normalize_then_sum': the penalty belongs to no "
+                "reward function. Remove one of them, or give the penalty in a reward function."
+            )
+    if config.use_adaptive_entropy:
+        if not config.entropy_coef_min <= config.entropy_coef <= config.entropy_coef_max:
+            yield (
+                f"entropy_coef {config.entropy_coef:g} must lie between entropy_coef_min {config.entropy_coef_min:g} "
+                f"and entropy_coef_max {config.entropy_coef_max:g} with use_adaptive_entropy."
+            )
 
 
 def pipeline_links(config: Pipeline) -> Iterator[str]:

@@ -52,6 +52,8 @@ class Scored:
     """[B, T] float32, weighted token-level rewards."""
     each_reward: Array
     """[B, F] float32, each reward unweighted, NaN where not applicable; token-level ones summed over the response."""
+    weights: tuple[float, ...]
+    """The weight of each reward, [F]."""
     metrics: dict[str, Any]
     seconds: dict[str, float]
     extra: dict[str, list[Any]]
@@ -112,6 +114,7 @@ class Scorer:
     Attributes:
       names: of the rewards, for metrics and tables.
       models: the reward models; `set_params` sets their params.
+      weights: of the rewards, in the order of `names`.
     """
 
     def __init__(self, config, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh):
@@ -154,7 +157,7 @@ class Scorer:
                 f"reward_weights has {len(weights)} numbers, but there are {len(self.names)} rewards: "
                 f"{', '.join(self.names)}. Set one weight for each, in this order"
             )
-        self._weights = tuple(weights or (1.0,) * len(self.names))
+        self.weights = tuple(weights or (1.0,) * len(self.names))
         self._on_device = jax.jit(self._pure_device, static_argnums=2)
         self._texts = jax.jit(self._pure_texts, static_argnums=0)
         self._combine = jax.jit(self._pure_combine)
@@ -236,10 +239,10 @@ class Scorer:
                 together = jnp.mean(members, axis=0) - spread * jnp.std(members, axis=0)
             columns = [together, *columns[len(self.models) :]]
         response_mask = adv.response_mask(lengths, t)
-        dense = [(w, jnp.where(response_mask, x, 0.0)) for w, x in zip(self._weights, columns) if x.ndim == 2]
+        dense = [(w, jnp.where(response_mask, x, 0.0)) for w, x in zip(self.weights, columns) if x.ndim == 2]
         each = [x if x.ndim == 1 else jnp.sum(jnp.where(response_mask, x, 0.0), axis=1) for x in columns]
         each = jnp.stack(each, axis=1)
-        scalar_weights = jnp.array([w if x.ndim == 1 else 0.0 for w, x in zip(self._weights, columns)])
+        scalar_weights = jnp.array([w if x.ndim == 1 else 0.0 for w, x in zip(self.weights, columns)])
         scores, scorable = adv.combine_rewards(each, scalar_weights)
         # `nonfinite` must see these rows: in `each`, NaN means that a reward does not apply.
         scores = jnp.where(broken, jnp.nan, scores)
@@ -333,7 +336,7 @@ class Scorer:
         if not none_scorable and len(columns) == host_index:
             none_scorable = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
         metrics = {**reward_metrics, **metrics}
-        return Scored(scores, scorable, token_rewards, each, metrics, seconds, extra, none_scorable)
+        return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
 
     def _tokens(self, model: RewardModel, source, rows, texts, ended, count: int) -> tuple[Array, Array]:
         """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh.

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax.algorithms import ppo, rloo
-from rlhf_jax.config import PPOConfig, RLOOConfig, register_stage
+from rlhf_jax.algorithms import group_policy_gradient, grpo, ppo, rloo
+from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig, register_stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Algorithm:
       has_value_model: whether there is a critic, by the options value_model, value_model_path and lora_value.
       uses_reference: whether there is a reference policy, of a config.
       moves_reference: whether updates move the reference, of a config.
+      initial_entropy_control: what `TrainState.entropy_control` starts from, of a config.
       adapt_kl_coef: (TrainState, metrics of make_experience, config) -> TrainState after an update; None: fixed.
       continues_adapter: whether an adapter at sft_model_path is trained further by default; else it is merged.
       token_advantages: whether a response has advantages token by token without others to its prompt.
@@ -50,6 +51,7 @@ class Algorithm:
     has_value_model: bool = False
     uses_reference: Callable[[Any], bool] = lambda config: True
     moves_reference: Callable[[Any], bool] = lambda config: False
+    initial_entropy_control: Callable[[Any], Any] = lambda config: None
     adapt_kl_coef: Callable | None = None
     continues_adapter: bool = False
     token_advantages: bool = False
@@ -87,6 +89,17 @@ register_algorithm(
         ),
     )
 )
+OF_GROUPS = {
+    "steps_per_update": group_policy_gradient.steps_per_update,
+    "group_size": lambda config: config.num_generations,
+    "eval_group_size": lambda config: config.num_generations_eval or config.num_generations,
+    "shares_prompts": group_policy_gradient.shares_prompts,
+    "uses_reference": lambda config: bool(config.beta),
+    "moves_reference": lambda config: config.sync_ref_model,
+    "continues_adapter": True,
+    "learning_rate_metrics": ("learning_rate", "lr"),
+}
+"""What RLOO and GRPO have in common."""
 register_algorithm(
     Algorithm(
         name="rloo",
@@ -94,13 +107,6 @@ register_algorithm(
         make_experience=rloo.make_experience,
         update=rloo.update,
         eval_metrics=rloo.eval_metrics,
-        steps_per_update=rloo.steps_per_update,
-        group_size=lambda config: config.num_generations,
-        eval_group_size=lambda config: config.num_generations_eval or config.num_generations,
-        shares_prompts=rloo.shares_prompts,
-        uses_reference=lambda config: bool(config.beta),
-        moves_reference=lambda config: config.sync_ref_model,
-        continues_adapter=True,
         progress=(
             "reward",
             "objective/rlhf_reward",
@@ -108,6 +114,18 @@ register_algorithm(
             "completions/mean_length",
             "policy/approxkl_avg",
         ),
-        learning_rate_metrics=("learning_rate", "lr"),
+        **OF_GROUPS,
+    )
+)
+register_algorithm(
+    Algorithm(
+        name="grpo",
+        config=GRPOConfig,
+        make_experience=grpo.make_experience,
+        update=grpo.update,
+        eval_metrics=grpo.eval_metrics,
+        initial_entropy_control=grpo.initial_entropy_control,
+        progress=("reward", "reward_std", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std"),
+        **OF_GROUPS,
     )
 )

@@ -208,6 +208,9 @@ def build_models(
         trained["value"] = full_value(context, opened, policy, reward_params)
     models_by_role = {"policy": opened.policy, "value": opened.value or opened.policy}
     state = context.initial_state(trained, {role: models_by_role[role] for role in trained}, optimizer)
+    control = algorithm.initial_entropy_control(config)
+    if control is not None:
+        state = state.replace(entropy_control=context.weights.place(control, sharding.replicated(context.mesh)))
     if algorithm.moves_reference(config):
         # Buffers of its own: an update overwrites the state's, and samples are compared with the first reference.
         state = state.replace(ref_params=load_reference(context, opened, policy, jnp.dtype(jnp.float32)))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from rlhf_jax.algorithms import group_policy_gradient as gpg
 from rlhf_jax.algorithms import rloo
 from rlhf_jax.algorithms.rollout_metrics import split_groups
 from rlhf_jax.config import RLOOConfig
@@ -105,7 +106,7 @@ def run_update(c, experience, params=None, *, rates=None, orders=None, ref=None,
     state = TrainState(params, empty, jnp.int32(step), zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0), ref)
     if orders is None:
         orders = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
-    rates = jnp.ones(rloo.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
+    rates = jnp.ones(gpg.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
     key = jax.random.key(0) if key is None else key
     return update_program(c, models or plain_models)(state, experience, orders, rates, key)
 
@@ -499,7 +500,7 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     assert distance(flat(state.params), flat(policy)) < 1e-6
     for name in ("loss", "grad_norm", "entropy", "policy/approxkl_avg", "val/ratio"):
         np.testing.assert_allclose(stats[name], [found[name][0] for found in alone], rtol=1e-4, atol=1e-6, err_msg=name)
-    means = rloo.mean_over_steps(stats, c)
+    means = gpg.mean_over_steps(stats, c)
     assert_close(means["loss"], np.mean(stats["loss"]))
     assert_close(means["val/ratio_var"], np.var(stats["val/ratio"], ddof=1))
     assert means["val/first_ratio_error"] == stats["val/ratio_error"][0] < 1e-5 < stats["val/ratio_error"][3]
@@ -507,8 +508,8 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
 
 
 def test_the_order_of_groups_is_that_of_the_batch_or_new_each_pass():
-    once = np.asarray(rloo.permutations(jax.random.key(0), 3, 16, "once"))
-    again = np.asarray(rloo.permutations(jax.random.key(0), 3, 16, "per_epoch"))
+    once = np.asarray(gpg.permutations(jax.random.key(0), 3, 16, "once"))
+    again = np.asarray(gpg.permutations(jax.random.key(0), 3, 16, "per_epoch"))
     assert (np.sort(once) == np.arange(16)).all() and (np.sort(again) == np.arange(16)).all()
     assert (once == once[0]).all() and len({tuple(row) for row in again}) == 3
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 
 # Ours under the same name and with the same meaning.
 SAME = (
@@ -293,6 +293,74 @@ def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> R
         response_length=options.get("max_completion_length", 512),
         reward_clip_range=None if clip is None else tuple(clip),
         batch_size=rows,
+        micro_batch_size=micro,
+        disable_dropout=True,
+        shared_prompts=False,  # TRL runs prompt and response through the model side by side
+        metrics="trl",
+    )
+
+
+GRPO_RENAMED = {
+    "max_completion_length": "response_length",
+    "vllm_importance_sampling_mode": "importance_sampling_mode",
+    "vllm_importance_sampling_clip_max": "importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min": "importance_sampling_clip_min",
+}
+GRPO_SAME = (
+    *(name for name in RLOO_SAME if name != "normalize_advantages"),
+    "delta",
+    "loss_type",
+    "importance_sampling_level",
+    "multi_objective_aggregation",
+    "use_bias_correction_kl",
+    "top_entropy_quantile",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+    "off_policy_mask_threshold",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+
+
+def grpo_config(options: dict[str, Any], steps: int, rows: int, accum: int, where: str) -> GRPOConfig:
+    """The GRPOConfig that does what TRL 1.12.0's GRPOTrainer did with `options`.
+
+    Args:
+      options: `options` of case.json.
+      steps: optimizer steps of the run, which the schedule needs.
+      rows: responses of a generation batch.
+      accum: micro-batches of an optimizer step.
+      where: what messages call the case.
+
+    Raises:
+      Refused: it names the option.
+    """
+    own = ("algorithm", "scale_rewards", *GRPO_RENAMED, *GRPO_SAME)
+    read = (name for name in RLOO_READ if name != "reward_clip_range")
+    refuse_unknown(options, (*own, *read, *IRRELEVANT, *RLOO_IRRELEVANT, *ADAPTERS), where)
+    micro, _ = micro_and_accum(options, where)
+    if rows % micro:
+        raise Refused(f"{where}: option micro: {rows} rows a generation are no multiple of {micro}")
+    values = {name: options[name] for name in GRPO_SAME if name in options}
+    values |= {ours: options[name] for name, ours in GRPO_RENAMED.items() if name in options}
+    scale = options.get("scale_rewards", "group")
+    clipped = options.get("adam", {}).get("max_grad_norm", options.get("max_grad_norm", 1.0))
+    return GRPOConfig(
+        **{"num_generations": 8, **values},
+        **{**_adam(options), "max_grad_norm": clipped or None},
+        **_schedule(options, steps, where),
+        scale_rewards={True: "group", False: "none"}.get(scale, scale),
+        loss_aggregation="token_mean_micro",
+        batch_size=rows,
+        num_mini_batches=max(rows // (micro * accum), 1),
         micro_batch_size=micro,
         disable_dropout=True,
         shared_prompts=False,  # TRL runs prompt and response through the model side by side

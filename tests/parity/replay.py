@@ -34,7 +34,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored
-from tests.parity import adapters, rloo
+from tests.parity import adapters, grpo, rloo
 from tests.parity import options as opt
 from tests.parity.options import Refused
 from tests.parity.report import (
@@ -231,8 +231,12 @@ class Replay:
 def open_case(folder: Path):
     """The replay of a folder, by the trainer whose options it has."""
     opt.check_folder(folder)
-    of_rloo = rloo.replay_of(folder, json.loads((folder / "case.json").read_text())["options"])
-    return of_rloo() if of_rloo is not None else Replay(folder)
+    options = json.loads((folder / "case.json").read_text())["options"]
+    known = ("ppo", "rloo", "grpo")
+    if options.get("algorithm", "ppo") not in known:
+        raise Refused(f"{folder}: option algorithm={options['algorithm']!r}; known: {', '.join(known)}")
+    replay = grpo.replay_of(folder, options) or rloo.replay_of(folder, options)
+    return replay() if replay is not None else Replay(folder)
 
 
 def main(folders: list[str]) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import microbatch, reward_model, rloo, rollout_metrics
+from rlhf_jax.algorithms import group_policy_gradient, microbatch, reward_model, rloo, rollout_metrics
 from rlhf_jax.algorithms.optimizer import learning_rate, scale_by_adamw
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
@@ -49,6 +49,7 @@ class RLOOReplay:
     parts: tuple[str, ...] = ("trace.npz", "policy", "tokenizer", "final_policy")
     always_ref = False  # a reference is asked even where its KL costs nothing
     trains_on = False  # an adapter that was there before is its own reference
+    algorithm: Any = rloo
 
     def __init__(self, folder: Path) -> None:
         opt.check_folder(folder)
@@ -106,7 +107,7 @@ class RLOOReplay:
     def _make_experience(self, config, params, base, ref, rollout, scores, scorable):
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=config.num_generations)
-        return rloo.make_experience(models, batch, config=config)
+        return self.algorithm.make_experience(models, batch, config=config)
 
     def steps_of_a_rate(self) -> int:
         """Optimizer steps of one step of the schedule."""
@@ -146,6 +147,7 @@ class Current(RLOOReplay):
     """TRL 1.12.0's RLOOTrainer: a stream of micro-batches, `accum` to an optimizer step."""
 
     trains_on = True
+    fingerprinted = ("prompt_ids", "completion_ids", "advantages", "old_logps")
 
     def check_adapter(self) -> None:
         """Refused for dropout, which draws anew, and for a reference that moves, which TRL refuses itself."""
@@ -161,7 +163,7 @@ class Current(RLOOReplay):
             raise Refused(f"{self.folder.name}: option sync_ref_model with an adapter, which TRL does not train")
 
     def read_options(self) -> RLOOConfig:
-        """See `options.rloo_config`."""
+        """The config, and how TRL cut generations into micro-batches."""
         self.micro, self.accum = opt.micro_and_accum(self.options, self.folder.name)
         rows = self.trace["completion_ids_0"].shape[0]
         self.micros = sum(name.endswith("_loss") for name in self.trace.files)
@@ -175,6 +177,10 @@ class Current(RLOOReplay):
         self.names = self.function_names()
         # One width for all generations, so that there is one program; padding changes nothing.
         self.widths = [max(self.trace[f"{x}_ids_{g}"].shape[1] for g in generations) for x in ("prompt", "completion")]
+        return self.config_of(steps, rows)
+
+    def config_of(self, steps: int, rows: int):
+        """See `options.rloo_config`."""
         return opt.rloo_config(self.options, steps, rows, self.folder.name)
 
     def rollout(self, generation: int) -> Rollout:
@@ -209,7 +215,7 @@ class Current(RLOOReplay):
         rows = self.trace[f"completion_ids_{generation}"].shape[0]
 
         def fingerprints(prefix: str, suffix: str, count: int):
-            names = ("prompt_ids", "completion_ids", "advantages", "old_logps")
+            names = self.fingerprinted
             parts = [self.trace[f"{prefix}{name}{suffix}"] for name in names]
             return [tuple(part[i].tobytes() for part in parts) for i in range(count)]
 
@@ -231,23 +237,27 @@ class Current(RLOOReplay):
                     order[iteration, micro, place] = row
         return order
 
-    def _step(self, state, base, rows, rate):
+    def _step(self, state, base, rows, rate, share):
         """One optimizer step on `accum` micro-batches.
 
         Returns:
           (state, metrics, loss of each micro-batch [accum])
         """
+        options = {"share": share}
         config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
         models = self.models.replace(base=base)
-        loss_fn, micros, _ = rloo.by_micro_batch(models, rows, config)
-        share = microbatch.sum_over_micro_batches(
+        coef = None
+        if state.entropy_control is not None:
+            coef = group_policy_gradient.applied_entropy_coef(state.entropy_control, config)
+        loss_fn, micros, _ = self.algorithm.by_micro_batch(models, rows, config, entropy_coef=coef, **options)
+        losses_of_micros = microbatch.sum_over_micro_batches(
             lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros
         )
         orders = jnp.arange(self.micro * self.accum)[None]
         optimizer, key = at_rates(accumulating(self.optimizer, 1), rate), jax.random.key(0)
-        options = {"config": config, "optimizer": optimizer, "key": key, "orders": orders}
-        state, stats = rloo.update_steps(models, state, rows, **options)
-        return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, share * self.accum
+        options |= {"config": config, "optimizer": optimizer, "key": key, "orders": orders}
+        state, stats = self.algorithm.update_steps(models, state, rows, **options)
+        return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, losses_of_micros
 
     def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
         """Experience of a generation batch with the params as they are, compared, and its metrics."""
@@ -272,6 +282,14 @@ class Current(RLOOReplay):
         size = max(float(np.mean(np.abs(theirs))), float(np.mean(np.abs(rewards))))
         metrics = {name: float(x) for name, x in found.items()}
         return Generation(rollout_metrics.split_groups(experience), self.order(generation), size), metrics
+
+    def share(self, step: int) -> float:
+        """`Batch.share` of an optimizer step, which RLOO's loss does not read."""
+        return 1.0
+
+    def scale_of_loss(self) -> float:
+        """A recorded loss of a micro-batch over its share of the step's loss: RLOO's is not divided by `accum`."""
+        return float(self.accum)
 
     def divisor(self, params, ref, rollout, scores, scorable) -> float:
         """What normalize_advantages divided by; 1 without it."""
@@ -303,11 +321,14 @@ class Current(RLOOReplay):
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
             rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
             rate = learning_rate(self.config, jnp.int32(step), len(self.logs))
-            self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate)
+            share = np.float32(self.share(step))
+            self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate, share)
             size = current.size
             for i, loss in enumerate(np.asarray(ours)):
                 micro = step * self.accum + i
-                gap = abs(float(loss) - float(self.trace[f"step{micro}_loss"])) / (size or 1.0)
+                # The loss that TRL returned, which it had divided by `accum` where the trainer does so itself.
+                theirs = float(self.trace[f"step{micro}_loss"])
+                gap = abs(float(loss) * self.scale_of_loss() - theirs) / (size or 1.0)
                 self.report.add("losses of micro-batches", gap, LOSSES, f"micro-batch {micro}")
             # What belongs to generation batches is logged with the first step after them.
             metrics = {**stats, "learning_rate": rate, "num_tokens": tokens}
@@ -430,6 +451,8 @@ class Legacy(RLOOReplay):
 def replay_of(folder: Path, options: dict[str, Any]):
     """The replay for a case, by what it recorded; None for one that is not RLOO's."""
     recorded = np.load(folder / "trace.npz").files if (folder / "trace.npz").exists() else ()
+    if options.get("algorithm", "rloo") != "rloo":
+        return None
     if "num_generations" in options or "completion_ids_0" in recorded:
         return functools.partial(Current, folder)
     if "rloo_k" in options or (recorded and "whiten_in_0" not in recorded):

@@ -1,0 +1,103 @@
+"""Replays recorded GRPO runs of TRL 1.12.0. See `tests.parity.replay`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import advantages as adv
+from rlhf_jax.algorithms import grpo, rollout_metrics
+from tests.helpers.algorithms import scored, with_params
+from tests.parity import options as opt
+from tests.parity.options import Refused
+from tests.parity.report import absolute, compare_log, distance
+from tests.parity.rloo import ARRAYS, CLOCKS, Current, Generation
+
+
+class GRPO(Current):
+    """TRL's GRPOTrainer: RLOO's stream of micro-batches, with advantages and a loss of its own."""
+
+    algorithm = grpo
+    fingerprinted = ("prompt_ids", "completion_ids", "advantages")
+
+    def config_of(self, steps: int, rows: int):
+        """See `options.grpo_config`."""
+        return opt.grpo_config(self.options, steps, rows, self.accum, self.folder.name)
+
+    def begin(self) -> None:
+        """As `RLOOReplay.begin`, with the adaptive coefficient of the entropy bonus."""
+        super().begin()
+        control = grpo.initial_entropy_control(self.config)
+        self.state = self.state.replace(entropy_control=None if control is None else jnp.asarray(control))
+
+    def scale_of_loss(self) -> float:
+        """TRL divides GRPO's losses itself."""
+        return 1.0
+
+    def share(self, step: int) -> float:
+        """The tokens of the generation batch over its optimizer steps, as TRL recorded them."""
+        micros = range(step * self.accum, (step + 1) * self.accum)
+        counts = {int(self.trace[f"step{micro}_num_items_in_batch"]) for micro in micros}
+        if len(counts) > 1 and grpo.LOSSES[self.config.loss_type].aggregate is grpo.mean_of_batch_tokens:
+            raise Refused(
+                f"{self.folder.name}: step {step} has micro-batches of two generations (option steps_per_generation is "
+                f"no multiple of accum), whose losses {self.config.loss_type} divides by different counts"
+            )
+        steps_per_generation = self.config.batch_size // self.micro
+        return max(counts.pop(), 1) * self.accum / steps_per_generation
+
+    def _experience(self, params, base, ref, rollout, scores, scorable, each):
+        models = with_params(self.models.replace(base=base), params, ref)
+        batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=self.config.num_generations)
+        batch = batch.replace(each_reward=each, reward_weights=self.weights(each))
+        return grpo.make_experience(models, batch, config=self.config)
+
+    def weights(self, each) -> tuple[float, ...]:
+        """The weight of each reward function."""
+        weights = tuple(self.options.get("reward_weights") or [1.0] * each.shape[1])
+        if len(weights) != each.shape[1]:
+            raise Refused(f"{self.folder.name}: option reward_weights: {len(weights)} for {each.shape[1]} functions")
+        return weights
+
+    def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
+        """Experience of a generation batch with the params as they are, compared, and its metrics."""
+        where = f"generation {generation}"
+        rollout = self.rollout(generation)
+        each = jnp.asarray(self.trace[f"rewards_per_func_{generation}"])
+        weights = self.weights(each)
+        scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
+        params, ref = self.state.params, self.reference()
+        experience, found = self.program("_experience")(params, self.base, ref, rollout, scores, scorable, each)
+        mask = np.asarray(adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1]))
+        for name, ours in (("old", experience.logprobs), ("ref", experience.ref_logprobs)):
+            recorded = f"{name}_per_token_logps_{generation}"
+            if recorded in self.trace.files:
+                if ours is None:
+                    raise Refused(f"{self.folder.name}: {recorded} is recorded, but no loss here reads it")
+                theirs = self.trace[recorded]
+                theirs = np.pad(theirs, ((0, 0), (0, mask.shape[1] - theirs.shape[1])))
+                ours = np.asarray(ours).reshape(mask.shape)
+                self.report.add(f"{name} log-probabilities", distance(ours[mask], theirs[mask]), ARRAYS, where)
+        theirs = self.trace[f"completion_mask_{generation}"]
+        theirs = np.pad(theirs, ((0, 0), (0, mask.shape[1] - theirs.shape[1])))
+        self.report.add("tokens that are trained on", float((mask != theirs).sum()), 0.0, where)
+        ours, theirs = np.asarray(experience.advantages).reshape(-1), self.trace[f"advantages_{generation}"]
+        self.report.add("advantages", absolute(ours, theirs) / (float(np.linalg.norm(theirs)) or 1.0), ARRAYS, where)
+        found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
+        metrics = {name: float(x) for name, x in found.items()}
+        size = float(np.mean(np.abs(theirs)))
+        return Generation(rollout_metrics.split_groups(experience), self.order(generation), size), metrics
+
+    def compare_metrics(self, where: str, ours: dict[str, Any], theirs: dict[str, float], size: float) -> None:
+        """Every metric that TRL logged; `size`: mean |advantage|, the size of the loss's terms."""
+        unknown = f"{self.folder.name}: not one of GRPO's metrics"
+        compare_log(self.report, ours, theirs, where, CLOCKS, unknown, {"loss": size, "policy_loss": size})
+
+
+def replay_of(folder: Path, options: dict[str, Any]):
+    """The replay for a case of GRPO; None for another."""
+    return functools.partial(GRPO, folder) if options.get("algorithm") == "grpo" else None
