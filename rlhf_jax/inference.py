@@ -24,7 +24,7 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.types import Params, PromptBatch, Rollout
 
-STAGES = ("ppo", "rloo", "sft")
+STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
 
 

@@ -318,7 +318,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
 def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them(tmp_path, capsys):
     flags = ["--run_dir", str(tmp_path / "run"), "--sft.max_steps", "2", "--sft.scratch_model", "qwen2:1x16x2x1"]
     flags += ["--sft.max_eval_samples", "8", "--sft.eval_steps", "0"]
-    for name in ("rloo", "ppo"):
+    for name in ("grpo", "ppo"):
         short = {"total_episodes": 16, "batch_size": 16, "max_eval_samples": 8, "num_sample_generations": 1}
         more = [word for option, value in short.items() for word in (f"--{name}.{option}", str(value))]
         assert train.main(["--config", f"quickstart_math.py:{name}", *flags, *more]) == 0
@@ -334,7 +334,7 @@ def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them
         )
     assert (tmp_path / "run" / "ppo" / "value").is_dir()  # from the SFT policy, with a new head
     _, groups = report_of_runs.read([str(tmp_path / "run")])
-    assert [group.label for group in groups] == ["run/sft", "run/ppo", "run/rloo"]
+    assert [group.label for group in groups] == ["run/sft", "run/ppo", "run/grpo"]
     text = page.render_page(groups, "run")
     assert '<th scope="col">exact_match_reward</th>' in text and '<th scope="col">entropy</th>' in text
 

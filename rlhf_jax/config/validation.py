@@ -397,9 +397,10 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
 
 def pipeline_links(config: Pipeline) -> Iterator[str]:
     """A line for a pipeline that has not exactly one policy stage, or whose policy stage starts from other models."""
-    policies = {name: stage for name, stage in (("ppo", config.ppo), ("rloo", config.rloo)) if stage is not None}
+    policies = {name: stage for name in ("ppo", "rloo", "grpo") if (stage := getattr(config, name)) is not None}
     if len(policies) != 1:
-        yield f"a pipeline has one of ppo and rloo, not {'both' if policies else 'none'}: set the other to None."
+        given = " and ".join(policies) or "none"
+        yield f"a pipeline has one of ppo, rloo and grpo, not {given}: set the others to None."
         return
     run_dir, (policy, stage) = config.run_dir or "{run_dir}", *policies.items()
     exports = {"sft_model_path": "sft/policy"}

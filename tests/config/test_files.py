@@ -193,10 +193,10 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     validation.check(WITH_RLOO)
 
 
-def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
-    with pytest.raises(UserError, match="one of ppo and rloo, not both"):
+def test_a_pipeline_has_exactly_one_policy_stage():
+    with pytest.raises(UserError, match="one of ppo, rloo and grpo, not ppo and rloo: set the others"):
         validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
-    with pytest.raises(UserError, match="one of ppo and rloo, not none"):
+    with pytest.raises(UserError, match="one of ppo, rloo and grpo, not none"):
         validation.check(Pipeline(ppo=None))
 
 
@@ -242,13 +242,13 @@ def test_a_pipeline_without_a_reward_stage_has_rewards_of_another_kind():
         validation.check(dataclasses.replace(pipeline, reward=Pipeline().reward))
 
 
-@pytest.mark.parametrize("variant", ["rloo", "ppo"])
+@pytest.mark.parametrize("variant", ["grpo", "dapo", "rloo", "ppo"])
 def test_the_quickstart_of_verifiable_rewards_has_a_variant_of_each_algorithm(variant):
     config = config_files.load_config(f"quickstart_math:{variant}")
     validation.check(config)
     stages = stages_of(config)
     name, stage = list(stages.items())[-1]
-    assert list(stages) == ["sft", name] and name == variant
+    assert list(stages) == ["sft", name] and name == {"dapo": "grpo"}.get(variant, variant)
     assert config.sft == config_files.load_config("quickstart_math").sft
     tokenizer, rows = load_tokenizer("arithmetic"), arithmetic.demonstrations(300, split="test")
     assert max(len(tokenizer.encode(row["prompt"])) for row in rows) <= stage.query_length
