@@ -315,8 +315,33 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 
+def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them(tmp_path, capsys):
+    flags = ["--run_dir", str(tmp_path / "run"), "--sft.max_steps", "2", "--sft.scratch_model", "qwen2:1x16x2x1"]
+    flags += ["--sft.max_eval_samples", "8", "--sft.eval_steps", "0"]
+    for name in ("grpo", "ppo"):
+        short = {"total_episodes": 16, "batch_size": 16, "max_eval_samples": 8, "num_sample_generations": 1}
+        more = [word for option, value in short.items() for word in (f"--{name}.{option}", str(value))]
+        assert train.main(["--config", f"quickstart_math.py:{name}", *flags, *more]) == 0
+        out = capsys.readouterr().out
+        assert "means with 95 % intervals" in out and f"{name.upper()} - SFT in score, mean over prompts" in out
+        report = json.load(open(tmp_path / "run" / name / "comparison.json"))
+        assert [row["name"] for row in report["rows"]] == ["SFT", name.upper()] and len(report["samples"]) == 3
+        for row in report["rows"]:
+            assert list(row["rewards"]) == ["exact_match_reward", "boxed_format_reward"] and row["samples"] == 8
+            assert {"length", "entropy", "eos_rate"} <= set(row) and 0 < row["entropy"] <= np.log(113)
+        assert {"rewards/exact_match_reward/mean", "rewards/boxed_format_reward/mean"} <= set(
+            lines(tmp_path / "run" / name)[-1]
+        )
+    assert (tmp_path / "run" / "ppo" / "value").is_dir()  # from the SFT policy, with a new head
+    _, groups = report_of_runs.read([str(tmp_path / "run")])
+    assert [group.label for group in groups] == ["run/sft", "run/ppo", "run/grpo"]
+    text = page.render_page(groups, "run")
+    assert '<th scope="col">exact_match_reward</th>' in text and '<th scope="col">entropy</th>' in text
+
+
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
-    code = train.main(["--config", "quickstart.py", "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
-    out = capsys.readouterr().out
-    assert code == 0 and not (tmp_path / "run").exists()
-    assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out
+    for spec in ("quickstart.py", "quickstart_math.py"):
+        code = train.main(["--config", spec, "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert code == 0 and not (tmp_path / "run").exists()
+        assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out

@@ -93,7 +93,7 @@ class StageConfig:
     """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
     'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer, if not the model's own; 'synthetic' is the built-in one."""
+    """Tokenizer, if not the model's own; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and reductions stay float32."""
     gradient_checkpointing: bool = False
@@ -126,7 +126,8 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or 'synthetic'."""
+    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
+    preferences) or 'arithmetic' (sums with worked solutions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -314,8 +315,9 @@ class PolicyConfig(StageConfig):
     reward_text_eos: bool = True
     """Append the reward model's eos to the text of a response that ended (TRL's RLOO leaves it out)."""
     reward_funcs: tuple[str, ...] = ()
-    """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's
-    (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment)."""
+    """Reward functions: 'module:function', 'file.py:function', 'package.module.function', a name of TRL's
+    (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), exact_match_reward
+    or boxed_format_reward."""
     reward_timeout: PositiveFloat = 600.0
     """Timeout of one call of a Python reward function, in seconds."""
     reward_server: str | None = None
@@ -434,7 +436,7 @@ class PPOConfig(PolicyConfig):
 
     # --- the value model
     value_model_path: str | None = None
-    """Value model to start from; default: the reward model."""
+    """Value model to start from; default: the reward model, or without one the policy, with a new head."""
     value_model_revision: str = "main"
     """Hub revision of the value model."""
     value_model: Literal["separate", "shared_backbone"] = "separate"
@@ -668,8 +670,8 @@ class GRPOConfig(GroupConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward, then RUN/ppo, RUN/rloo or
-    RUN/grpo.
+    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if there is a reward
+    model), then RUN/ppo, RUN/rloo or RUN/grpo.
 
     `{run_dir}` in a text option of a stage stands for the pipeline's folder.
     """
@@ -698,8 +700,8 @@ class Pipeline:
     """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning; exports its policy to RUN/sft/policy."""
-    reward: RewardConfig = RewardConfig(model_name_or_path=SFT_EXPORT)
-    """Reward model; exported to RUN/reward/reward_model."""
+    reward: RewardConfig | None = RewardConfig(model_name_or_path=SFT_EXPORT)
+    """Reward model; exported to RUN/reward/reward_model. None: rewards are functions or a server."""
     ppo: PPOConfig | None = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT)
     """PPO; exports policy and value model to RUN/ppo/policy and RUN/ppo/value. None: use rloo or grpo."""
     rloo: RLOOConfig | None = None

@@ -306,12 +306,6 @@ def _ppo(config: PPOConfig) -> Iterator[str]:
             f"value_model 'shared_backbone' is a head on the policy, so value_model_path {config.value_model_path!r} "
             "would not be used. Remove one of them."
         )
-    no_value = config.reward_model_path is None and config.value_model_path is None
-    if config.value_model == "separate" and no_value and config.scratch_model is None:
-        yield (
-            "reward_model_path is None, but the value model starts from it: "
-            "give value_model_path, or value_model 'shared_backbone'."
-        )
 
 
 def _groups(config: GroupConfig) -> Iterator[str]:
@@ -408,14 +402,26 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
 
 def pipeline_links(config: Pipeline) -> Iterator[str]:
     """A line for a pipeline that has not exactly one policy stage, or whose policy stage starts from other models."""
-    policies = {name: stage for name, stage in (("ppo", config.ppo), ("rloo", config.rloo)) if stage is not None}
+    policies = {name: stage for name in ("ppo", "rloo", "grpo") if (stage := getattr(config, name)) is not None}
     if len(policies) != 1:
-        yield f"a pipeline has one of ppo and rloo, not {'both' if policies else 'none'}: set the other to None."
+        given = " and ".join(policies) or "none"
+        yield f"a pipeline has one of ppo, rloo and grpo, not {given}: set the others to None."
         return
     run_dir, (policy, stage) = config.run_dir or "{run_dir}", *policies.items()
-    for name, own in (("sft_model_path", "sft/policy"), ("reward_model_path", "reward/reward_model")):
+    exports = {"sft_model_path": "sft/policy"}
+    if config.reward is not None:
+        exports["reward_model_path"] = "reward/reward_model"
+    for name, own in exports.items():
         if getattr(stage, name) not in (f"{{run_dir}}/{own}", f"{run_dir}/{own}"):
             yield (
                 f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{own}': give "
                 f"that, or run {policy} with its own config."
             )
+    if config.reward is None:
+        if stage.reward_model_path is not None:
+            yield (
+                f"{policy}: reward_model_path is {stage.reward_model_path!r}, but the pipeline has no reward stage "
+                "(reward is None): set it to None and give reward_funcs or reward_server, or add the stage."
+            )
+        elif not stage.reward_funcs and stage.reward_server is None:
+            yield f"{policy}: without a reward stage (reward is None) the pipeline needs reward_funcs or reward_server."

@@ -72,7 +72,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
       UserError: the run is not finished or has nothing to evaluate, or an option of the run or the command is invalid.
     """
     stages = _finished_stages(config.run_dir) if config.run_dir is not None else {}
-    stage = next((stages[name] for name in ("ppo", "rloo", "sft") if name in stages), None)
+    stage = next((stages[name] for name in ("ppo", "rloo", "grpo", "sft") if name in stages), None)
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
     prompts = policy = ref = None
@@ -111,7 +111,9 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
     if not os.path.isdir(run_dir):
         raise UserError(f"--run_dir {run_dir}: there is no such folder")
     single = os.path.isfile(os.path.join(run_dir, "config.json"))
-    folders = [run_dir] if single else [os.path.join(run_dir, name) for name in ("sft", "reward", "ppo", "rloo")]
+    folders = (
+        [run_dir] if single else [os.path.join(run_dir, name) for name in ("sft", "reward", "ppo", "rloo", "grpo")]
+    )
     stages = {}
     for folder in folders:
         if not os.path.isfile(os.path.join(folder, "config.json")):
@@ -127,7 +129,7 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
         stages[stage_name(config)] = _relocated(config, folder)
     if not stages:
         raise UserError(
-            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo or rloo"
+            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo, rloo or grpo"
         )
     return stages
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_jax.report.series import Curve, Group, downsample, rounded, rounded_list
 
-TABS = {"policy": ("ppo", "rloo"), "reward": ("reward",), "sft": ("sft",)}
+TABS = {"policy": ("ppo", "rloo", "grpo"), "reward": ("reward",), "sft": ("sft",)}
 """Tabs of the page, and the stages compared in each."""
 TITLES = {"policy": "Policy", "reward": "Reward model", "sft": "SFT"}
 

@@ -22,6 +22,7 @@ _METHODS = {
     "reward": "pairwise preference learning",
     "ppo": "PPO",
     "rloo": "RLOO",
+    "grpo": "GRPO",
 }
 _BARS, _WIDTH = "▁▂▃▄▅▆▇█", 40
 _ROLES = {"policy": "Policy", "value": "Value model", "reward_model": "Reward model"}
@@ -47,6 +48,14 @@ _CITATIONS = {
   author  = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and Fadaee, Marzieh and Kreutzer, Julia
              and Pietquin, Olivier and {\\"U}st{\\"u}n, Ahmet and Hooker, Sara},
   journal = {arXiv preprint arXiv:2402.14740},
+  year    = {2024}
+}""",
+    "grpo": """\
+@article{shao2024deepseekmath,
+  title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models},
+  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao and Zhang,
+             Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
+  journal = {arXiv preprint arXiv:2402.03300},
   year    = {2024}
 }""",
     "summarize": """\
@@ -86,7 +95,7 @@ def model_card(
 
     Args:
       role: of the exported model: 'policy', 'value' or 'reward_model'.
-      stage: 'sft', 'reward', 'ppo' or 'rloo'.
+      stage: 'sft', 'reward', 'ppo', 'rloo' or 'grpo'.
       config: the stage's resolved options.
       metrics: scalars, of the last update and the final evaluations.
       base_model: the initial model, a hub name or a folder; None for random weights.
@@ -99,7 +108,7 @@ def model_card(
     """
     dataset = config.get("dataset_name")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
-    data = "the built-in synthetic task" if dataset == "synthetic" else f"`{dataset}`"
+    data = f"the built-in {dataset} task" if dataset in ("synthetic", "arithmetic") else f"`{dataset}`"
     library = "peft" if adapter else "transformers"
     metadata = huggingface_hub.ModelCardData(
         library_name=library,

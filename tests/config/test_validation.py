@@ -48,7 +48,6 @@ IMPOSSIBLE = [
     (PPOConfig(missing_eos_penalty=-1.0), "missing_eos_penalty is -1.0; it must be at least 0"),
     (PPOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
     (PPOConfig(value_model="shared_backbone", value_model_path="x"), "value_model_path 'x' would not be used"),
-    (PPOConfig(reward_model_path=None), "reward_model_path is None.*give value_model_path"),
     (PPOConfig(sft_model_path=None), "sft_model_path and scratch_model"),
     (SFTConfig(model_name_or_path=None, scratch_model="14m"), "model_name_or_path and tokenizer_name_or_path"),
     (SFTConfig(scratch_model="2x10x3"), "2 layers of width 10 with 3 heads"),
