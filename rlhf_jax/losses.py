@@ -133,6 +133,19 @@ def clipped_policy_loss(
     return _mean(losses, mask)
 
 
+def dual_clip_terms(losses: Array, advantages: Array, *, dual_clip: float) -> tuple[Array, Array]:
+    """min(loss, -dual_clip A) where A < 0, the loss itself elsewhere, per token.
+
+    Args: losses (of `policy_loss_terms`), advantages, one shape, float; dual_clip above 1. Returns (losses float32,
+    clipped bool), the same shape; clipped: the bound made the loss smaller.
+    Source: Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO; verl `clip_ratio_c`.
+    """
+    losses, advantages = _float(losses), _float(advantages)
+    chex.assert_equal_shape([losses, advantages])
+    bound = -dual_clip * advantages
+    return jnp.where(advantages < 0, jnp.minimum(losses, bound), losses), (advantages < 0) & (losses > bound)
+
+
 def reinforce_loss_terms(logprobs: Array, advantages: Array) -> Array:
     """-A log pi of an action: its gradient is REINFORCE's, without ratio or clip.
 

@@ -173,6 +173,24 @@ def test_gae_with_lambda_zero_is_one_temporal_difference():
     close(advantages.gae(rewards, values, gamma=1.0, lam=0.0)[0], [[1 + 5 - 3, 2 - 5]])
 
 
+def test_gae_takes_a_lambda_for_each_row():
+    rng = np.random.default_rng(3)
+    rewards, values = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    lams = np.array([0.0, 0.5, 1.0], np.float32)
+    got = advantages.gae(rewards, values, gamma=0.9, lam=lams)
+    for row, lam in enumerate(lams):
+        alone = advantages.gae(rewards[row : row + 1], values[row : row + 1], gamma=0.9, lam=float(lam))
+        close([x[row] for x in got], [x[0] for x in alone])
+    with pytest.raises(AssertionError):
+        advantages.gae(rewards, values, gamma=0.9, lam=lams[:2])
+
+
+def test_a_length_adaptive_lambda_by_hand():
+    lengths = jnp.array([100, 1000, 40, 20, 10, 1, 0, -1])
+    close(advantages.length_adaptive_lam(lengths, 0.05), [0.8, 0.98, 0.5, 0, 0, 0, 0, 0])
+    close(advantages.length_adaptive_lam(lengths[:2], 0.5), [0.98, 0.998])
+
+
 def test_a_zero_filled_tail_changes_no_advantage_of_the_response():
     rng = np.random.default_rng(1)
     rewards, values = rng.normal(size=(2, 4)).astype(np.float32), rng.normal(size=(2, 4)).astype(np.float32)

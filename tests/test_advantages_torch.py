@@ -68,6 +68,32 @@ def test_gae_equals_the_double_loop(precision):
     run()
 
 
+def test_length_adaptive_gae_equals_the_sum_of_discounted_differences(precision):
+    """VAPO: A_t = sum_l lambda^l delta_{t+l} with lambda = 1 - 1 / (alpha l) of each response."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([0.05, 0.3, 2.0]))
+    def run(seed, shape, alpha):
+        b, t = shape
+        rewards, values, _, _ = random_case(seed, b, t)
+        lengths = np.random.default_rng(seed).integers(1, 60, size=b)
+        lam = (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.float64))).clamp(0, 1)
+        following = torch.nn.functional.pad(torch.tensor(values), (0, 1))
+        deltas = torch.tensor(rewards) + following[:, 1:] - following[:, :-1]
+        powers = lam[:, None, None] ** (torch.arange(t)[None, :] - torch.arange(t)[:, None]).clamp(min=0)
+        wanted = (powers.triu() * deltas[:, None, :]).sum(-1)
+        lams = advantages.length_adaptive_lam(lengths, alpha)
+        check(lams, lam, 2e-6)  # of integer lengths: float32 in both precisions
+        got, returns = advantages.gae(rewards.astype(dtype), values.astype(dtype), gamma=1.0, lam=np.asarray(lam))
+        assert got.dtype == dtype
+        check(got, wanted, tolerance)
+        check(returns, wanted + torch.tensor(values), tolerance)
+        check(advantages.gae(rewards.astype(dtype), values.astype(dtype), gamma=1.0, lam=lams)[0], wanted, 5e-5)
+
+    run()
+
+
 def test_whitening_equals_trl(precision):
     dtype, tolerance = precision
 

@@ -229,3 +229,28 @@ def test_a_clip_of_two_widths_equals_trls_rloo(precision):
         )
 
     run()
+
+
+def test_a_dual_clip_and_its_gradients_equal_the_published_objective(precision):
+    """Ye et al. 2020: max(min(r A, clip(r) A), c A) where A < 0, which is maximised."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([1.5, 3.0]))
+    def run(seed, shape, dual_clip):
+        rng = np.random.default_rng(seed)
+        old, advantages = rng.normal(size=shape) - 3, rng.normal(size=shape)
+
+        def ours(new, old, advantages):
+            plain, _, _ = losses.policy_loss_terms(new, old, advantages, cliprange=0.2, cliprange_high=0.28)
+            return losses.dual_clip_terms(plain, advantages, dual_clip=dual_clip)[0].mean()
+
+        def published(new, old, advantages):
+            ratio = torch.exp(new - old)
+            objective = torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+            objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+            return -objective.mean()
+
+        both(ours, published, [old + rng.normal(size=shape), old, advantages], dtype, tolerance)
+
+    run()

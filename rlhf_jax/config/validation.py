@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_jax.config.dataclasses import (
     Config,
@@ -21,7 +22,16 @@ from rlhf_jax.config.dataclasses import (
     StageConfig,
 )
 from rlhf_jax.config.resolution import SAMPLING, stages_of
-from rlhf_jax.config.values import checked_value, field_ranges, field_types, nearest
+from rlhf_jax.config.values import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    checked_value,
+    field_ranges,
+    field_types,
+    nearest,
+)
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, threshold
 from rlhf_jax.rewards import builtin
@@ -84,6 +94,7 @@ def combinations(config: StageConfig) -> Iterator[str]:
         yield f"length_buckets is {buckets}; lengths must be at least 1 and increasing."
     yield from _scratch(config)
     yield from _batches(config)
+    yield from _schedule(config)
     yield from _adapters(config)
     if isinstance(config, PolicyConfig):
         yield from _policy(config)
@@ -173,6 +184,74 @@ def _batches(config: StageConfig) -> Iterator[str]:
             f"batch_size {batch} / rollout_batch_size {rollout} = {batch / rollout:.4g} rounds; "
             f"it must be a whole number (try rollout_batch_size {_divisors(batch, rollout)})."
         )
+
+
+_PHASES = Literal["linear", "cosine", "1-sqrt"]
+
+
+@dataclasses.dataclass
+class _SchedulerKwargs:
+    """Parameters of transformers' schedules."""
+
+    num_cycles: PositiveFloat | None
+    min_lr: NonNegativeFloat | None
+    min_lr_rate: Fraction | None
+    num_decay_steps: NonNegativeInt
+    num_stable_steps: NonNegativeInt | None
+    warmup_type: _PHASES
+    decay_type: _PHASES
+    min_lr_ratio: Fraction
+
+
+_KWARGS_OF_SCHEDULE = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+}
+
+
+def _schedule(config: StageConfig) -> Iterator[str]:
+    kind, kwargs = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    known = _KWARGS_OF_SCHEDULE.get(kind, ())
+    hints, ranges = field_types(_SchedulerKwargs), field_ranges(_SchedulerKwargs)
+    wrong = False
+    for name, value in kwargs.items():
+        option, error = f"lr_scheduler_kwargs[{name!r}]", None
+        if name in known:
+            try:
+                checked_value(option, hints[name], value)
+            except UserError as refused:
+                error = str(refused)
+            error = error or (ranges[name].error(option, value) if name in ranges else None)
+        else:
+            choice = f"choose from {', '.join(known)}." if known else "it has no parameters but warmup_steps."
+            error = f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, known) or ' ' + choice}"
+        if error:
+            wrong = True
+            yield error
+    given = {name for name, value in kwargs.items() if value is not None}
+    if wrong:
+        return
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield (
+            "lr_scheduler_type warmup_stable_decay needs the length of its decay: "
+            "lr_scheduler_kwargs {'num_decay_steps': N}."
+        )
+    if kind == "cosine_with_min_lr":
+        if len(given & {"min_lr", "min_lr_rate"}) != 1:
+            yield (
+                "lr_scheduler_type cosine_with_min_lr needs one of min_lr (a learning rate) and min_lr_rate (a "
+                f"fraction of the peak) in lr_scheduler_kwargs, not {'both' if 'min_lr' in given else 'none'}."
+            )
+        elif "min_lr" in given and not kwargs["min_lr"] <= config.learning_rate > 0:
+            yield (
+                f"lr_scheduler_kwargs['min_lr'] {kwargs['min_lr']:g} exceeds learning_rate {config.learning_rate:g}: "
+                "the schedule would rise."
+                if config.learning_rate > 0
+                else "lr_scheduler_kwargs['min_lr'] with learning_rate 0: give min_lr_rate."
+            )
 
 
 def _multiples(total: int, part: int) -> str:
@@ -305,6 +384,20 @@ def _ppo(config: PPOConfig) -> Iterator[str]:
         yield (
             f"value_model 'shared_backbone' is a head on the policy, so value_model_path {config.value_model_path!r} "
             "would not be used. Remove one of them."
+        )
+    if config.critic_warmup_steps:
+        option = f"critic_warmup_steps {config.critic_warmup_steps}"
+        if config.vf_coef == 0:
+            yield f"{option} with vf_coef 0: the value loss has no gradient, so nothing would learn."
+        if config.value_learning_rate == 0:
+            yield f"{option} with value_learning_rate 0: the critic would not learn."
+    if config.value_learning_rate and config.vf_coef == 0:
+        yield f"value_learning_rate {config.value_learning_rate:g} with vf_coef 0: the value loss has no gradient."
+    alpha, longest = config.adaptive_lam_alpha, config.response_length
+    if alpha is not None and alpha * longest <= 1:
+        yield (
+            f"adaptive_lam_alpha {alpha:g} x response_length {longest} = {alpha * longest:g}: lambda = "
+            "1 - 1 / (alpha x length) would be 0 for every response; increase adaptive_lam_alpha."
         )
 
 
