@@ -263,12 +263,11 @@ def vespo_weights(
     Returns float32 of the shape of advantages; 0 where it is not finite. Source: VESPO (arXiv 2602.10693); :3061-3107.
     """
     log_ratio, advantages, mask = _float(log_ratio), _float(advantages), jnp.asarray(mask)
-    log_ratio = jax.lax.stop_gradient(log_ratio)
     lowest = jnp.log(1e-8)
     log_w = jnp.where(mask, jnp.clip(log_ratio, -20.0, 20.0), 0).sum(axis=1, keepdims=True)
     if sampler_ratio is not None:
         log_w = log_w + jnp.clip(jnp.log(_float(sampler_ratio)), lowest, 20.0).sum(axis=1, keepdims=True)
-    log_w = jnp.clip(log_w, lowest, 20.0)
+    log_w = jax.lax.stop_gradient(jnp.clip(log_w, lowest, 20.0))
     k = jnp.where(advantages >= 0, k_pos, k_neg)
     lam = jnp.maximum(jnp.where(advantages >= 0, lambda_pos, lambda_neg), 1e-4)
     weights = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
