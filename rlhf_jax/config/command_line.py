@@ -163,12 +163,13 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
         raise UserError(f"--{prefix}{name} is not supported. {answer.text}")
     if answer.kind == "translated":
         return _with_batches(config, name, words, prefix)
+    translations = trl_options.VALUES.get(name, {})
     if answer.renamed:
         note = f" ({answer.text})" if answer.text else ""
         print(f"note: --{prefix}{name} is --{prefix}{answer.renamed.to} here{note}.", file=sys.stderr)
-        name = answer.renamed.to
-        if answer.renamed.values:
-            words = [answer.renamed.values.get(word.lower(), word) for word in (words or ["true"])]
+        name, translations = answer.renamed.to, answer.renamed.values or {}
+    if translations:
+        words = [translations.get(word.lower(), word) for word in (words or ["true"])]
     return dataclasses.replace(config, **{name: value_from_words(f"--{prefix}{name}", hints[name], words)})
 
 
