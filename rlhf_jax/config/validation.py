@@ -206,52 +206,52 @@ class _SchedulerKwargs:
 _KWARGS_OF_SCHEDULE = {
     "cosine": ("num_cycles",),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    "warmup_stable_decay": tuple(
+        "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles".split()
     ),
 }
 
 
 def _schedule(config: StageConfig) -> Iterator[str]:
     kind, kwargs = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
-    known = _KWARGS_OF_SCHEDULE.get(kind, ())
-    hints, ranges = field_types(_SchedulerKwargs), field_ranges(_SchedulerKwargs)
-    wrong = False
-    for name, value in kwargs.items():
-        option, error = f"lr_scheduler_kwargs[{name!r}]", None
-        if name in known:
-            try:
-                checked_value(option, hints[name], value)
-            except UserError as refused:
-                error = str(refused)
-            error = error or (ranges[name].error(option, value) if name in ranges else None)
-        else:
-            choice = f"choose from {', '.join(known)}." if known else "it has no parameters but warmup_steps."
-            error = f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, known) or ' ' + choice}"
-        if error:
-            wrong = True
-            yield error
-    given = {name for name, value in kwargs.items() if value is not None}
-    if wrong:
+    errors = [error for name, value in kwargs.items() if (error := _scheduler_kwarg_error(kind, name, value))]
+    if errors:
+        yield from errors
         return
+    given = {name: value for name, value in kwargs.items() if value is not None}
     if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
         yield (
             "lr_scheduler_type warmup_stable_decay needs the length of its decay: "
             "lr_scheduler_kwargs {'num_decay_steps': N}."
         )
-    if kind == "cosine_with_min_lr":
-        if len(given & {"min_lr", "min_lr_rate"}) != 1:
-            yield (
-                "lr_scheduler_type cosine_with_min_lr needs one of min_lr (a learning rate) and min_lr_rate (a "
-                f"fraction of the peak) in lr_scheduler_kwargs, not {'both' if 'min_lr' in given else 'none'}."
-            )
-        elif "min_lr" in given and not kwargs["min_lr"] <= config.learning_rate > 0:
-            yield (
-                f"lr_scheduler_kwargs['min_lr'] {kwargs['min_lr']:g} exceeds learning_rate {config.learning_rate:g}: "
-                "the schedule would rise."
-                if config.learning_rate > 0
-                else "lr_scheduler_kwargs['min_lr'] with learning_rate 0: give min_lr_rate."
-            )
+    if kind != "cosine_with_min_lr":
+        return
+    if ("min_lr" in given) == ("min_lr_rate" in given):
+        yield (
+            "lr_scheduler_type cosine_with_min_lr needs one of min_lr (a learning rate) and min_lr_rate (a fraction of "
+            f"the peak) in lr_scheduler_kwargs, not {'both' if 'min_lr' in given else 'none'}."
+        )
+    elif "min_lr" in given and config.learning_rate == 0:
+        yield "lr_scheduler_kwargs['min_lr'] with learning_rate 0: give min_lr_rate."
+    elif given.get("min_lr", 0) > config.learning_rate:
+        yield (
+            f"lr_scheduler_kwargs['min_lr'] {given['min_lr']:g} exceeds learning_rate {config.learning_rate:g}: "
+            "the schedule would rise."
+        )
+
+
+def _scheduler_kwarg_error(kind: str, name: str, value: Any) -> str | None:
+    """What is wrong with one of lr_scheduler_kwargs by itself; None if nothing is."""
+    option, known = f"lr_scheduler_kwargs[{name!r}]", _KWARGS_OF_SCHEDULE.get(kind, ())
+    if name not in known:
+        choice = f"choose from {', '.join(known)}." if known else "it has no parameters but warmup_steps."
+        return f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, known) or ' ' + choice}"
+    try:
+        checked_value(option, field_types(_SchedulerKwargs)[name], value)
+    except UserError as error:
+        return str(error)
+    limits = field_ranges(_SchedulerKwargs).get(name)
+    return limits and limits.error(option, value)
 
 
 def _multiples(total: int, part: int) -> str:
