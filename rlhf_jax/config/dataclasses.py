@@ -665,14 +665,14 @@ class GRPOConfig(GroupConfig):
     """Mask responses of negative advantage whose mean log-ratio of sampler to policy is above this (DeepSeek-V3.2)."""
 
     # --- entropy bonus
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus."""
     use_adaptive_entropy: bool = False
     """After each optimizer step, change entropy_coef by entropy_coef_delta: up while the entropy is at most
     entropy_target, else down; the bonus applies only while it is at most entropy_target (Skywork-OR1)."""
-    entropy_coef_min: float = 0.0
+    entropy_coef_min: NonNegativeFloat = 0.0
     """Lower bound of the adaptive entropy_coef."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: NonNegativeFloat = 1.0
     """Upper bound of the adaptive entropy_coef."""
     entropy_coef_delta: NonNegativeFloat = 0.005
     """Step of the adaptive entropy_coef."""

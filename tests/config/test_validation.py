@@ -128,7 +128,7 @@ IMPOSSIBLE = [
         r"kwargs\['decay_type'\] = 'sqrt': it must be one of linear, cosine, 1-sqrt",
     ),
     # groups
-    (RLOOConfig(num_generations=1), "num_generations is 1; .*leave-one-out needs at least 2"),
+    (RLOOConfig(num_generations=1), "num_generations is 1; .*baseline needs at least 2"),
     (RLOOConfig(num_generations_eval=0), "num_generations_eval is 0; it must be at least 1"),
     (RLOOConfig(num_generations=3), "64 / num_generations 3 = 21.33 prompts.*counts responses.*batch_size 63 or 66"),
     (RLOOConfig(batch_size=2, num_generations=4), r"= 0.5 prompts.* \(try batch_size 4\)"),
