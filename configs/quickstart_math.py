@@ -1,4 +1,4 @@
-"""Verifiable rewards: SFT on imperfect worked sums, then GRPO by exact rewards: minutes on a CPU, no network."""
+"""Verifiable rewards: SFT on imperfect worked sums, then GRPO: minutes on a CPU, no reward model, no network."""
 
 from rlhf_jax.config import SFT_EXPORT, GRPOConfig, Pipeline, PPOConfig, RLOOConfig, SFTConfig
 

@@ -12,7 +12,19 @@ import itertools
 import re
 import textwrap
 
-from rlhf_jax.config import Pipeline, PolicyConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, StageConfig, values
+from rlhf_jax.config import (
+    GRPOConfig,
+    Pipeline,
+    PolicyConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    StageConfig,
+    values,
+)
+from rlhf_jax.config.dataclasses import GroupConfig
+from rlhf_jax.config.presets import PRESETS
 from rlhf_jax.evaluate.options import EvaluateConfig
 
 INTRODUCTION = """# Options
@@ -28,9 +40,11 @@ PAGES = (
     (StageConfig, "All stages"),
     (SFTConfig, "SFT"),
     (RewardConfig, "Reward model"),
-    (PolicyConfig, "PPO and RLOO"),
+    (PolicyConfig, "PPO, RLOO and GRPO"),
     (PPOConfig, "PPO"),
+    (GroupConfig, "RLOO and GRPO"),
     (RLOOConfig, "RLOO"),
+    (GRPOConfig, "GRPO"),
     (Pipeline, "Pipelines"),
     (EvaluateConfig, "Evaluation"),
 )
@@ -95,7 +109,25 @@ def page() -> str:
             lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
             lines += [row(config, option) for option in options]
             lines.append("")
+        lines += preset_lines() if config is GRPOConfig else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def preset_lines() -> list[str]:
+    """The table of GRPO's presets."""
+    lines = [
+        "### GRPO: presets",
+        "",
+        "`--preset NAME` (in a pipeline `--grpo.preset NAME`), or `rlhf_jax.config.preset(NAME, **options)`: sets the "
+        "options below; other flags override them.",
+        "",
+        "| preset | options | what it is |",
+        "|---|---|---|",
+    ]
+    for name, (meaning, options) in PRESETS.items():
+        given = ", ".join(f"`{key} {value}`" for key, value in options.items())
+        lines.append(f"| `{name}` | {given} | {meaning} |")
+    return [*lines, ""]
 
 
 def row(config: type, option: Option) -> str:

@@ -14,6 +14,7 @@ import rlhf_jax
 from rlhf_jax import data, train
 from rlhf_jax import report as report_of_runs
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, command_line
+from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import catalog
 from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
@@ -241,6 +242,43 @@ def test_an_optimizer_of_ones_own_is_used(tmp_path):
     for a, b in zip(tensors(still.paths["policy"]), tensors(fresh.paths["policy"]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert len(found) == 2
+
+
+def test_a_ppo_run_killed_in_the_critics_warm_up_continues_to_the_same_bits(sft, tmp_path):
+    options = {
+        "critic_warmup_steps": 2,
+        "value_learning_rate": 3e-3,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 1},
+        "kl_loss_coef": 0.1,
+        "dual_clip": 3.0,
+        "num_sample_generations": 0,
+        "dataset_test_split": None,
+        "eval_steps": 0,
+    }
+    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir, **options), reward_funcs=wordiness)
+    cut = ppo_config(tmp_path / "cut", sft.run_dir, **options)
+    with pytest.raises(Killed):
+        rlhf_jax.run(cut, reward_funcs=wordiness, callbacks=[KillAt(1)])
+    resumed = rlhf_jax.run(cut, reward_funcs=wordiness)
+    found = lines(whole.run_dir)
+    assert lines(resumed.run_dir) == found
+    for a, b in zip(tensors(resumed.paths["policy"]), tensors(whole.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [line["policy/approxkl_avg"] > 1e-9 for line in found] == [False, False, True, True]
+    peak = cut.learning_rate
+    for line in found:
+        assert line["critic_lr"] / 3e-3 == pytest.approx(line["lr"] / peak)
+    assert {"loss/kl_avg", "policy/clipfrac_lower_avg"} <= found[0].keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [("value_learning_rate", 0.0), ("critic_warmup_steps", 2)])
+def test_an_option_of_adamw_for_the_critic_is_refused_beside_another_optimizer(tmp_path, name, value):
+    import optax
+
+    config = PPOConfig(run_dir=str(tmp_path / "ppo"), scratch_model="1x16x2", **{name: value})
+    with pytest.raises(UserError, match=f"{name} {value:g} is an option of the built-in AdamW"):
+        rlhf_jax.run(config, optimizer=optax.sgd(0.1))
 
 
 def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):

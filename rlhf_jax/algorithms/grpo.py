@@ -129,6 +129,13 @@ def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     return terms, {"clip_ratio/low": low, "clip_ratio/high": high}
 
 
+def cispo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
+    """CISPO: REINFORCE weighted by the capped ratio (:3206-3208)."""
+    cap = epsilon_high(config)
+    terms = losses.cispo_loss_terms(actions.logprobs, actions.ratio, actions.advantages, epsilon_high=cap)
+    return terms, {"cispo_clip_ratio": (actions.ratio > cap) & (actions.advantages > 0)}
+
+
 def sapo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """SAPO's soft gate (:3219-3222)."""
     temperatures = {
@@ -150,7 +157,8 @@ def vespo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
         lambda_neg=config.vespo_lambda_neg,
         sampler_ratio=actions.sampler_ratio,
     )
-    return losses.reinforce_loss_terms(actions.logprobs, weights * actions.advantages), {"vespo/phi_seq": weights}
+    weighted = jnp.broadcast_to(weights * actions.advantages, actions.logprobs.shape)
+    return losses.reinforce_loss_terms(actions.logprobs, weighted), {"vespo/phi_seq": weights}
 
 
 def mean_of_row_means(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
@@ -184,6 +192,7 @@ LOSSES: dict[str, Loss] = {
     "dr_grpo": Loss(clipped_terms, mean_over_longest),
     "dapo": Loss(clipped_terms, mean_of_batch_tokens),
     "luspo": Loss(clipped_terms, mean_of_row_sums),
+    "cispo": Loss(cispo_terms, mean_of_batch_tokens),
     "sapo": Loss(sapo_terms, mean_of_row_means),
     "vespo": Loss(vespo_terms, mean_of_batch_tokens, corrects_sampler=True),
 }
@@ -428,6 +437,7 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
     metrics = {
         "loss": totals["loss"],
         "loss/policy_avg": totals["policy_loss"],
+        "policy/clipfrac_avg": jnp.float32(0.0),
         "policy/approxkl_avg": 0.5 * totals["squared_log_ratio"] / tokens,
         "val/clipfrac_avg": jnp.float32(0.0),
         "val/ratio_error": jnp.max(extremes["error"]),
@@ -450,6 +460,8 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
             "clip_ratio/high_max": form.greatest(extremes["max/clip_ratio/high"]),
             "policy/clipfrac_avg": low + high,
         }
+    if "mean/cispo_clip_ratio" in sums:
+        metrics["cispo_clip_ratio"] = metrics["policy/clipfrac_avg"] = mean("cispo_clip_ratio")
     if "mean/vespo/phi_seq" in sums:
         metrics["vespo/phi_seq_mean"] = mean("vespo/phi_seq")
     if "mean/is" in sums:

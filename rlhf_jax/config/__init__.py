@@ -16,6 +16,7 @@ from rlhf_jax.config.dataclasses import (
     register_stage,
     stage_name,
 )
+from rlhf_jax.config.presets import preset
 from rlhf_jax.config.resolution import resolve, sampling_options, stages_of
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "StageConfig",
+    "preset",
     "register_stage",
     "resolve",
     "sampling_options",

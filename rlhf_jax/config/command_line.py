@@ -18,6 +18,7 @@ import tyro
 from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.config.files import load_config, shipped_configs
+from rlhf_jax.config.presets import PRESETS, with_preset
 from rlhf_jax.config.values import field_types, is_dict, nearest, value_from_words
 from rlhf_jax.errors import UserError
 
@@ -83,12 +84,16 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def with_flags(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Config:
-    """The config with all flags applied, left to right; those that set several options come last, each once."""
+    """The config with all flags applied, left to right: presets first, flags that set several options last and once."""
 
     def is_translated(flag: str) -> bool:
         stage, _, option = flag.rpartition(".")
         return option in trl_options.TRANSLATED and hasattr(STAGES.get(stage or stage_name(config)), "num_mini_batches")
 
+    for name, words in flags:
+        if name.rpartition(".")[2] == "preset":
+            config = _with_preset(config, name, words)
+    flags = [flag for flag in flags if flag[0].rpartition(".")[2] != "preset"]
     translated = {name: words for name, words in flags if is_translated(name)}
     if len({name.rpartition(".")[0] for name in translated}) < len(translated):
         given = " and ".join(f"--{name}" for name in translated)
@@ -96,6 +101,18 @@ def with_flags(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Config
     for name, words in [*(flag for flag in flags if flag[0] not in translated), *translated.items()]:
         config = with_flag(config, name, words)
     return config
+
+
+def _with_preset(config: Config, name: str, words: Sequence[str]) -> Config:
+    """The config with a preset of GRPO; in a pipeline of its stage grpo, by `--preset` or `--grpo.preset`."""
+    stage = name.rpartition(".")[0] or ("grpo" if isinstance(config, Pipeline) else "")
+    if len(words) != 1:
+        raise UserError(f"--{name} takes one of {', '.join(PRESETS)}.")
+    if not stage:
+        return with_preset(config, words[0])
+    if not isinstance(config, Pipeline) or getattr(config, stage, None) is None:
+        raise UserError(f"--{name}: this config has no stage {stage}.")
+    return dataclasses.replace(config, **{stage: with_preset(getattr(config, stage), words[0])})
 
 
 def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
@@ -146,12 +163,13 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
         raise UserError(f"--{prefix}{name} is not supported. {answer.text}")
     if answer.kind == "translated":
         return _with_batches(config, name, words, prefix)
+    translations = trl_options.VALUES.get(name, {})
     if answer.renamed:
         note = f" ({answer.text})" if answer.text else ""
         print(f"note: --{prefix}{name} is --{prefix}{answer.renamed.to} here{note}.", file=sys.stderr)
-        name = answer.renamed.to
-        if answer.renamed.values:
-            words = [answer.renamed.values.get(word.lower(), word) for word in (words or ["true"])]
+        name, translations = answer.renamed.to, answer.renamed.values or {}
+    if translations:
+        words = [translations.get(word.lower(), word) for word in (words or ["true"])]
     return dataclasses.replace(config, **{name: value_from_words(f"--{prefix}{name}", hints[name], words)})
 
 
@@ -201,7 +219,7 @@ def usage() -> str:
     return f"""usage: {PROG} --config CONFIG [--OPTION VALUE ...]
 
 CONFIG is a .py file with get_config(variant=None) or a shipped config, either optionally followed by :VARIANT,
-or the config.json of a run. A config has one stage, or the stages sft, reward and one of ppo and rloo:
+or the config.json of a run. A config has one stage, or the stages sft, reward and one of ppo, rloo and grpo:
 
 {tables[0]}
 
@@ -215,7 +233,10 @@ Every field of a config is an option. To list them with defaults and help texts:
 
 Options of the run itself: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (print the config, the
 batch arithmetic, the mesh and the memory of compiled programs, then exit; with --topology v5e:4x4 for TPUs you do
-not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names: docs/migrating.md."""
+not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names: docs/migrating.md.
+
+--preset {"|".join(PRESETS)} sets options of grpo (docs/options.md); other
+flags override it."""
 
 
 _HELP_TYPES = tyro.constructors.ConstructorRegistry()

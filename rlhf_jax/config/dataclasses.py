@@ -27,7 +27,7 @@ NumGenerations = Annotated[
     int, Range("at least 2, since a baseline needs at least 2 responses per prompt", lambda v: v >= 2)
 ]
 EntropyQuantile = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 SFT_EXPORT = "{run_dir}/sft/policy"
 """Where the SFT stage of a pipeline exports its policy."""
 REWARD_EXPORT = "{run_dir}/reward/reward_model"
@@ -167,8 +167,15 @@ class StageConfig:
     another device. Never changes the result."""
     learning_rate: NonNegativeFloat = 3e-6
     """Peak learning rate of AdamW."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Schedule after the warm-up: linear decay to 0, cosine decay to 0, or constant."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "warmup_stable_decay"
+    ] = "linear"
+    """Schedule after the warm-up: linear decay to 0, cosine decay to 0, constant (constant_with_warmup is the same),
+    cosine decay to a minimum, or constant until a decay at the end (see lr_scheduler_kwargs)."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Parameters of the schedule by transformers' names. cosine: num_cycles; cosine_with_min_lr: min_lr or min_lr_rate,
+    num_cycles; warmup_stable_decay: num_decay_steps, num_stable_steps, warmup_type, decay_type, min_lr_ratio,
+    num_cycles. Steps have the unit of warmup_steps."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""
     adam_beta1: Decay = 0.9
@@ -445,6 +452,12 @@ class PPOConfig(PolicyConfig):
     """With use_peft, which params of the value model are trained: full: all (TRL); own: an adapter and a
     head on its own params, which are the reward model's if it starts from it (no copy); shared: both on the policy's
     params."""
+    value_learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate of the critic, on the policy's schedule; with value_model shared_backbone, of the value head
+    alone. None: learning_rate."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Number of first updates in which only the critic learns (with value_model shared_backbone, only the value head).
+    The policy's learning-rate schedule counts these updates too."""
 
     # --- the algorithm
     batch_size: PositiveInt = 512
@@ -461,8 +474,20 @@ class PPOConfig(PolicyConfig):
     """Target KL per response of the adaptive controller; None: kl_coef stays fixed."""
     kl_horizon: PositiveInt = 10000
     """Horizon of the adaptive controller, in episodes."""
+    kl_loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the reference as a term of the loss, per token; 0: none."""
+    kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL. The gradient of k1 has mean 0 under the policy itself."""
     cliprange: PositiveFloat = 0.2
-    """Clip range of the policy ratio."""
+    """Clip range of the policy ratio below 1, and above 1 if epsilon_high is not given."""
+    epsilon_high: PositiveFloat | None = None
+    """Clip range of the policy ratio above 1 (DAPO's clip-higher); default: cliprange."""
+    dual_clip: Annotated[float, Range("above 1", lambda v: v > 1)] | None = None
+    """Upper bound of a token's loss, in multiples of -advantage, where the advantage is below 0 (dual-clip PPO, Ye et
+    al. 2020); None: none."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Coefficient of the entropy bonus in the loss: entropy of the next-token distribution, in nats per token; 0: no
+    bonus."""
     vf_coef: NonNegativeFloat = 0.1
     """Coefficient of the value loss."""
     cliprange_value: PositiveFloat = 0.2
@@ -471,6 +496,11 @@ class PPOConfig(PolicyConfig):
     """Discount factor."""
     lam: Fraction = 0.95
     """GAE lambda."""
+    value_lam: Fraction | None = None
+    """GAE lambda of the returns that the critic learns from (VC-PPO and VAPO: 1.0); None: lam."""
+    adaptive_lam_alpha: PositiveFloat | None = None
+    """GAE lambda of the advantages by the response's length l in tokens: 1 - 1 / (adaptive_lam_alpha * l), at least 0
+    (VAPO: 0.05); None: lam."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation; the mean is kept."""
     whiten_ddof: Literal[0, 1] = 1
@@ -605,8 +635,8 @@ class GRPOConfig(GroupConfig):
     loss_type: LossType = "dapo"
     """Loss of a token and its mean, as in TRL: grpo: mean over rows of means over tokens; bnpo: mean over the tokens
     of the minibatch; dr_grpo: divided by rows times response_length; dapo: mean over the tokens of the batch; luspo:
-    mean over rows of sums; sapo: a soft gate in place of the clip, mean as grpo; vespo: weights of whole responses,
-    mean as dapo."""
+    mean over rows of sums; cispo: log-probs weighted by the ratio, capped at epsilon_high, mean as dapo; sapo: a soft
+    gate in place of the clip, mean as grpo; vespo: weights of whole responses, mean as dapo."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio of each token, or of the response, with the mean of its log-ratios (GSPO)."""
     delta: PositiveFloat | None = None
@@ -635,14 +665,14 @@ class GRPOConfig(GroupConfig):
     """Mask responses of negative advantage whose mean log-ratio of sampler to policy is above this (DeepSeek-V3.2)."""
 
     # --- entropy bonus
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus."""
     use_adaptive_entropy: bool = False
     """After each optimizer step, change entropy_coef by entropy_coef_delta: up while the entropy is at most
     entropy_target, else down; the bonus applies only while it is at most entropy_target (Skywork-OR1)."""
-    entropy_coef_min: float = 0.0
+    entropy_coef_min: NonNegativeFloat = 0.0
     """Lower bound of the adaptive entropy_coef."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: NonNegativeFloat = 1.0
     """Upper bound of the adaptive entropy_coef."""
     entropy_coef_delta: NonNegativeFloat = 0.005
     """Step of the adaptive entropy_coef."""

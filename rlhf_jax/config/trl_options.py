@@ -53,6 +53,8 @@ class Argument:
 
 _DATA: dict[str, Any] = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 RENAMED = {name: Renamed(**row) for name, row in _DATA["renamed"].items()}
+VALUES: dict[str, dict[str, str]] = _DATA["values"]
+"""Values that TRL also takes for an option that is the same here."""
 TRANSLATED: dict[str, str] = _DATA["translated"]
 UNSUPPORTED = [Unsupported(**row) for row in _DATA["unsupported"]]
 NOTES: dict[str, str] = _DATA["notes"]
@@ -71,7 +73,7 @@ class Answer:
 
 
 def answer(name: str, stage: str) -> Answer | None:
-    """What TRL's option `name` is in `stage` ('sft', 'reward', 'ppo', 'rloo'); None for an unknown name."""
+    """What TRL's option `name` is in `stage` ('sft', 'reward', 'ppo', 'rloo', 'grpo'); None for an unknown name."""
     fields = {key: set(config_type.__dataclass_fields__) for key, config_type in STAGES.items()}
     if name in fields[stage]:
         return Answer("same", NOTES_BY_STAGE.get(stage, {}).get(name, NOTES.get(name, "")))
@@ -90,7 +92,8 @@ def answer(name: str, stage: str) -> Answer | None:
     if not owners and name in TRANSLATED:
         owners = [key for key in STAGES if "num_mini_batches" in fields[key]]
     if owners:
-        return Answer("unsupported", f"{prefix}an option of {' and '.join(owners)}, not of {stage}.")
+        names = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
+        return Answer("unsupported", f"{prefix}an option of {names}, not of {stage}.")
     return None
 
 

@@ -129,8 +129,8 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
         stages[stage_name(config)] = _relocated(config, folder)
     if not stages:
         raise UserError(
-            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo, "
-            "rloo or grpo"
+            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo, rloo "
+            "or grpo"
         )
     return stages
 

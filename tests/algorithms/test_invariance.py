@@ -136,7 +136,21 @@ OF_SEQUENCES = PPOConfig(
     loss_aggregation="seq_mean",
     value_model="shared_backbone",
 )
-both_ppo = pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["token_mean", "seq_mean"])
+WITH_OPTIONS = PPOConfig(
+    batch_size=B,
+    num_ppo_epochs=1,
+    num_mini_batches=2,
+    cliprange=0.1,
+    epsilon_high=0.2,
+    dual_clip=1.3,
+    entropy_coef=0.1,
+    kl_loss_coef=0.2,
+    adaptive_lam_alpha=0.5,
+    value_lam=1.0,
+)
+every_ppo = pytest.mark.parametrize(
+    "config", [OF_TOKENS, OF_SEQUENCES, WITH_OPTIONS], ids=["token_mean", "seq_mean", "options"]
+)
 
 
 @functools.cache
@@ -158,7 +172,7 @@ def ppo_program(config):
     return lambda *given: jax.device_get(run(*given))
 
 
-@both_ppo
+@every_ppo
 def test_ppo_follows_the_rows_whatever_their_order(config):
     run = ppo_program(config)
 
@@ -178,7 +192,7 @@ def test_ppo_follows_the_rows_whatever_their_order(config):
     check()
 
 
-@both_ppo
+@every_ppo
 def test_ppo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
     """After eos a response that fills T has no column left for its score, so that there it must be shorter."""
     run, cut = ppo_program(config), ppo_program(in_parts(config, micro_batch_size=2))
@@ -192,7 +206,8 @@ def test_ppo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
         made, found, gradient, learned = run(rollout, scores, rows)
         wide, others, other_gradient, also = cut(in_longer_buckets(rollout), scores, rows)
         inside = np.arange(T)[None] < rollout.lengths[:, None]
-        for name in ("logprobs", "values", "advantages", "returns"):
+        names = ("logprobs", "values", "advantages", "returns")
+        for name in (*names, *(["ref_logprobs"] if config.kl_loss_coef else [])):
             one, other = getattr(made, name), getattr(wide, name)
             near(np.where(inside, other[:, :T], 0), np.where(inside, one, 0), 2e-5, name)
         assert not wide.advantages[:, T:].any()

@@ -318,7 +318,7 @@ def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
 
 BAD_JSON = {
     "{": "is not JSON",
-    "[1]": "'stage' must be one of sft, reward, ppo, rloo, pipeline, not 'list'",
+    "[1]": "'stage' must be one of sft, reward, ppo, rloo, grpo, pipeline, not 'list'",
     '{"stage": "dpo"}': "'stage' must be one of .*, not 'dpo'",
     '{"stage": "ppo", "kl_cof": 1}': "unknown field kl_cof. Did you mean kl_coef",
     '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",

@@ -75,6 +75,13 @@ def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
         assert getattr(changed, typed) == values.value_from_words(typed, hints[typed], [word])
 
 
+@pytest.mark.parametrize(
+    ("words", "value"), [([], "group"), (["True"], "group"), (["false"], "none"), (["batch"], "batch")]
+)
+def test_scale_rewards_takes_trls_booleans(words, value):
+    assert command_line.with_flag(STAGES["grpo"](), "scale_rewards", words).scale_rewards == value
+
+
 def test_bf16_alone_is_bfloat16_and_false_is_float32():
     config = STAGES["ppo"]()
     assert command_line.with_flag(config, "bf16", []).dtype == "bfloat16"
@@ -109,6 +116,19 @@ def test_rloo_has_reasons_of_its_own():
             command_line.with_flag(STAGES["rloo"](), name, ["2"])
 
 
+def test_grpo_has_reasons_of_its_own():
+    for name, words in {
+        "max_steps": "batch_size / \\(num_iterations x num_mini_batches\\)",
+        "gradient_accumulation_steps": "num_mini_batches = steps_per_generation / gradient_accumulation_steps",
+        "normalize_advantages": "whiten_advantages",
+        "lam": "no value model",
+        "max_tool_calling_iterations": "no tools",
+        "cast_lm_head_to_fp32": "float32 whatever dtype",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            command_line.with_flag(STAGES["grpo"](), name, ["2"])
+
+
 RENAMES = [
     ("rloo", "rloo_k", "num_generations", 4),
     ("rloo", "num_ppo_epochs", "num_iterations", 4),
@@ -118,6 +138,10 @@ RENAMES = [
     ("rloo", "max_completion_length", "response_length", 4),
     ("rloo", "model_name_or_path", "sft_model_path", "4"),
     ("rloo", "reward_model_name_or_path", "reward_model_path", "4"),
+    ("grpo", "max_completion_length", "response_length", 4),
+    ("grpo", "kl_coef", "beta", 4.0),
+    ("grpo", "vllm_importance_sampling_clip_min", "importance_sampling_clip_min", 4.0),
+    ("grpo", "vllm_importance_sampling_cap", "importance_sampling_clip_max", 4.0),
     ("ppo", "beta", "kl_coef", 4.0),
     ("ppo", "epsilon", "cliprange", 4.0),
     ("ppo", "num_iterations", "num_ppo_epochs", 4),
@@ -138,11 +162,11 @@ def test_a_name_that_is_an_option_is_never_renamed(capsys):
 
 
 def test_an_option_of_another_stage_says_whose_it_is():
-    with pytest.raises(UserError, match="It is an option of rloo, not of sft"):
+    with pytest.raises(UserError, match="It is an option of rloo and grpo, not of sft"):
         command_line.with_flag(STAGES["sft"](), "beta", ["0.1"])
-    with pytest.raises(UserError, match="It is num_generations here, an option of rloo, not of reward"):
+    with pytest.raises(UserError, match="It is num_generations here, an option of rloo and grpo, not of reward"):
         command_line.with_flag(STAGES["reward"](), "rloo_k", ["2"])
-    with pytest.raises(UserError, match="It is an option of ppo and rloo, not of sft"):
+    with pytest.raises(UserError, match="It is an option of ppo, rloo and grpo, not of sft"):
         command_line.with_flag(STAGES["sft"](), "steps_per_generation", ["2"])
     with pytest.raises(UserError, match="It is an option of ppo, not of rloo"):
         command_line.with_flag(STAGES["rloo"](), "vf_coef", ["2"])
@@ -156,7 +180,7 @@ def test_the_page_corrects_the_three_wrong_rows_of_trls_guide():
 
 def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
     fields = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
-    assert set(trl_options.NOTES) <= fields
+    assert set(trl_options.NOTES) | set(trl_options.VALUES) <= fields
     for stage, notes in trl_options.NOTES_BY_STAGE.items():
         assert set(notes) <= set(STAGES[stage].__dataclass_fields__)
     assert {renamed.to for renamed in trl_options.RENAMED.values()} <= fields
@@ -201,9 +225,34 @@ def test_no_option_of_trl_itself_is_missing():
     for title, config_type in (
         ("PPOConfig", ppo.PPOConfig),
         ("RLOOConfig since 0.22", trl.RLOOConfig),
+        ("GRPOConfig", trl.GRPOConfig),
         ("RewardConfig", trl.RewardConfig),
         ("Options of the scripts", trl.ModelConfig),
         ("Options of the scripts", trl.ScriptArguments),
     ):
         own = {field.name for field in dataclasses.fields(config_type)} - inherited
         assert own - set(options[title]) == set(), title
+
+
+def test_the_page_lists_every_default_of_grpo_that_differs():
+    """TRL's default, ours, and no row for an option whose default is the same."""
+    trl = pytest.importorskip("trl")
+    rows = trl_options.page().split("\n## GRPO: defaults that differ\n")[1].split("\n\n## ")[0].split("\n| `")[1:]
+    listed = {cells[0].strip("`"): cells[1:] for cells in (row.split("\n")[0].split(" | ") for row in rows)}
+    config, defaults = STAGES["grpo"](), {}
+    for config_type in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments):
+        for field in dataclasses.fields(config_type):
+            answer = trl_options.answer(field.name, "grpo")
+            if answer and answer.kind in ("same", "renamed") and field.default is not dataclasses.MISSING:
+                defaults[field.name] = field.default, answer.renamed.to if answer.renamed else field.name
+    del defaults["vllm_importance_sampling_cap"]  # None: the cap that is not deprecated
+    differ = {name: row for name, row in defaults.items() if row[0] != getattr(config, row[1])}
+    assert set(differ) == set(listed) & set(defaults)
+    for name, (theirs, option) in differ.items():
+        ours = getattr(config, option)
+        words = f"`{option}` " if option != name else ""
+        words += ", ".join(ours) if isinstance(ours, tuple) else str(ours)
+        assert re.match(rf"{re.escape(str(theirs))}\b", listed[name][0]), name
+        assert re.match(rf"{re.escape(words)}\b", listed[name][1]), name
+    assert f"`batch_size` {config.batch_size} rows" in listed["per_device_train_batch_size"][1]
+    assert f"`query_length` {config.query_length}:" in listed["max_prompt_length"][1]

@@ -11,9 +11,10 @@ from rlhf_jax.metrics.catalog import explain, explanations, page
 from rlhf_jax.report import charts
 from tests.helpers.paths import PACKAGE, ROOT
 
-PREFIXES = "objective val policy loss clip_ratio completions rewards eval time memory nonfinite"
-METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[a-z_]+")
-RAW = {"nonfinite/causes"}  # bits, which are written as names
+PREFIXES = "objective val policy loss clip_ratio sampling vespo completions rewards eval time memory nonfinite"
+METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})(/[a-z_]+)+")
+# Bits, which are written as names; and what metrics are made of.
+RAW = {"nonfinite/causes", "clip_ratio/low", "clip_ratio/high", "vespo/phi_seq"}
 
 
 def literals():

@@ -14,7 +14,7 @@ import pytest
 import rlhf_jax
 from rlhf_jax import data, stages
 from rlhf_jax.algorithms import reward_model
-from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import catalog, logger
 from rlhf_jax.models import custom_shape
@@ -156,6 +156,31 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
     assert {"eval/scores", "eval/kl", "eval/response_length", "eval/eos_rate"} <= set(line)
     unexplained = {name for name in line if catalog.explain(name) is None}
     assert unexplained == {"a_share", *(f"eval_{of}_a_share" for of in EVAL_SETS)}  # which a reward function logs
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options", "own"),
+    [
+        (
+            "dapo",
+            {"use_adaptive_entropy": True, "entropy_target": 3.0, "beta": 0.1},
+            {"policy_loss", "entropy_coef", "kl", "clip_ratio/region_mean", "frac_reward_zero_std"},
+        ),
+        (
+            "vespo",
+            {"importance_sampling_correction": True, "importance_sampling_mode": "token_mask"},
+            {"vespo/phi_seq_mean", *(f"sampling/importance_sampling_ratio/{of}" for of in ("min", "mean", "max"))},
+        ),
+    ],
+    ids=["dapo", "vespo"],
+)
+def test_every_metric_of_a_grpo_run_is_explained(tmp_path, loss_type, options, own):
+    fixed = {**RLOO_OPTIONS, "batch_size": 4, "total_episodes": 4, "num_generations": 2, "scratch_model": "1x16x2"}
+    run = GRPOConfig(**fixed, run_dir=str(tmp_path / "run"), loss_type=loss_type, **options)
+    line = lines(rlhf_jax.run(run, reward_funcs=[brevity]).run_dir)[-1]
+    differences = {f"sampling/sampling_logp_difference/{of}" for of in ("mean", "max")}
+    assert not (own | differences) - set(line)
+    assert not [name for name in line if catalog.explain(name) is None]
 
 
 def test_trls_step_time_is_among_the_timings(long_run):
