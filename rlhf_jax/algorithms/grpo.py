@@ -150,7 +150,8 @@ def vespo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
         lambda_neg=config.vespo_lambda_neg,
         sampler_ratio=actions.sampler_ratio,
     )
-    return losses.reinforce_loss_terms(actions.logprobs, weights * actions.advantages), {"vespo/phi_seq": weights}
+    weighted = jnp.broadcast_to(weights * actions.advantages, actions.logprobs.shape)
+    return losses.reinforce_loss_terms(actions.logprobs, weighted), {"vespo/phi_seq": weights}
 
 
 def mean_of_row_means(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
