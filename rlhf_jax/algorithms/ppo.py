@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.actor_critic import (
 )
 from rlhf_jax.algorithms.metric_forms import FORMS
 from rlhf_jax.algorithms.optimizer import Optimizer, is_critic
-from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos
+from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos, sampling_metrics
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Experience, Metrics, ScoredRollout, TrainState
@@ -109,6 +109,8 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
         "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }
+    if config.old_logprobs == "forward":
+        metrics |= sampling_metrics(logprobs, rollout.logprobs, response_mask)
     return experience, metrics
 
 
