@@ -469,6 +469,11 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
                 "importance_sampling_correction with old_logprobs 'sampler': the ratio of learner to sampler would "
                 "always be 1. Remove one of them."
             )
+    if config.baseline == "none" and config.scale_rewards == "group":
+        yield (
+            "baseline 'none' with scale_rewards 'group': the rewards of a group that are all equal would be divided by "
+            "1e-4. Set scale_rewards to batch or none."
+        )
     if config.kl_in_reward and config.beta == 0:
         yield "kl_in_reward needs beta above 0: without it there is no KL to subtract."
     if config.gamma != 1 and not config.kl_in_reward:

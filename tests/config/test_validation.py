@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_jax.config import (
+    GRPOConfig,
     Pipeline,
     PPOConfig,
     RewardConfig,
@@ -49,6 +50,7 @@ IMPOSSIBLE = [
     (PPOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
     (PPOConfig(value_model="shared_backbone", value_model_path="x"), "value_model_path 'x' would not be used"),
     (PPOConfig(sft_model_path=None), "sft_model_path and scratch_model"),
+    (GRPOConfig(baseline="none"), "baseline 'none' with scale_rewards 'group'.* batch or none"),
     (SFTConfig(model_name_or_path=None, scratch_model="14m"), "model_name_or_path and tokenizer_name_or_path"),
     (SFTConfig(scratch_model="2x10x3"), "2 layers of width 10 with 3 heads"),
     (SFTConfig(learning_rate=-1e-3), "learning_rate is -0.001; it must be at least 0"),
