@@ -1,21 +1,19 @@
-"""Records a run of TRL 1.12.0's RLOOTrainer (CPU, float32).
+"""What the records of TRL 1.12.0's trainers with several responses to a prompt share (CPU, float32).
 
 trace.npz, for generation batch G: prompt_ids_G, prompt_mask_G, completion_ids_G, completion_mask_G [B, ...],
-old_logps_G, advantages_G [B], rewards_per_func_G [B, functions] (NaN: None); for micro-batch J after TRL's shuffle:
-stepJ_prompt_ids and so on, stepJ_loss.
+advantages_G [B], rewards_per_func_G [B, functions] (NaN: None) and what else the trainer keeps, where TRL makes it; for
+micro-batch J after TRL's shuffle: stepJ_prompt_ids and so on, stepJ_loss.
 """
 
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from trl import RLOOConfig, RLOOTrainer
 
 from tests.parity.recording import peft, tiny
-
-KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "old_logps", "advantages")
 
 
 def even_share(completion_ids, **kwargs):
@@ -46,8 +44,14 @@ def hard_groups(completion_ids, **kwargs):
 FUNCTIONS = {function.__name__: function for function in (even_share, low_ids, sometimes, hard_groups)}
 
 
-class Recorder(RLOOTrainer):
-    """TRL's trainer, with its log, its generation batches and its micro-batches kept."""
+class Recording:
+    """A mixin of TRL's trainers: its log, its generation batches and its micro-batches are kept.
+
+    Attributes:
+      kept: names of what a generation batch has; those that TRL does not make are left out.
+    """
+
+    kept: tuple[str, ...] = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
     def __init__(self, setting: tiny.Setting, **kwargs):
         self.logged, self.trace, self.generations, self.micros = [], {}, 0, 0
@@ -60,9 +64,8 @@ class Recorder(RLOOTrainer):
             kept = {name: x for name, x in logs.items() if name != "epoch"}
             self.logged.append({name: None if x is None else float(x) for name, x in kept.items()})
 
-    def _generate_single_turn(self, prompt_ids, *args):
-        if not self.setting.crafted:
-            return super()._generate_single_turn(prompt_ids, *args)
+    def crafted(self, prompt_ids) -> list[list[int]]:
+        """See `tiny.crafted_responses`."""
         ids = tiny.crafted_responses(self.rng, len(prompt_ids), self.max_completion_length, self.setting, "pad")
         ends = np.where((ids == tiny.EOS).any(1), (ids == tiny.EOS).argmax(1) + 1, ids.shape[1])
         return [row[:end].tolist() for row, end in zip(ids, ends, strict=True)]
@@ -74,22 +77,29 @@ class Recorder(RLOOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        for name in KEPT:
+        for name in filter(output.__contains__, self.kept):
             self.trace[f"{name}_{self.generations}"] = output[name].numpy().copy()
         self.generations += 1
         return output
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        for name in KEPT:
+        for name in filter(inputs.__contains__, self.kept):
             self.trace[f"step{self.micros}_{name}"] = inputs[name].numpy().copy()
         self.trace[f"step{self.micros}_loss"] = loss.detach().numpy().copy()
         self.micros += 1
         return loss
 
 
-def record(setting: tiny.Setting) -> None:
-    """Runs TRL and writes the record to setting.folder."""
+def record(setting: tiny.Setting, trainer_type: type, config_type: type, named: dict[str, Any]) -> None:
+    """Runs TRL and writes the record to setting.folder.
+
+    Args:
+      setting: of the run.
+      trainer_type: a `Recording` of one of TRL's trainers.
+      config_type: TRL's config of it.
+      named: recorded among the options, and no option of TRL's.
+    """
     options = {"max_completion_length": 8, **tiny.LEARNING, "temperature": 0.9, **setting.options}
     lora, own = peft.asked_for(options)
     tokenizer, models = tiny.start(setting, ("policy",))
@@ -98,14 +108,14 @@ def record(setting: tiny.Setting) -> None:
     prompts = [" ".join(f"w{i}" for i in prompt) for prompt in tiny.make_prompts(setting)]
     tiny.reset_accelerate()
     with tempfile.TemporaryDirectory() as scratch:
-        config = RLOOConfig(
+        config = config_type(
             **tiny.quiet(setting, scratch),
             logging_steps=1,
             gradient_checkpointing=False,
             max_steps=setting.updates,
             **own,
         )
-        trainer = Recorder(
+        trainer = trainer_type(
             setting,
             model=policy,
             args=config,
@@ -122,4 +132,4 @@ def record(setting: tiny.Setting) -> None:
         peft.keep(trainer.model, setting.folder / "final_policy")
     else:
         policy.save_pretrained(setting.folder / "final_policy")
-    tiny.finish(setting, config, options, trainer.logged, trainer.trace, None)
+    tiny.finish(setting, config, {**named, **options}, trainer.logged, trainer.trace, None)
