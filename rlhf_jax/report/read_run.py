@@ -29,7 +29,7 @@ class Run:
     Attributes:
       path: of the folder.
       name: unique among the runs of the page.
-      stage: sft, reward, ppo or rloo.
+      stage: sft, reward, ppo, rloo or grpo.
       config: options by name.
       recipe: {"config": argument of --config, "options": its values}, or None.
       series: of each metric and timing, by name.

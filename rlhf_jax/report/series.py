@@ -32,7 +32,7 @@ class Group:
 
     @property
     def stage(self) -> str:
-        """sft, reward, ppo or rloo."""
+        """sft, reward, ppo, rloo or grpo."""
         return self.runs[0].stage
 
     def names(self) -> list[str]:

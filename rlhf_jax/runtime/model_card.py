@@ -22,6 +22,7 @@ _METHODS = {
     "reward": "pairwise preference learning",
     "ppo": "PPO",
     "rloo": "RLOO",
+    "grpo": "GRPO",
 }
 _BARS, _WIDTH = "▁▂▃▄▅▆▇█", 40
 _ROLES = {"policy": "Policy", "value": "Value model", "reward_model": "Reward model"}
@@ -47,6 +48,14 @@ _CITATIONS = {
   author  = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and Fadaee, Marzieh and Kreutzer, Julia
              and Pietquin, Olivier and {\\"U}st{\\"u}n, Ahmet and Hooker, Sara},
   journal = {arXiv preprint arXiv:2402.14740},
+  year    = {2024}
+}""",
+    "grpo": """\
+@article{shao2024deepseekmath,
+  title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models},
+  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao
+             and Zhang, Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
+  journal = {arXiv preprint arXiv:2402.03300},
   year    = {2024}
 }""",
     "summarize": """\
@@ -86,7 +95,7 @@ def model_card(
 
     Args:
       role: of the exported model: 'policy', 'value' or 'reward_model'.
-      stage: 'sft', 'reward', 'ppo' or 'rloo'.
+      stage: 'sft', 'reward', 'ppo', 'rloo' or 'grpo'.
       config: the stage's resolved options.
       metrics: scalars, of the last update and the final evaluations.
       base_model: the initial model, a hub name or a folder; None for random weights.
@@ -116,11 +125,14 @@ def model_card(
         for k, v in (curves or {}).items()
         if len(v) > 1
     ]
+    method = _METHODS.get(stage, stage)
+    if config.get("loss_type"):
+        method += f" (`loss_type` {config['loss_type']})"
     citations = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {_ROLES[role]} by {_METHODS.get(stage, stage)}" + (", as an adapter" if adapter else ""),
-        f"The {_ROLES[role].lower()} of a run of {_METHODS.get(stage, stage)} with rlhf_jax, from {origin}, on {data}."
+        f"The {_ROLES[role].lower()} of a run of {method} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
         "To repeat the run: `python -m rlhf_jax.train --config RUN/config.json`, with the `config.json` of its folder.",

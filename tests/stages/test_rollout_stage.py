@@ -187,7 +187,7 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
 )
 def test_every_metric_of_a_grpo_run_is_explained(tmp_path, loss_type, options, own):
     fixed = {**RLOO_OPTIONS, "batch_size": 4, "total_episodes": 4, "num_generations": 2, "scratch_model": "1x16x2"}
-    run = GRPOConfig(**fixed, run_dir=str(tmp_path / "run"), loss_type=loss_type, **options)
+    run = GRPOConfig(**{**fixed, **options}, run_dir=str(tmp_path / "run"), loss_type=loss_type)
     line = lines(rlhf_jax.run(run, reward_funcs=[brevity]).run_dir)[-1]
     differences = {f"sampling/sampling_logp_difference/{of}" for of in ("mean", "max")}
     assert not (own | differences) - set(line)
