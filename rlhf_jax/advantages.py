@@ -181,14 +181,15 @@ def place_scores(rewards: Array, scores: Array, lengths: Array, position: str = 
 # ----------------------------------------------------------------------------------------------------------- advantages
 
 
-def gae(rewards: Array, values: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
+def gae(rewards: Array, values: Array, *, gamma: float, lam: float | Array) -> tuple[Array, Array]:
     """Generalised advantage estimation over whole rows; nothing follows the last column.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V_T = 0,  A_t = delta_t + gamma * lam * A_{t+1},  returns_t = A_t + V_t
 
     Columns after the end of a response take part, so give them reward 0 and value 0.
 
-    Args: rewards, values [B, T] float; gamma, lam in [0, 1]. Returns (advantages, returns), each float32 [B, T].
+    Args: rewards, values [B, T] float; gamma in [0, 1]; lam in [0, 1], or [B] float, one of each row. Returns
+    (advantages, returns), each float32 [B, T].
     Source: Schulman et al. 2016 (arXiv 1506.02438), equations 11, 12 and 16; TRL :787-796.
     """
     rewards, values = _float(rewards), _float(values)
@@ -203,9 +204,24 @@ def gae(rewards: Array, values: Array, *, gamma: float, lam: float) -> tuple[Arr
         return (advantage, value), advantage
 
     rewards, values = (x.astype(jnp.promote_types(rewards.dtype, values.dtype)) for x in (rewards, values))
+    if jnp.ndim(lam) > 0:
+        lam = jnp.asarray(lam).astype(values.dtype)
+        chex.assert_shape(lam, values.shape[:1])
     end = jnp.zeros_like(values[:, 0])
     _, advantages = jax.lax.scan(step, (end, end), (rewards.T, values.T), reverse=True)
     return advantages.T, advantages.T + values
+
+
+def length_adaptive_lam(lengths: Array, alpha: float) -> Array:
+    """lambda = 1 - 1 / (alpha * length), at least 0: longer responses get a lambda closer to 1.
+
+    Args: lengths [B] int, 0..T, where 0 counts as 1; alpha above 0. Returns float32 [B], 0..1.
+    Source: VAPO (arXiv 2504.05118), section 4.2.
+    """
+    lengths = jnp.asarray(lengths)
+    chex.assert_rank(lengths, 1)
+    chex.assert_type(lengths, int)
+    return jnp.maximum(1 - 1 / (alpha * _float(jnp.maximum(lengths, 1))), 0)
 
 
 def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:

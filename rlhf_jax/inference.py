@@ -46,7 +46,7 @@ def load_policy(
     Args:
       path: a run's folder, a checkpoint's folder or a hub name.
       revision: of the hub.
-      tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' is the built-in one.
+      tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
       dtype: compute dtype, 'float32' or 'bfloat16'.
 
     Raises:

@@ -133,6 +133,19 @@ def clipped_policy_loss(
     return _mean(losses, mask)
 
 
+def dual_clip_terms(losses: Array, advantages: Array, *, dual_clip: float) -> tuple[Array, Array]:
+    """min(loss, -dual_clip A) where A < 0, the loss itself elsewhere, per token.
+
+    Args: losses (of `policy_loss_terms`), advantages, one shape, float; dual_clip above 1. Returns (losses float32,
+    clipped bool), the same shape; clipped: the bound made the loss smaller.
+    Source: Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO; verl `clip_ratio_c`.
+    """
+    losses, advantages = _float(losses), _float(advantages)
+    chex.assert_equal_shape([losses, advantages])
+    bound = -dual_clip * advantages
+    return jnp.where(advantages < 0, jnp.minimum(losses, bound), losses), (advantages < 0) & (losses > bound)
+
+
 def reinforce_loss_terms(logprobs: Array, advantages: Array) -> Array:
     """-A log pi of an action: its gradient is REINFORCE's, without ratio or clip.
 
@@ -250,12 +263,11 @@ def vespo_weights(
     Returns float32 of the shape of advantages; 0 where it is not finite. Source: VESPO (arXiv 2602.10693); :3061-3107.
     """
     log_ratio, advantages, mask = _float(log_ratio), _float(advantages), jnp.asarray(mask)
-    log_ratio = jax.lax.stop_gradient(log_ratio)
     lowest = jnp.log(1e-8)
     log_w = jnp.where(mask, jnp.clip(log_ratio, -20.0, 20.0), 0).sum(axis=1, keepdims=True)
     if sampler_ratio is not None:
         log_w = log_w + jnp.clip(jnp.log(_float(sampler_ratio)), lowest, 20.0).sum(axis=1, keepdims=True)
-    log_w = jnp.clip(log_w, lowest, 20.0)
+    log_w = jax.lax.stop_gradient(jnp.clip(log_w, lowest, 20.0))
     k = jnp.where(advantages >= 0, k_pos, k_neg)
     lam = jnp.maximum(jnp.where(advantages >= 0, lambda_pos, lambda_neg), 1e-4)
     weights = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))

@@ -143,7 +143,7 @@ def run(
     objects = {name: value for name, value in objects.items() if value is not None}
     is_pipeline = isinstance(config, Pipeline)
     if is_pipeline and objects:
-        raise UserError(f"{', '.join(objects)}: a pipeline has three stages; run one stage with objects")
+        raise UserError(f"{', '.join(objects)}: a pipeline has several stages; run one stage with objects")
     if "reward_funcs" in objects and stage_name(config) not in ALGORITHMS:
         raise UserError(f"reward_funcs are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 

@@ -65,6 +65,7 @@ class Experience:
     values: Array  # [B, T] float32
     advantages: Array  # [B, T] float32
     returns: Array  # [B, T] float32
+    ref_logprobs: Array | None = None  # [B, T] float32 of the reference, as logprobs; None: no KL in the loss
 
 
 @flax.struct.dataclass

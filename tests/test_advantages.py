@@ -173,6 +173,24 @@ def test_gae_with_lambda_zero_is_one_temporal_difference():
     close(advantages.gae(rewards, values, gamma=1.0, lam=0.0)[0], [[1 + 5 - 3, 2 - 5]])
 
 
+def test_gae_takes_a_lambda_for_each_row():
+    rng = np.random.default_rng(3)
+    rewards, values = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    lams = np.array([0.0, 0.5, 1.0], np.float32)
+    got = advantages.gae(rewards, values, gamma=0.9, lam=lams)
+    for row, lam in enumerate(lams):
+        alone = advantages.gae(rewards[row : row + 1], values[row : row + 1], gamma=0.9, lam=float(lam))
+        close([x[row] for x in got], [x[0] for x in alone])
+    with pytest.raises(AssertionError):
+        advantages.gae(rewards, values, gamma=0.9, lam=lams[:2])
+
+
+def test_a_length_adaptive_lambda_by_hand():
+    lengths = jnp.array([100, 1000, 40, 20, 10, 1, 0, -1])
+    close(advantages.length_adaptive_lam(lengths, 0.05), [0.8, 0.98, 0.5, 0, 0, 0, 0, 0])
+    close(advantages.length_adaptive_lam(lengths[:2], 0.5), [0.98, 0.998])
+
+
 def test_a_zero_filled_tail_changes_no_advantage_of_the_response():
     rng = np.random.default_rng(1)
     rewards, values = rng.normal(size=(2, 4)).astype(np.float32), rng.normal(size=(2, 4)).astype(np.float32)
@@ -215,6 +233,52 @@ def test_a_group_of_one_has_no_baseline():
         advantages.leave_one_out(jnp.ones((3, 1)))
 
 
+# ---------------------------------------------------------------------------------------------- groups of GRPO
+
+
+def test_the_mean_and_the_deviation_of_a_group_are_of_the_rewards_it_keeps():
+    rewards = np.array([[1.0, 2.0, 6.0], [1.0, np.nan, 5.0], [7.0, np.nan, np.inf], [np.nan] * 3])
+    keep = np.array([[1, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]], bool)
+    close(advantages.group_mean(rewards, keep), [[3.0], [3.0], [7.0], [0.0]])
+    close(advantages.group_std(rewards, keep), [[np.sqrt(7.0)], [np.sqrt(8.0)], [0.0], [0.0]])
+
+
+def test_groups_lie_in_the_last_axis_of_any_array():
+    rewards = np.arange(12.0).reshape(2, 2, 3)
+    keep = np.ones((2, 2, 3), bool)
+    close(advantages.group_mean(rewards, keep)[..., 0], [[1.0, 4.0], [7.0, 10.0]])
+    close(advantages.group_std(rewards, keep)[..., 0], np.ones((2, 2)))
+
+
+def test_each_reward_is_normalized_by_its_group_then_weighted():
+    rewards = np.array([[[1.0, 10.0], [3.0, np.nan], [5.0, 30.0]]])
+    applies = ~np.isnan(rewards)
+    found = advantages.normalize_each_reward(rewards, applies, np.array([2.0, -1.0]), eps=1.0)
+    second = 10 / (np.sqrt(200) + 1)
+    close(found, [[-4 / 3 + second, 0.0, 4 / 3 - second]])
+    small = advantages.normalize_each_reward(1e-4 * rewards[..., :1], applies[..., :1], np.ones(1))
+    close(small, [[-2 / 3, 0.0, 2 / 3]], 1e-5)
+
+
+def test_the_only_reward_of_its_kind_in_a_group_adds_nothing():
+    rewards = np.array([[[1.0, 4.0], [3.0, np.nan]], [[np.nan, 5.0], [np.nan, 5.0]]])
+    found = advantages.normalize_each_reward(rewards, ~np.isnan(rewards), np.array([1.0, 100.0]), eps=0.0)
+    close(found[0], [-np.sqrt(0.5), np.sqrt(0.5)])
+    found = advantages.normalize_each_reward(rewards, ~np.isnan(rewards), np.array([1.0, 100.0]))
+    close(found[1], [0.0, 0.0])  # and equal rewards add nothing either
+    one = advantages.normalize_each_reward(np.full((2, 1, 1), 3.0), np.ones((2, 1, 1), bool), np.ones(1))
+    close(one, [[0.0], [0.0]])
+
+
+def test_what_is_to_come_is_discounted():
+    rewards = np.array([[1.0, 2.0, 4.0], [0.0, 0.0, 8.0]])
+    close(advantages.return_to_go(rewards, 1.0), [[7.0, 6.0, 4.0], [8.0, 8.0, 8.0]])
+    close(advantages.return_to_go(rewards, 0.5), [[3.0, 4.0, 4.0], [2.0, 4.0, 8.0]])
+    close(advantages.return_to_go(rewards, 0.0), rewards)
+    half = advantages.return_to_go(jnp.asarray(rewards, jnp.bfloat16), 0.5)
+    assert half.dtype == jnp.float32
+
+
 # ------------------------------------------------------------------------------------------------------ the rest
 
 
@@ -227,6 +291,10 @@ def test_wrong_shapes_and_dtypes_are_caught():
         advantages.place_scores(jnp.zeros((2, 3)), jnp.zeros(3), jnp.zeros(2, jnp.int32))
     with pytest.raises(AssertionError):
         advantages.kl_penalty(jnp.zeros((2, 3)), jnp.zeros((2, 1)))
+    with pytest.raises(AssertionError):
+        advantages.group_mean(jnp.zeros((2, 3)), jnp.ones((2, 1), bool))
+    with pytest.raises(AssertionError):
+        advantages.return_to_go(jnp.zeros(3), 1.0)
 
 
 def test_every_equation_runs_under_jit_and_has_a_gradient():

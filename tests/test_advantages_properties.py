@@ -353,3 +353,83 @@ def test_what_was_exclusive_cumsum_is_the_whole_less_what_is_to_come(precision):
         assert not np.asarray(adv.exclusive_cumsum(costs.astype(precision[0])))[..., 0].any()
 
     run()
+
+
+# ------------------------------------------------------------------------------------------------------- groups of GRPO
+
+
+def test_the_mean_and_the_deviation_of_a_group_and_their_gradients_are_trls(precision):
+    """With TRL's own `nanstd`, any rewards missing, as far as torch's gradients are numbers."""
+    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
+    mean, std = with_gradients(adv.group_mean), with_gradients(adv.group_std)
+
+    def std_of_kept(rewards, keep):
+        return torch.stack([nanstd(row[kept], dim=0, keepdim=True) for row, kept in zip(rewards, keep)])
+
+    def mean_of_kept(rewards, keep):
+        return torch.stack([row[kept].mean(0, keepdim=True) for row, kept in zip(rewards, keep)])
+
+    @few
+    @given(seeds, masks(4, 3))
+    def run(seed, keep):
+        rewards = np.random.default_rng(seed).normal(size=keep.shape)
+        keep = keep | np.array([True, False, True])  # a deviation of one is NaN in torch
+        same(mean, mean_of_kept, [rewards], keep, precision=precision, seed=seed)
+        smallest = min(np.std(row[kept]) for row, kept in zip(rewards, keep))
+        assume(smallest > 1e-2)
+        same(std, std_of_kept, [rewards], keep, precision=precision, seed=seed, gradient_scale=1 / smallest)
+
+    run()
+
+
+def test_rewards_that_a_group_does_not_keep_are_never_read(precision):
+    dtype, tolerance = precision
+    functions = [jax.jit(f) for f in (adv.group_mean, adv.group_std)]
+
+    @few
+    @given(seeds, masks(4, 3), st.sampled_from([np.nan, np.inf, -7.0]))
+    def run(seed, keep, poison):
+        rewards = np.random.default_rng(seed).normal(size=keep.shape)
+        for function in functions:
+            clean = function(np.where(keep, rewards, 0).astype(dtype), keep)
+            dirty = function(np.where(keep, rewards, poison).astype(dtype), keep)
+            assert clean.dtype == dtype and np.isfinite(clean).all()
+            np.testing.assert_array_equal(clean, dirty)
+
+    run()
+
+
+def test_normalized_rewards_forget_place_and_scale_of_each_function(precision):
+    dtype, tolerance = precision
+    normalize = jax.jit(lambda *given: adv.normalize_each_reward(*given, eps=0.0))
+
+    @few
+    @given(seeds, st.floats(0.5, 4), st.floats(-4, 4))
+    def run(seed, scale, place):
+        rng = np.random.default_rng(seed)
+        rewards, applies = rng.normal(size=(2, 4, 2)), np.ones((2, 4, 2), bool)
+        assume(rewards.std(axis=1).min() > 0.1)
+        weights = rng.normal(size=2).astype(dtype)
+        plain = normalize(rewards.astype(dtype), applies, weights)
+        moved = np.stack([scale * rewards[..., 0] + place, rewards[..., 1]], axis=2)
+        assert plain.dtype == dtype
+        near(normalize(moved.astype(dtype), applies, weights), plain, 50 * tolerance)
+        near(plain.sum(axis=1), np.zeros(2), 10 * tolerance)
+
+    run()
+
+
+def test_returns_to_go_and_their_gradients_are_the_recursion(precision):
+    @few
+    @given(arrays(B, T), st.sampled_from([1.0, 0.9, 0.0]), seeds)
+    def run(rewards, gamma, seed):
+        def theirs(rewards):
+            columns = [rewards[:, -1]]
+            for column in range(T - 2, -1, -1):
+                columns.append(rewards[:, column] + gamma * columns[-1])
+            return torch.stack(columns[::-1], dim=1)
+
+        same(returns[gamma], theirs, [rewards], precision=precision, seed=seed, scale=4.0 * T)
+
+    returns = {gamma: with_gradients(lambda x, g=gamma: adv.return_to_go(x, g)) for gamma in (1.0, 0.9, 0.0)}
+    run()

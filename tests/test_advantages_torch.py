@@ -68,6 +68,32 @@ def test_gae_equals_the_double_loop(precision):
     run()
 
 
+def test_length_adaptive_gae_equals_the_sum_of_discounted_differences(precision):
+    """VAPO: A_t = sum_l lambda^l delta_{t+l} with lambda = 1 - 1 / (alpha l) of each response."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([0.05, 0.3, 2.0]))
+    def run(seed, shape, alpha):
+        b, t = shape
+        rewards, values, _, _ = random_case(seed, b, t)
+        lengths = np.random.default_rng(seed).integers(1, 60, size=b)
+        lam = (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.float64))).clamp(0, 1)
+        following = torch.nn.functional.pad(torch.tensor(values), (0, 1))
+        deltas = torch.tensor(rewards) + following[:, 1:] - following[:, :-1]
+        powers = lam[:, None, None] ** (torch.arange(t)[None, :] - torch.arange(t)[:, None]).clamp(min=0)
+        wanted = (powers.triu() * deltas[:, None, :]).sum(-1)
+        lams = advantages.length_adaptive_lam(lengths, alpha)
+        check(lams, lam, 2e-6)  # of integer lengths: float32 in both precisions
+        got, returns = advantages.gae(rewards.astype(dtype), values.astype(dtype), gamma=1.0, lam=np.asarray(lam))
+        assert got.dtype == dtype
+        check(got, wanted, tolerance)
+        check(returns, wanted + torch.tensor(values), tolerance)
+        check(advantages.gae(rewards.astype(dtype), values.astype(dtype), gamma=1.0, lam=lams)[0], wanted, 5e-5)
+
+    run()
+
+
 def test_whitening_equals_trl(precision):
     dtype, tolerance = precision
 
@@ -291,3 +317,46 @@ def test_what_was_exclusive_cumsum_and_what_is_still_to_come_are_the_whole(seed,
     check(before + to_go, np.tile(costs.sum(1, keepdims=True), (1, t)), 1e-5)
     grouped = advantages.exclusive_cumsum(costs.reshape(b, 1, t).astype(np.float32))
     np.testing.assert_array_equal(grouped[:, 0], before)
+
+
+# ------------------------------------------------------------------------------------------------------- groups of GRPO
+
+
+def nanstd():
+    return pytest.importorskip("trl.trainer.utils").nanstd
+
+
+@few
+@given(seeds, st.sampled_from([1, 3]))
+def test_the_mean_and_the_deviation_of_a_group_equal_trls(seed, group):
+    """grpo_trainer.py:2749-2767: NaN where a group has nothing, and the deviation of a single one."""
+    rewards, keep = random_groups(seed, group)
+    there = torch.tensor(np.where(keep, rewards, np.nan))
+    given_rewards = np.where(keep, rewards, np.nan).astype(np.float32)
+    check(advantages.group_mean(given_rewards, keep)[:, 0], torch.nan_to_num(there.nanmean(dim=1)), 1e-5)
+    check(advantages.group_std(given_rewards, keep)[:, 0], torch.nan_to_num(nanstd()(there, dim=1)), 1e-5)
+
+
+@few
+@given(seeds, st.sampled_from([1, 3]), st.sampled_from([1, 2]))
+def test_normalizing_each_reward_equals_trl(seed, group, functions):
+    """grpo_trainer.py:2783-2788."""
+    rng = np.random.default_rng(seed)
+    rewards, keep = random_groups(seed, functions, prompts=3 * group)
+    weights = rng.normal(size=functions)
+    grouped = torch.tensor(np.where(keep, rewards, np.nan)).view(-1, group, functions)
+    mean = grouped.nanmean(dim=1, keepdim=True)
+    std = nanstd()(grouped, dim=1, keepdim=True) if group > 1 else torch.zeros_like(mean)
+    wanted = ((grouped - mean) / (std + 1e-4) * torch.tensor(weights)).nansum(dim=2)
+    found = advantages.normalize_each_reward(
+        grouped.numpy().astype(np.float32), ~grouped.isnan().numpy(), weights.astype(np.float32)
+    )
+    check(found, wanted, 1e-4)
+
+
+@few
+@given(seeds, shapes, st.sampled_from([1.0, 0.9, 0.0]))
+def test_what_is_to_come_equals_the_double_loop(seed, shape, gamma):
+    rewards, *_ = random_case(seed, *shape)
+    wanted = np.stack([(rewards[:, i:] * gamma ** np.arange(shape[1] - i)).sum(1) for i in range(shape[1])], axis=1)
+    check(advantages.return_to_go(rewards.astype(np.float32), gamma), wanted, 2e-5)

@@ -80,6 +80,20 @@ def test_an_upper_clip_of_its_own():
     assert clipped.tolist() == [False, True]
 
 
+def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone():
+    ratio, advantages = np.array([5.0, 5.0, 5.0, 0.1, 2.0]), np.array([1.0, -1.0, -0.5, -1.0, -1.0])
+
+    def terms(logprobs):
+        plain, _, _ = losses.policy_loss_terms(logprobs, np.zeros(5), advantages, cliprange=0.2)
+        return losses.dual_clip_terms(plain, advantages, dual_clip=3.0)
+
+    got, clipped = terms(np.log(ratio))
+    close(got, [-1.2, 3.0, 1.5, 0.8, 2.0], 1e-5)
+    assert clipped.tolist() == [False, True, True, False, False]
+    gradient = jax.grad(lambda x: terms(x)[0].sum())(jnp.log(ratio))
+    close(gradient, [0.0, 0.0, 0.0, 0.0, 2.0], 1e-5)  # what is bounded has no gradient
+
+
 def test_clipped_tokens_have_no_policy_gradient_and_the_others_minus_a_times_r():
     logprobs, advantages = np.log([1.5, 0.5, 1.1]), np.array([1.0, -1.0, 2.0])
     mask = np.ones(3, bool)
@@ -153,6 +167,178 @@ def test_the_loss_depends_neither_on_padding_nor_on_the_order_of_rows():
         close(function(*(x[order] for x in (logprobs, old, advantages, mask)), **options), wanted)
 
 
+# --------------------------------------------------------------------------------------------- group policy gradients
+
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_and_one_for_an_empty_row():
+    ratios, mask = (
+        np.array([[2.0, 8.0, 7.0], [9.0, 9.0, 9.0], [3.0, 3.0, 9.0]]),
+        np.array([[1, 1, 0], [0] * 3, [1] * 3]),
+    )
+    found = losses.sequence_log_ratio(np.log(ratios), mask.astype(bool))
+    close(np.exp(found), [[4.0], [1.0], [81 ** (1 / 3)]], 1e-5)
+
+
+def test_a_clipped_ratio_by_hand_with_and_without_a_bound():
+    ratio, advantages = np.array([1.5, 0.5, 1.5, 0.5, 1.1]), np.array([1.0, 1.0, -1.0, -1.0, 2.0])
+    clip = {"epsilon": 0.2, "epsilon_high": 0.3}
+    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip), [-1.3, -0.5, 1.5, 0.8, -2.2])
+    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip, delta=1.4), [-1.3, -0.5, 1.4, 0.8, -2.2])
+    # A bound below the clip bounds that side too.
+    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip, delta=1.25), [-1.25, -0.5, 1.3, 0.8, -2.2])
+
+
+def test_one_ratio_a_row_meets_the_advantages_of_its_tokens():
+    found = losses.clipped_ratio_loss_terms(
+        np.array([[1.1], [0.9]]), np.array([[1.0, 2.0], [3.0, 4.0]]), epsilon=0.2, epsilon_high=0.2
+    )
+    close(found, [[-1.1, -2.2], [-2.7, -3.6]])
+
+
+def test_a_bounded_ratio_has_no_gradient_beyond_its_bound():
+    def loss(ratio):
+        return losses.clipped_ratio_loss_terms(ratio, -np.ones(3), epsilon=0.2, epsilon_high=0.2, delta=1.4).sum()
+
+    close(jax.grad(loss)(np.array([0.5, 1.3, 1.5])), [0.0, 1.0, 0.0])
+
+
+def test_the_soft_gate_by_hand():
+    temperatures = {"temperature_pos": 2.0, "temperature_neg": 4.0}
+    ratio, advantages = np.array([1.0, 1.0, 1.5, 0.0]), np.array([1.0, -1.0, 3.0, 0.0])
+    wanted = [-1.0, 0.5, -6 / (1 + np.exp(-1.0)), 0.0]
+    close(losses.sapo_loss_terms(ratio, advantages, **temperatures), wanted)
+
+
+def test_the_soft_gate_is_the_policy_gradient_at_ratio_one_and_nothing_far_off():
+    ratio, advantages = np.array([1.0, 1.0, 1e4, 1e4]), np.array([2.0, -3.0, 2.0, -3.0])
+
+    def terms(ratio):
+        return losses.sapo_loss_terms(ratio, advantages, temperature_pos=1.0, temperature_neg=1.05)
+
+    close(jax.grad(lambda ratio: terms(ratio).sum())(ratio), [-2.0, 3.0, 0.0, 0.0], 1e-5)
+    close(terms(ratio)[2:], [-8.0, 12 / 1.05], 1e-5)
+
+
+def vespo_weight(log_ratio, advantage=1.0, sampler_ratio=None, **options):
+    log_ratio = np.atleast_2d(log_ratio).astype(np.float32)
+    sampler_ratio = None if sampler_ratio is None else np.atleast_2d(sampler_ratio).astype(np.float32)
+    mask = np.ones(log_ratio.shape, bool)
+    found = losses.vespo_weights(
+        log_ratio, np.array([[advantage]]), mask, sampler_ratio=sampler_ratio, **{**VESPO, **options}
+    )
+    assert found.shape == (1, 1)
+    return float(found[0, 0])
+
+
+def test_vespo_weights_by_hand():
+    close(vespo_weight([0.0, 0.0]), 1.0)
+    close(vespo_weight([0.0, 0.0], -1.0), 1.0)
+    two = np.log([4.0, 0.5])  # the whole response is twice as probable
+    close(vespo_weight(two), 4 * np.exp(3 - 6.0), 1e-5)
+    close(vespo_weight(two, 0.0), 4 * np.exp(3 - 6.0), 1e-5)
+    close(vespo_weight(two, -1.0), 8 * np.exp(2 - 4.0), 1e-5)
+    close(vespo_weight([0.0, 0.0], sampler_ratio=[4.0, 0.5]), 4 * np.exp(3 - 6.0), 1e-5)
+
+
+def test_vespo_weights_of_extreme_ratios():
+    slow = {"k_pos": 0.1, "lambda_pos": 1.0}
+    # Each log-ratio is within 20 of 0, their sum within ln 1e-8 and 20.
+    close(vespo_weight([30.0, -20.0]), 1.0)
+    close(vespo_weight([20.0, -30.0]), 1.0)
+    close(vespo_weight([-15.0, -15.0], **slow), np.e * 10**-0.8, 1e-5)
+    assert vespo_weight([15.0, 15.0]) == 0
+    small = {"k_pos": 0.5, "lambda_pos": 0.0}
+    close(vespo_weight([15.0, 15.0], k_pos=2425.8, lambda_pos=0.0), np.exp(48516 - 1e-4 * np.expm1(20)), 0.02)
+    # So is the sampler's ratio of each token.
+    close(
+        vespo_weight([18.0, 0.0], sampler_ratio=[0.0, 1.0], **slow), vespo_weight([18 + np.log(1e-8), 0], **slow), 1e-5
+    )
+    close(vespo_weight([-20.0, 0.0], sampler_ratio=[np.exp(25.0), 1.0]), 1.0, 1e-5)
+    # A decay of 0 counts as 1e-4, and what is not finite as 0.
+    close(vespo_weight([np.log(2.0)], **small), np.sqrt(2) * np.exp(-1e-4), 1e-6)
+    assert vespo_weight([10.0], k_pos=100.0, lambda_pos=0.0) == 0
+    assert vespo_weight([np.nan]) == 0
+
+
+def test_vespo_weights_read_nothing_masked_out_and_have_no_gradient():
+    log_ratio, mask = np.array([[np.log(2.0), np.nan], [5.0, 5.0]]), np.array([[True, False], [False, False]])
+    advantages, ratio = np.array([[1.0], [-1.0]]), np.ones((2, 2))
+    found = losses.vespo_weights(log_ratio, advantages, mask, **VESPO)
+    close(found, [[4 * np.exp(-3.0)], [1.0]], 1e-5)
+    gradients = jax.grad(
+        lambda x, r: losses.vespo_weights(x, advantages, mask, sampler_ratio=r, **VESPO).sum(), argnums=(0, 1)
+    )(np.zeros((2, 2)), ratio)
+    assert not any(np.asarray(x).any() for x in gradients)
+    by_token = losses.vespo_weights(log_ratio, np.array([[1.0, -1.0], [0.0, 0.0]]), mask, **VESPO)
+    close(by_token, [[4 * np.exp(-3.0), 8 * np.exp(-2.0)], [1.0, 1.0]], 1e-5)
+
+
+def test_a_response_is_off_policy_where_its_advantage_is_negative_and_its_mean_log_ratio_above_the_threshold():
+    sampler = np.array([[0.5, 0.5, 9.0], [0.5, 0.5, 9.0], [0.25, 0.25, np.nan], [1.0, -0.5, 0.25], [9.0, 9.0, 9.0]])
+    mask = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]], bool)
+    advantages = np.array([[0.0], [-1.0], [-1.0], [-1.0], [-1.0]])
+    keep = losses.off_policy_mask(advantages, np.zeros((5, 3)), sampler, mask, threshold=0.25)
+    assert keep.tolist() == [[True], [False], [True], [True], [True]]  # at the threshold it is kept
+    keep = losses.off_policy_mask(advantages * [1.0, 0.0], np.zeros((5, 3)), sampler, mask, threshold=0.25)
+    assert keep[1].tolist() == [False, True]
+
+
+def test_high_entropies_are_those_from_a_quantile_on():
+    entropy, every = np.array([[3.0, 1.0, 5.0], [2.0, 4.0, 9.0]]), np.ones((2, 3), bool)
+    mask = np.array([[True, True, True], [True, True, False]])
+    for quantile, least in ((0.0, 1), (0.5, 3), (0.6, 4), (0.75, 4), (0.76, 5), (1.0, 5)):
+        found = losses.high_entropy_mask(entropy, mask, quantile=quantile)
+        assert found.tolist() == (mask & (entropy >= least)).tolist(), quantile
+    assert losses.high_entropy_mask(entropy, every, quantile=0.75).sum() == 2
+    assert losses.high_entropy_mask(np.ones((2, 3)), mask, quantile=0.9).tolist() == mask.tolist()  # all are equal
+
+
+def test_high_entropies_of_one_token_of_none_and_of_infinite_ones():
+    entropy, one = np.array([1.0, np.nan, np.inf]), np.array([True, False, False])
+    assert losses.high_entropy_mask(entropy, one, quantile=0.3).tolist() == [True, False, False]
+    assert not losses.high_entropy_mask(entropy, ~one & False, quantile=0.3).any()
+    assert losses.high_entropy_mask(np.array([np.inf, np.inf, 1.0]), np.ones(3, bool), quantile=0.5).tolist() == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_sampler_ratios_by_hand():
+    learner, mask = np.log([[2.0, 4.0, 9.0], [0.5, 0.25, 1.0]]), np.array([[1, 1, 0], [1, 1, 1]], bool)
+
+    def ratio(mode, low=None, high=None):
+        found = losses.sampler_ratio(learner, np.zeros((2, 3)), mask, mode=mode, clip_min=low, clip_max=high)
+        return np.asarray(found)
+
+    close(ratio("token_truncate"), [[2, 4, 1], [0.5, 0.25, 1]], 1e-5)
+    close(ratio("token_truncate", 0.4, 3.0), [[2, 3, 1], [0.5, 0.4, 1]], 1e-5)
+    close(ratio("token_mask", 0.4, 3.0), [[2, 0, 1], [0.5, 0, 1]], 1e-5)
+    close(ratio("token_mask", 0.4), [[2, 4, 1], [0.5, 0, 1]], 1e-5)
+    close(ratio("token_mask", None, 3.0), [[2, 0, 1], [0.5, 0.25, 1]], 1e-5)
+    close(ratio("token_mask"), [[2, 4, 1], [0.5, 0.25, 1]], 1e-5)
+    close(ratio("sequence_truncate", 0.2, 7.0), [[7], [0.2]], 1e-5)
+    close(ratio("sequence_truncate"), [[8], [0.125]], 1e-5)
+    close(ratio("sequence_mask", 0.2, 9.0), [[8], [0]], 1e-5)
+    close(ratio("sequence_mask", 0.1, 7.0), [[0], [0.125]], 1e-5)
+    close(ratio("token_mask", 1.0, 1.0), [[0, 0, 1], [0, 0, 1]])  # the bounds themselves are kept
+
+
+def test_sampler_ratios_read_nothing_masked_out():
+    learner, mask = np.array([[0.0, np.nan], [np.inf, np.nan]]), np.array([[True, False], [False, False]])
+    for mode in ("token_truncate", "sequence_mask"):
+        found = losses.sampler_ratio(learner, np.zeros((2, 2)), mask, mode=mode, clip_max=3.0)
+        assert (np.asarray(found) == 1).all()
+
+
+@pytest.mark.parametrize("mode", ["", "token", "mask", "sequence_clip", "tokens_mask", "token-mask"])
+def test_an_unknown_mode_of_the_sampler_ratio_is_named(mode):
+    with pytest.raises(ValueError, match=f"token_truncate, token_mask.* not '{mode}'"):
+        losses.sampler_ratio(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), mode=mode)
+
+
 # ---------------------------------------------------------------------------------- reward model and fine-tuning
 
 
@@ -197,6 +383,10 @@ def test_wrong_shapes_and_dtypes_are_caught():
         losses.pairwise_reward_loss(jnp.zeros(2), jnp.zeros(3))
     with pytest.raises(AssertionError):
         losses.cross_entropy(jnp.zeros((2, 5)), jnp.zeros(2, jnp.int32), jnp.ones(2))
+    with pytest.raises(AssertionError):
+        losses.sequence_log_ratio(jnp.zeros(3), jnp.ones(3, bool))
+    with pytest.raises(AssertionError):
+        losses.high_entropy_mask(x, jnp.ones((2, 1), bool), quantile=0.5)
 
 
 def test_a_log_probability_has_forward_and_second_derivatives():

@@ -344,3 +344,120 @@ def test_reinforce_is_the_gradient_of_the_expected_advantage_and_a_baseline_chan
         near(expected(logits.astype(dtype), (advantages - baseline).astype(dtype)), wanted, tolerance, 4.0)
 
     run()
+
+
+# ---------------------------------------------------------------------------------------------- group policy gradients
+
+
+def test_a_clipped_ratio_is_the_clipped_loss_of_ppo(precision):
+    """Value and gradient with respect to the log-probability, A r or 0."""
+    dtype, tolerance = precision
+
+    @jax.jit
+    def run_both(new, old, advantages):
+        def ours(new):
+            return losses.clipped_ratio_loss_terms(jnp.exp(new - old), advantages, epsilon=0.1, epsilon_high=0.4)
+
+        def theirs(new):
+            return losses.policy_loss_terms(new, old, advantages, cliprange=0.1, cliprange_high=0.4)[0]
+
+        return [jax.vjp(f, new)[0:1] + jax.vjp(f, new)[1](jnp.ones_like(new)) for f in (ours, theirs)]
+
+    @few
+    @given(seeds)
+    def run(seed):
+        new, old, advantages = (0.4 * np.random.default_rng(seed).normal(size=(3, B, T))).astype(dtype)
+        for found, wanted in zip(*run_both(new, old, advantages), strict=True):
+            near(found, wanted, tolerance)
+
+    run()
+
+
+EQUATIONS = {
+    "sequence_log_ratio": lambda x, y, a, mask: losses.sequence_log_ratio(x - y, mask),
+    "vespo_weights": lambda x, y, a, mask: losses.vespo_weights(
+        x - y, a, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0
+    ),
+    "off_policy_mask": lambda x, y, a, mask: losses.off_policy_mask(a, x, y, mask, threshold=0.2),
+    "high_entropy_mask": lambda x, y, a, mask: losses.high_entropy_mask(jnp.exp(x), mask, quantile=0.8),
+    "sampler_ratio of tokens": lambda x, y, a, mask: losses.sampler_ratio(
+        x, y, mask, mode="token_truncate", clip_max=2.0
+    ),
+    "sampler_ratio of responses": lambda x, y, a, mask: losses.sampler_ratio(
+        x, y, mask, mode="sequence_mask", clip_max=2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_masked_tokens_are_never_read_and_rows_know_their_place_nowhere(precision, name):
+    """Nor does padding change what a row is given."""
+    dtype, tolerance = precision
+    function = jax.jit(EQUATIONS[name])
+
+    @few
+    @given(seeds, masks, st.permutations(range(B)), st.sampled_from([np.nan, np.inf, -np.inf, 1e30]))
+    def run(seed, mask, order, poison):
+        rng, order = np.random.default_rng(seed), list(order)
+        x, y = rng.normal(size=(2, B, T)).astype(dtype)
+        given_arrays = (x, y, rng.normal(size=(B, 1)).astype(dtype), mask)
+        wanted = np.asarray(function(*given_arrays))
+        dirty = [np.where(mask, x, dtype.type(poison)) for x in given_arrays[:2]]
+        np.testing.assert_array_equal(function(*dirty, *given_arrays[2:]), wanted)
+        near(function(*(x[order] for x in given_arrays)), wanted[order], tolerance)
+        wide = [np.pad(x, ((0, 0), (0, 2 if x.shape[1] > 1 else 0)), constant_values=0) for x in given_arrays]
+        near(np.asarray(function(*wide))[:, : wanted.shape[1]], wanted, tolerance)
+
+    run()
+
+
+def test_the_share_of_high_entropies_is_what_was_asked_for(precision):
+    """Without ties: those of a rank of at least quantile * (n - 1)."""
+    dtype, _ = precision
+    function = jax.jit(lambda x, mask, quantile: losses.high_entropy_mask(x, mask, quantile=quantile))
+
+    @few
+    @given(seeds, masks, st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+    def run(seed, mask, quantile):
+        entropy = np.random.default_rng(seed).permutation(B * T).reshape(B, T).astype(dtype)
+        found, n = np.asarray(function(entropy, mask, quantile)), mask.sum()
+        ranks = np.array([(entropy[mask] < x).sum() for x in entropy.reshape(-1)]).reshape(B, T)
+        np.testing.assert_array_equal(found, mask & (ranks >= np.round(quantile * max(n - 1, 0), 5)))
+
+    run()
+
+
+def test_vespo_weights_are_largest_where_k_is_lambda_times_the_ratio(precision):
+    dtype, tolerance = precision
+    weigh = jax.jit(
+        lambda x, k, lam: losses.vespo_weights(
+            x, np.ones((1, 1)), np.ones((1, 1), bool), k_pos=k, lambda_pos=lam, k_neg=0.0, lambda_neg=0.0
+        )[0, 0]
+    )
+
+    @few
+    @given(st.floats(0.5, 4), st.floats(0.5, 4), st.floats(-3, 3))
+    def run(k, lam, log_ratio):
+        top = float(weigh(np.full((1, 1), np.log(k / lam), dtype), k, lam))
+        at = float(weigh(np.full((1, 1), log_ratio, dtype), k, lam))
+        assert 0 <= at <= top * (1 + 10 * tolerance)
+        near(weigh(np.zeros((1, 1), dtype), k, lam), 1.0, tolerance)
+
+    run()
+
+
+def test_the_ratio_of_a_response_is_the_product_of_those_of_its_tokens(precision):
+    dtype, tolerance = precision
+
+    @jax.jit
+    def ratios(x, y, mask):
+        return [losses.sampler_ratio(x, y, mask, mode=f"{level}_truncate") for level in ("token", "sequence")]
+
+    @few
+    @given(seeds, masks)
+    def run(seed, mask):
+        x, y = np.random.default_rng(seed).normal(size=(2, B, T)).astype(dtype)
+        tokens, whole = ratios(x, y, mask)
+        near(whole, np.prod(tokens, axis=1, keepdims=True), 10 * tolerance)
+
+    run()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import losses
+from tests.helpers import trl_grpo
 
 torch = pytest.importorskip("torch")
 few = settings(max_examples=20, deadline=None)
@@ -227,5 +228,200 @@ def test_a_clip_of_two_widths_equals_trls_rloo(precision):
             dtype,
             tolerance,
         )
+
+    run()
+
+
+def test_a_dual_clip_and_its_gradients_equal_the_published_objective(precision):
+    """Ye et al. 2020: max(min(r A, clip(r) A), c A) where A < 0, which is maximised."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([1.5, 3.0]))
+    def run(seed, shape, dual_clip):
+        rng = np.random.default_rng(seed)
+        old, advantages = rng.normal(size=shape) - 3, rng.normal(size=shape)
+
+        def ours(new, old, advantages):
+            plain, _, _ = losses.policy_loss_terms(new, old, advantages, cliprange=0.2, cliprange_high=0.28)
+            return losses.dual_clip_terms(plain, advantages, dual_clip=dual_clip)[0].mean()
+
+        def published(new, old, advantages):
+            ratio = torch.exp(new - old)
+            objective = torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+            objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+            return -objective.mean()
+
+        both(ours, published, [old + rng.normal(size=shape), old, advantages], dtype, tolerance)
+
+    run()
+
+
+# ---------------------------------------------------------------------------------------------- group policy gradients
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """TRL's GRPOTrainer."""
+    return pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+
+
+def any_mask(rng, shape):
+    """Some rows empty, some full."""
+    return np.arange(shape[1])[None] < rng.integers(0, shape[1] + 1, size=(shape[0], 1))
+
+
+def test_sequence_ratios_and_gradients_equal_trl(precision):
+    """grpo_trainer.py:3186-3188."""
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        mask, weights = any_mask(rng, shape), rng.normal(size=(shape[0], 1))
+        keep = torch.tensor(mask)
+        both(
+            lambda x: (losses.sequence_log_ratio(x, mask) * weights.astype(dtype)).sum(),
+            lambda x: (((x * keep).sum(-1) / keep.sum(-1).clamp(min=1.0))[:, None] * torch.tensor(weights)).sum(),
+            [rng.normal(size=shape)],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
+@pytest.mark.parametrize("delta", [None, 1.3, 1.1])
+def test_clipped_ratios_and_gradients_equal_trl(precision, delta):
+    """grpo_trainer.py:3210-3218, one ratio a token or a row."""
+    dtype, tolerance = precision
+
+    def reference(ratio, advantages):
+        clipped = torch.clamp(ratio, 0.9, 1.2)
+        ratio = ratio if delta is None else torch.clamp(ratio, max=delta)
+        return -torch.min(ratio * advantages, clipped * advantages).sum()
+
+    @few
+    @given(seeds, st.sampled_from([((3, 5), (3, 5)), ((3, 1), (3, 5)), ((3, 5), (3, 1))]))
+    def run(seed, shapes):
+        rng = np.random.default_rng(seed)
+        ratio, advantages = np.exp(0.3 * rng.normal(size=shapes[0])), rng.normal(size=shapes[1])
+        both(
+            lambda *x: losses.clipped_ratio_loss_terms(*x, epsilon=0.1, epsilon_high=0.2, delta=delta).sum(),
+            reference,
+            [ratio, advantages],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
+def test_the_soft_gate_and_its_gradients_equal_trl(precision):
+    """grpo_trainer.py:3219-3222."""
+    dtype, tolerance = precision
+
+    def reference(ratio, advantages):
+        temperatures = torch.where(advantages > 0, 0.75, 1.25)  # exact in float32
+        return -(torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures * advantages).sum()
+
+    @few
+    @given(seeds, shapes, st.sampled_from([0.3, 3.0]))
+    def run(seed, shape, scale):
+        rng = np.random.default_rng(seed)
+        both(
+            lambda *x: losses.sapo_loss_terms(*x, temperature_pos=0.75, temperature_neg=1.25).sum(),
+            reference,
+            [np.exp(scale * rng.normal(size=shape)), rng.normal(size=shape)],
+            dtype,
+            10 * tolerance,
+        )
+
+    run()
+
+
+def test_vespo_weights_equal_trls(trl, precision):
+    """With and without the sampler's ratio, far beyond where log-ratios are cut too."""
+    dtype, tolerance = precision
+    options = {"k_pos": 0.5, "lambda_pos": 0.25, "k_neg": 1.5, "lambda_neg": 0.0}
+
+    @few
+    @given(seeds, shapes, st.sampled_from([0.1, 1.0, 12.0]), st.booleans())
+    def run(seed, shape, scale, with_sampler):
+        rng = np.random.default_rng(seed)
+        log_ratio, advantages, mask = (
+            scale * rng.normal(size=shape),
+            rng.normal(size=(shape[0], 1)),
+            any_mask(rng, shape),
+        )
+        advantages[0] = 0
+        sampler = np.where(mask, np.exp(scale * rng.normal(size=shape)) * (rng.random(shape) < 0.8), 1)
+        sampler = sampler if with_sampler else None
+        wanted = trl.get_gamma_weights(
+            torch.tensor(advantages),
+            torch.tensor(log_ratio),
+            torch.tensor(mask),
+            None if sampler is None else torch.tensor(sampler),
+            **options,
+        )
+        given_sampler = None if sampler is None else sampler.astype(dtype)
+        found = losses.vespo_weights(
+            log_ratio.astype(dtype), advantages.astype(dtype), mask, sampler_ratio=given_sampler, **options
+        )
+        assert found.dtype == dtype
+        # An error of the sum of log-ratios is multiplied by k - lambda w, at most where the weight is still above 0.
+        np.testing.assert_allclose(found, wanted, rtol=100 * tolerance, atol=tolerance)
+
+    run()
+
+
+def test_the_responses_that_are_kept_equal_trls(trl, precision):
+    dtype, _ = precision
+
+    @few
+    @given(seeds, shapes)
+    def run(seed, shape):
+        rng = np.random.default_rng(seed)
+        advantages, (logprobs, sampler) = rng.normal(size=(shape[0], 1)), rng.normal(size=(2, *shape))
+        advantages[0], mask = 0, any_mask(rng, shape)
+        wanted = trl.get_off_policy_mask(*(torch.tensor(x) for x in (advantages, logprobs, sampler, mask)), 0.3)
+        found = losses.off_policy_mask(*(x.astype(dtype) for x in (advantages, logprobs, sampler)), mask, threshold=0.3)
+        np.testing.assert_array_equal(found, wanted.numpy())
+
+    run()
+
+
+@few
+@given(seeds, st.sampled_from([(1, 1), (3, 5), (4, 8)]), st.floats(0, 1) | st.sampled_from([0.2, 0.8]), st.booleans())
+def test_tokens_of_high_entropy_equal_trls(trl, seed, shape, fraction, tied):
+    """torch.quantile of whatever the mask holds, ties and empty masks too."""
+    rng = np.random.default_rng(seed)
+    entropy, mask = rng.gamma(1.0, size=shape).astype(np.float32), any_mask(rng, shape)
+    entropy = np.round(entropy) if tied else entropy
+    trainer = trl.__new__(trl)
+    trainer.accelerator = trl_grpo.OneProcess()
+    wanted = trainer.get_high_entropy_mask(torch.tensor(entropy), torch.tensor(mask).int(), 1 - fraction)
+    found = losses.high_entropy_mask(entropy, mask, quantile=1 - fraction)
+    np.testing.assert_array_equal(found, wanted.numpy())
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_sampler_ratios_equal_trls(precision, mode):
+    dtype, tolerance = precision
+
+    @few
+    @given(seeds, shapes, st.sampled_from([None, 0.5]), st.sampled_from([None, 2.0]))
+    def run(seed, shape, low, high):
+        rng = np.random.default_rng(seed)
+        (learner, sampler), mask = rng.normal(size=(2, *shape)), any_mask(rng, shape)
+        if mode.endswith("truncate") and low is high is None:
+            return  # torch.clamp needs a bound
+        wanted = trl_grpo.sampler_ratio(*(torch.tensor(x) for x in (learner, sampler, mask)), mode, low, high)
+        found = losses.sampler_ratio(
+            learner.astype(dtype), sampler.astype(dtype), mask, mode=mode, clip_min=low, clip_max=high
+        )
+        assert found.dtype == dtype and found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=10 * tolerance, atol=tolerance)
 
     run()

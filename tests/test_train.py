@@ -14,6 +14,7 @@ import rlhf_jax
 from rlhf_jax import data, train
 from rlhf_jax import report as report_of_runs
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, command_line
+from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import catalog
 from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
@@ -243,6 +244,43 @@ def test_an_optimizer_of_ones_own_is_used(tmp_path):
     assert len(found) == 2
 
 
+def test_a_ppo_run_killed_in_the_critics_warm_up_continues_to_the_same_bits(sft, tmp_path):
+    options = {
+        "critic_warmup_steps": 2,
+        "value_learning_rate": 3e-3,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 1},
+        "kl_loss_coef": 0.1,
+        "dual_clip": 3.0,
+        "num_sample_generations": 0,
+        "dataset_test_split": None,
+        "eval_steps": 0,
+    }
+    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir, **options), reward_funcs=wordiness)
+    cut = ppo_config(tmp_path / "cut", sft.run_dir, **options)
+    with pytest.raises(Killed):
+        rlhf_jax.run(cut, reward_funcs=wordiness, callbacks=[KillAt(1)])
+    resumed = rlhf_jax.run(cut, reward_funcs=wordiness)
+    found = lines(whole.run_dir)
+    assert lines(resumed.run_dir) == found
+    for a, b in zip(tensors(resumed.paths["policy"]), tensors(whole.paths["policy"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [line["policy/approxkl_avg"] > 1e-9 for line in found] == [False, False, True, True]
+    peak = cut.learning_rate
+    for line in found:
+        assert line["critic_lr"] / 3e-3 == pytest.approx(line["lr"] / peak)
+    assert {"loss/kl_avg", "policy/clipfrac_lower_avg"} <= found[0].keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [("value_learning_rate", 0.0), ("critic_warmup_steps", 2)])
+def test_an_option_of_adamw_for_the_critic_is_refused_beside_another_optimizer(tmp_path, name, value):
+    import optax
+
+    config = PPOConfig(run_dir=str(tmp_path / "ppo"), scratch_model="1x16x2", **{name: value})
+    with pytest.raises(UserError, match=f"{name} {value:g} is an option of the built-in AdamW"):
+        rlhf_jax.run(config, optimizer=optax.sgd(0.1))
+
+
 def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     shared = dict(OPTIONS)
     small = Pipeline(
@@ -315,8 +353,33 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 
+def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them(tmp_path, capsys):
+    flags = ["--run_dir", str(tmp_path / "run"), "--sft.max_steps", "2", "--sft.scratch_model", "qwen2:1x16x2x1"]
+    flags += ["--sft.max_eval_samples", "8", "--sft.eval_steps", "0"]
+    for name in ("grpo", "ppo"):
+        short = {"total_episodes": 16, "batch_size": 16, "max_eval_samples": 8, "num_sample_generations": 1}
+        more = [word for option, value in short.items() for word in (f"--{name}.{option}", str(value))]
+        assert train.main(["--config", f"quickstart_math.py:{name}", *flags, *more]) == 0
+        out = capsys.readouterr().out
+        assert "means with 95 % intervals" in out and f"{name.upper()} - SFT in score, mean over prompts" in out
+        report = json.load(open(tmp_path / "run" / name / "comparison.json"))
+        assert [row["name"] for row in report["rows"]] == ["SFT", name.upper()] and len(report["samples"]) == 3
+        for row in report["rows"]:
+            assert list(row["rewards"]) == ["exact_match_reward", "boxed_format_reward"] and row["samples"] == 8
+            assert {"length", "entropy", "eos_rate"} <= set(row) and 0 < row["entropy"] <= np.log(113)
+        assert {"rewards/exact_match_reward/mean", "rewards/boxed_format_reward/mean"} <= set(
+            lines(tmp_path / "run" / name)[-1]
+        )
+    assert (tmp_path / "run" / "ppo" / "value").is_dir()  # from the SFT policy, with a new head
+    _, groups = report_of_runs.read([str(tmp_path / "run")])
+    assert [group.label for group in groups] == ["run/sft", "run/ppo", "run/grpo"]
+    text = page.render_page(groups, "run")
+    assert '<th scope="col">exact_match_reward</th>' in text and '<th scope="col">entropy</th>' in text
+
+
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
-    code = train.main(["--config", "quickstart.py", "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
-    out = capsys.readouterr().out
-    assert code == 0 and not (tmp_path / "run").exists()
-    assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out
+    for spec in ("quickstart.py", "quickstart_math.py"):
+        code = train.main(["--config", spec, "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
+        out = capsys.readouterr().out
+        assert code == 0 and not (tmp_path / "run").exists()
+        assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out

@@ -78,7 +78,7 @@ def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
 
 
 def response_logprobs(
-    model, params: Params, hidden: Array, response: Array, temperature: float, entropy_gradient: bool = False
+    model, params: Params, hidden: Array, response: Array, temperature: float, *, entropy_gradient: bool = False
 ):
     """Log-probabilities of the response and the entropy of each position, at `temperature`.
 
@@ -87,7 +87,7 @@ def response_logprobs(
       hidden: [b, T, D], the positions that predict the response.
       response: [b, T] int32.
       temperature: logits are divided by temperature + 1e-7 (TRL ppo_trainer.py:713).
-      entropy_gradient: whether the entropy is differentiated, for a loss that has it.
+      entropy_gradient: whether the entropies have a gradient.
 
     Returns:
       (log-probabilities [b, T] float32, entropies [b, T] float32)
@@ -100,8 +100,8 @@ def response_logprobs(
             logits = model.logits(params, hidden / (temperature + 1e-7))
         else:
             logits = model.logits(params, hidden) / (temperature + 1e-7)
-        of_entropy = logits if entropy_gradient else jax.lax.stop_gradient(logits)
-        return losses.logprobs_from_logits(logits, response), losses.entropy_from_logits(of_entropy)
+        logprobs = losses.logprobs_from_logits(logits, response)
+        return logprobs, losses.entropy_from_logits(logits if entropy_gradient else jax.lax.stop_gradient(logits))
 
     return map_logit_chunks(of_chunk, model, params, (hidden, response))
 
@@ -187,14 +187,17 @@ def evaluate_actor_critic(models: Models, tokens: Array, mask: Array, t: int, co
       models: with whole params; without a value model the policy has the value head.
       tokens, mask: [B, C + T].
       t: T.
-      config: temperature, dtype, remat.
+      config: temperature, dtype, remat, entropy_coef.
 
     Returns:
-      (log-probabilities, entropies, values), each [B, T] float32.
+      (log-probabilities, entropies, values), each [B, T] float32; the entropies have a gradient with entropy_coef.
     """
     policy, value = models.policy, models.value
     hidden = response_hidden(policy.model, policy.params, tokens, mask, t, config)
-    logprobs, entropy = response_logprobs(policy.model, policy.params, hidden, tokens[:, -t:], config.temperature)
+    options = {"entropy_gradient": bool(getattr(config, "entropy_coef", 0.0))}
+    logprobs, entropy = response_logprobs(
+        policy.model, policy.params, hidden, tokens[:, -t:], config.temperature, **options
+    )
     if value is None:
         values = policy.model.scalars(policy.params, hidden)
     else:
@@ -235,7 +238,9 @@ def group_logprobs(
     else:
         last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
         hidden = jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
-    logprobs, entropy = response_logprobs(model, params, hidden, response, config.temperature, entropy_gradient)
+    logprobs, entropy = response_logprobs(
+        model, params, hidden, response, config.temperature, entropy_gradient=entropy_gradient
+    )
     return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 

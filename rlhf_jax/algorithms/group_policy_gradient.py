@@ -24,6 +24,7 @@ from rlhf_jax.algorithms.rollout_metrics import (
     objective_metrics,
     penalize_missing_eos,
     reward_metrics,
+    sampling_metrics,
     split_groups,
 )
 from rlhf_jax.parallel import sharding
@@ -178,6 +179,8 @@ def make_experience(
             config=config,
         ),
     }
+    if config.old_logprobs == "forward" and not needs.sampler_logprobs:  # else the loss logs it
+        metrics |= sampling_metrics(logprobs, rollout.logprobs, response_mask)
     if models.reference is None:
         del metrics["objective/kl"]
     elif not needs.ref_logprobs:  # else the loss logs it

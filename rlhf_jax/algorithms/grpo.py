@@ -434,6 +434,11 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
     def mean(name: str) -> Array:
         return form.ratio_of_sums(sums[f"mean/{name}"], sums[f"count/{name}"])
 
+    def extreme(of_micro_batches: Callable, name: str) -> Array:
+        # A minibatch without a token to train on, as where all responses are truncated, has no least or greatest value.
+        value = of_micro_batches(extremes[name])
+        return jnp.where(jnp.isfinite(value), value, 0.0)
+
     metrics = {
         "loss": totals["loss"],
         "loss/policy_avg": totals["policy_loss"],
@@ -459,8 +464,8 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
-            "clip_ratio/low_min": form.least(extremes["min/clip_ratio/low"]),
-            "clip_ratio/high_max": form.greatest(extremes["max/clip_ratio/high"]),
+            "clip_ratio/low_min": extreme(form.least, "min/clip_ratio/low"),
+            "clip_ratio/high_max": extreme(form.greatest, "max/clip_ratio/high"),
             "policy/clipfrac_avg": low + high,
         }
     if "mean/cispo_clip_ratio" in sums:
@@ -469,9 +474,9 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
         metrics["vespo/phi_seq_mean"] = mean("vespo/phi_seq")
     if "mean/is" in sums:
         metrics |= {
-            "sampling/importance_sampling_ratio/min": form.least(extremes["min/is"]),
+            "sampling/importance_sampling_ratio/min": extreme(form.least, "min/is"),
             "sampling/importance_sampling_ratio/mean": mean("is"),
-            "sampling/importance_sampling_ratio/max": form.greatest(extremes["max/is"]),
+            "sampling/importance_sampling_ratio/max": extreme(form.greatest, "max/is"),
         }
     return metrics
 

@@ -23,8 +23,8 @@ from rlhf_jax.algorithms.actor_critic import (
     response_logprobs,
 )
 from rlhf_jax.algorithms.metric_forms import FORMS
-from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos
+from rlhf_jax.algorithms.optimizer import Optimizer, is_critic
+from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos, sampling_metrics
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Experience, Metrics, ScoredRollout, TrainState
@@ -78,7 +78,7 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
     if config.whiten_rewards:
         rewards = adv.masked_whiten(rewards, value_targets, shift_mean=False, ddof=config.whiten_ddof)
         rewards = jnp.where(value_targets, rewards, 0.0)
-    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=config.lam)
+    advantages, returns = advantages_and_returns(rewards, values, rollout.lengths, config)
     advantages = adv.masked_whiten(advantages, response_mask, ddof=config.whiten_ddof)
     advantages = jnp.where(response_mask, advantages, 0.0)
 
@@ -90,6 +90,7 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
         values=values,
         advantages=advantages,
         returns=returns,
+        ref_logprobs=ref_logprobs if config.kl_loss_coef else None,
     )
     mean_non_score = adv.masked_mean(jnp.sum(non_score_reward, axis=1), present)
     if token_rewards is not None:
@@ -108,7 +109,30 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
         "val/response_length": adv.masked_mean(lengths.astype(jnp.float32), lengths >= 0),
         "val/explained_variance": explained_variance(values, returns, value_targets),
     }
+    if config.old_logprobs == "forward":
+        metrics |= sampling_metrics(logprobs, rollout.logprobs, response_mask)
     return experience, metrics
+
+
+def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config) -> tuple[Array, Array]:
+    """GAE of advantages and of the returns that the critic learns from, each with its own lambda (VAPO).
+
+    Args:
+      rewards, values: [B, T] float32.
+      lengths: [B] int32, of the responses.
+      config: gamma, lam, value_lam, adaptive_lam_alpha.
+
+    Returns:
+      (advantages, returns), each [B, T] float32.
+    """
+    adaptive, lam = config.adaptive_lam_alpha is not None, config.lam
+    if adaptive:
+        lam = adv.length_adaptive_lam(lengths, config.adaptive_lam_alpha)
+    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=lam)
+    if adaptive or config.value_lam is not None:
+        value_lam = config.lam if config.value_lam is None else config.value_lam
+        _, returns = adv.gae(rewards, values, gamma=config.gamma, lam=value_lam)
+    return advantages, returns
 
 
 def compute_logprobs_and_values(
@@ -238,13 +262,15 @@ def update(
         grads, (metrics, ratio_errors, ratios) = microbatch.accumulate_gradients(
             loss_fn, params, (micros, weights), buckets
         )
+        if config.critic_warmup_steps:
+            grads = critic_gradients(grads, state.step < config.critic_warmup_steps)
         *carry, step_metrics = nonfinite.apply_if_finite(
             optimizer,
             params,
             opt_state,
             grads,
             step=state.step * steps + number,
-            loss=(metrics["loss/policy_avg"], metrics["loss/value_avg"]),
+            loss=[value for name, value in metrics.items() if name.startswith("loss/")],
             steps_enabled=steps_enabled,
             allowed=nonfinite.below_target_kl(metrics["policy/approxkl_avg"], config),
         )
@@ -287,8 +313,16 @@ def permutations(key: Array, epochs: int, rows: int) -> Array:
     return jax.vmap(lambda k: jax.random.permutation(k, rows))(jax.random.split(key, epochs))
 
 
+def critic_gradients(grads: Any, warming_up: Array) -> Any:
+    """Gradients of the trained params, with 0 for all but the critic's while `warming_up` ([] bool)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, g: g if is_critic(path) else jnp.where(warming_up, jnp.zeros_like(g), g), grads
+    )
+
+
 def loss_and_metrics(models: Models, micro: Experience, scale: dict[str, Array], config):
-    """PPO's loss of one micro-batch: clipped policy loss + vf_coef * clipped value loss.
+    """PPO's loss of one micro-batch: clipped policy loss + vf_coef * clipped value loss, and if their coefficients are
+    set, + kl_loss_coef * KL to the reference - entropy_coef * entropy.
 
     Args:
       models: with whole params.
@@ -309,8 +343,16 @@ def loss_and_metrics(models: Models, micro: Experience, scale: dict[str, Array],
     values = jnp.where(value_mask, values, 0.0)
 
     policy_losses, policy_clipped, ratio = losses.policy_loss_terms(
-        logprobs, micro.logprobs, micro.advantages, cliprange=config.cliprange
+        logprobs,
+        micro.logprobs,
+        micro.advantages,
+        cliprange=config.cliprange,
+        cliprange_high=config.epsilon_high,
     )
+    if config.dual_clip is not None:
+        policy_losses, lower_clipped = losses.dual_clip_terms(
+            policy_losses, micro.advantages, dual_clip=config.dual_clip
+        )
     value_losses, value_clipped = losses.value_loss_terms(
         values, micro.values, micro.returns, cliprange_value=config.cliprange_value
     )
@@ -328,8 +370,21 @@ def loss_and_metrics(models: Models, micro: Experience, scale: dict[str, Array],
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
     }
+    loss = policy_loss + config.vf_coef * value_loss
+
+    def policy_mean(x):
+        return jnp.sum(jnp.where(response_mask, x, 0.0) * scale["policy"])
+
+    if config.dual_clip is not None:
+        metrics["policy/clipfrac_lower_avg"] = policy_mean(lower_clipped)
+    if config.kl_loss_coef:
+        kl = adv.kl_penalty(logprobs, micro.ref_logprobs, config.kl_loss_estimator)
+        metrics["loss/kl_avg"] = policy_mean(kl)
+        loss = loss + config.kl_loss_coef * metrics["loss/kl_avg"]
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * policy_mean(entropy)
     ratio_error = jnp.max(jnp.where(response_mask, jnp.abs(ratio - 1.0), 0.0))
-    return policy_loss + config.vf_coef * value_loss, (metrics, ratio_error)
+    return loss, (metrics, ratio_error)
 
 
 def loss_weights(lengths: Array, t: int, config) -> dict[str, Array]:
@@ -376,8 +431,9 @@ def experience_causes(experience: Experience, config) -> Array:
     t = experience.logprobs.shape[1]
     response_mask = adv.response_mask(experience.lengths, t)
     value_mask = adv.value_mask(experience.lengths, t) if config.score_position == "after_eos" else response_mask
+    logprobs = [x for x in (experience.logprobs, experience.ref_logprobs) if x is not None]
     return nonfinite.causes_of(
-        logprob=jnp.where(response_mask, experience.logprobs, 0.0),
+        logprob=[jnp.where(response_mask, x, 0.0) for x in logprobs],
         value=jnp.where(value_mask, experience.values, 0.0),
         advantage=jnp.where(response_mask, experience.advantages, 0.0),
         **{"return": jnp.where(value_mask, experience.returns, 0.0)},

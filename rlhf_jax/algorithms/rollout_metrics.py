@@ -67,6 +67,24 @@ def length_metrics(rollout: Rollout) -> Metrics:
     }
 
 
+def sampling_metrics(logprobs: Array, sampler_logprobs: Array, mask: Array) -> Metrics:
+    """TRL's `sampling/sampling_logp_difference/...`: |learner's - sampler's log-probability| of the sampled tokens
+    (grpo_trainer.py:2881-2894). Large values show a wrong cache, window or temperature, or a coarse dtype.
+
+    Args:
+      logprobs, sampler_logprobs: [B, T] float32.
+      mask: [B, T] bool, the response.
+
+    Returns:
+      Each [] float32.
+    """
+    difference = jnp.where(mask, jnp.abs(logprobs - sampler_logprobs), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": adv.masked_mean(difference, mask),
+        "sampling/sampling_logp_difference/max": jnp.max(difference),
+    }
+
+
 def reward_metrics(
     raw: Array,
     rewards: Array,

@@ -157,7 +157,7 @@ def check_rows(config: StageConfig, n_rows: int) -> list[str]:
     """Raise UserError if `n_rows` rows make no update.
 
     Returns:
-      Warnings: a warm-up longer than the run, off-policy steps without a ratio.
+      Warnings: a warm-up or a schedule longer than the run, off-policy steps without a ratio.
     """
     counts = batch_arithmetic(config, n_rows)
     if not counts.updates or not n_rows:
@@ -170,6 +170,17 @@ def check_rows(config: StageConfig, n_rows: int) -> list[str]:
             f"warning: warmup_steps {config.warmup_steps} >= {length} {unit}: the learning rate never reaches "
             f"{config.learning_rate:g}"
         )
+    kwargs = config.lr_scheduler_kwargs or {}
+    phases = {"warmup_steps": config.warmup_steps}
+    phases |= {name: kwargs[name] for name in ("num_stable_steps", "num_decay_steps") if kwargs.get(name)}
+    if len(phases) > 1 and sum(phases.values()) > length:
+        total = " + ".join(f"{name} {steps}" for name, steps in phases.items())
+        warnings.append(
+            f"warning: {total} = {sum(phases.values())} > {length} {unit}: the schedule is longer than the run"
+        )
+    warmup = getattr(config, "critic_warmup_steps", 0)
+    if warmup and warmup >= counts.updates:
+        warnings.append(f"warning: critic_warmup_steps {warmup} >= {counts.updates} updates: the policy never learns")
     steps = counts.epochs * (counts.batch // counts.minibatch)
     if getattr(config, "policy_loss", "clipped") == "reinforce" and steps > 1:
         warnings.append(

@@ -93,7 +93,7 @@ class StageConfig:
     """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
     'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer, if not the model's own; 'synthetic' is the built-in one."""
+    """Tokenizer, if not the model's own; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and reductions stay float32."""
     gradient_checkpointing: bool = False
@@ -126,7 +126,8 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or 'synthetic'."""
+    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
+    preferences) or 'arithmetic' (sums with worked solutions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -167,8 +168,15 @@ class StageConfig:
     another device. Never changes the result."""
     learning_rate: NonNegativeFloat = 3e-6
     """Peak learning rate of AdamW."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Schedule after the warm-up: linear decay to 0, cosine decay to 0, or constant."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "warmup_stable_decay"
+    ] = "linear"
+    """Schedule after the warm-up: linear decay to 0, cosine decay to 0, constant (constant_with_warmup is the same),
+    cosine decay to a minimum, or constant until a decay at the end (see lr_scheduler_kwargs)."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Parameters of the schedule by transformers' names. cosine: num_cycles; cosine_with_min_lr: min_lr or min_lr_rate,
+    num_cycles; warmup_stable_decay: num_decay_steps, num_stable_steps, warmup_type, decay_type, min_lr_ratio,
+    num_cycles. Steps have the unit of warmup_steps."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""
     adam_beta1: Decay = 0.9
@@ -315,8 +323,9 @@ class PolicyConfig(StageConfig):
     reward_text_eos: bool = True
     """Append the reward model's eos to the text of a response that ended (TRL's RLOO leaves it out)."""
     reward_funcs: tuple[str, ...] = ()
-    """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's
-    (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment)."""
+    """Reward functions: 'module:function', 'file.py:function', 'package.module.function', a name of TRL's
+    (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), exact_match_reward
+    or boxed_format_reward."""
     reward_timeout: PositiveFloat = 600.0
     """Timeout of one call of a Python reward function, in seconds."""
     reward_server: str | None = None
@@ -435,7 +444,7 @@ class PPOConfig(PolicyConfig):
 
     # --- the value model
     value_model_path: str | None = None
-    """Value model to start from; default: the reward model."""
+    """Value model to start from; default: the reward model, or without one the policy, with a new head."""
     value_model_revision: str = "main"
     """Hub revision of the value model."""
     value_model: Literal["separate", "shared_backbone"] = "separate"
@@ -444,6 +453,12 @@ class PPOConfig(PolicyConfig):
     """With use_peft, which params of the value model are trained: full: all (TRL); own: an adapter and a
     head on its own params, which are the reward model's if it starts from it (no copy); shared: both on the policy's
     params."""
+    value_learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate of the critic, on the policy's schedule; with value_model shared_backbone, of the value head
+    alone. None: learning_rate."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Number of first updates in which only the critic learns (with value_model shared_backbone, only the value head).
+    The policy's learning-rate schedule counts these updates too."""
 
     # --- the algorithm
     batch_size: PositiveInt = 512
@@ -460,8 +475,20 @@ class PPOConfig(PolicyConfig):
     """Target KL per response of the adaptive controller; None: kl_coef stays fixed."""
     kl_horizon: PositiveInt = 10000
     """Horizon of the adaptive controller, in episodes."""
+    kl_loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the reference as a term of the loss, per token; 0: none."""
+    kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL. The gradient of k1 has mean 0 under the policy itself."""
     cliprange: PositiveFloat = 0.2
-    """Clip range of the policy ratio."""
+    """Clip range of the policy ratio below 1, and above 1 if epsilon_high is not given."""
+    epsilon_high: PositiveFloat | None = None
+    """Clip range of the policy ratio above 1 (DAPO's clip-higher); default: cliprange."""
+    dual_clip: Annotated[float, Range("above 1", lambda v: v > 1)] | None = None
+    """Upper bound of a token's loss, in multiples of -advantage, where the advantage is below 0 (dual-clip PPO, Ye et
+    al. 2020); None: none."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Coefficient of the entropy bonus in the loss: entropy of the next-token distribution, in nats per token; 0: no
+    bonus."""
     vf_coef: NonNegativeFloat = 0.1
     """Coefficient of the value loss."""
     cliprange_value: PositiveFloat = 0.2
@@ -470,6 +497,11 @@ class PPOConfig(PolicyConfig):
     """Discount factor."""
     lam: Fraction = 0.95
     """GAE lambda."""
+    value_lam: Fraction | None = None
+    """GAE lambda of the returns that the critic learns from (VC-PPO and VAPO: 1.0); None: lam."""
+    adaptive_lam_alpha: PositiveFloat | None = None
+    """GAE lambda of the advantages by the response's length l in tokens: 1 - 1 / (adaptive_lam_alpha * l), at least 0
+    (VAPO: 0.05); None: lam."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation; the mean is kept."""
     whiten_ddof: Literal[0, 1] = 1
@@ -634,14 +666,14 @@ class GRPOConfig(GroupConfig):
     """Mask responses of negative advantage whose mean log-ratio of sampler to policy is above this (DeepSeek-V3.2)."""
 
     # --- entropy bonus
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus."""
     use_adaptive_entropy: bool = False
     """After each optimizer step, change entropy_coef by entropy_coef_delta: up while the entropy is at most
     entropy_target, else down; the bonus applies only while it is at most entropy_target (Skywork-OR1)."""
-    entropy_coef_min: float = 0.0
+    entropy_coef_min: NonNegativeFloat = 0.0
     """Lower bound of the adaptive entropy_coef."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: NonNegativeFloat = 1.0
     """Upper bound of the adaptive entropy_coef."""
     entropy_coef_delta: NonNegativeFloat = 0.005
     """Step of the adaptive entropy_coef."""
@@ -669,8 +701,8 @@ class GRPOConfig(GroupConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward, then RUN/ppo, RUN/rloo or
-    RUN/grpo.
+    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if there is a reward
+    model), then RUN/ppo, RUN/rloo or RUN/grpo.
 
     `{run_dir}` in a text option of a stage stands for the pipeline's folder.
     """
@@ -699,8 +731,8 @@ class Pipeline:
     """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning; exports its policy to RUN/sft/policy."""
-    reward: RewardConfig = RewardConfig(model_name_or_path=SFT_EXPORT)
-    """Reward model; exported to RUN/reward/reward_model."""
+    reward: RewardConfig | None = RewardConfig(model_name_or_path=SFT_EXPORT)
+    """Reward model; exported to RUN/reward/reward_model. None: rewards are functions or a server."""
     ppo: PPOConfig | None = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT)
     """PPO; exports policy and value model to RUN/ppo/policy and RUN/ppo/value. None: use rloo or grpo."""
     rloo: RLOOConfig | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_jax.config.dataclasses import (
     Config,
@@ -21,7 +22,16 @@ from rlhf_jax.config.dataclasses import (
     StageConfig,
 )
 from rlhf_jax.config.resolution import SAMPLING, stages_of
-from rlhf_jax.config.values import checked_value, field_ranges, field_types, nearest
+from rlhf_jax.config.values import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    checked_value,
+    field_ranges,
+    field_types,
+    nearest,
+)
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, threshold
 from rlhf_jax.rewards import builtin
@@ -84,6 +94,7 @@ def combinations(config: StageConfig) -> Iterator[str]:
         yield f"length_buckets is {buckets}; lengths must be at least 1 and increasing."
     yield from _scratch(config)
     yield from _batches(config)
+    yield from _schedule(config)
     yield from _adapters(config)
     if isinstance(config, PolicyConfig):
         yield from _policy(config)
@@ -173,6 +184,74 @@ def _batches(config: StageConfig) -> Iterator[str]:
             f"batch_size {batch} / rollout_batch_size {rollout} = {batch / rollout:.4g} rounds; "
             f"it must be a whole number (try rollout_batch_size {_divisors(batch, rollout)})."
         )
+
+
+_PHASES = Literal["linear", "cosine", "1-sqrt"]
+
+
+@dataclasses.dataclass
+class _SchedulerKwargs:
+    """Parameters of transformers' schedules."""
+
+    num_cycles: PositiveFloat | None
+    min_lr: NonNegativeFloat | None
+    min_lr_rate: Fraction | None
+    num_decay_steps: NonNegativeInt
+    num_stable_steps: NonNegativeInt | None
+    warmup_type: _PHASES
+    decay_type: _PHASES
+    min_lr_ratio: Fraction
+
+
+_KWARGS_OF_SCHEDULE = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "warmup_stable_decay": tuple(
+        "num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles".split()
+    ),
+}
+
+
+def _schedule(config: StageConfig) -> Iterator[str]:
+    kind, kwargs = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    errors = [error for name, value in kwargs.items() if (error := _scheduler_kwarg_error(kind, name, value))]
+    if errors:
+        yield from errors
+        return
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield (
+            "lr_scheduler_type warmup_stable_decay needs the length of its decay: "
+            "lr_scheduler_kwargs {'num_decay_steps': N}."
+        )
+    if kind != "cosine_with_min_lr":
+        return
+    if ("min_lr" in given) == ("min_lr_rate" in given):
+        yield (
+            "lr_scheduler_type cosine_with_min_lr needs one of min_lr (a learning rate) and min_lr_rate (a fraction of "
+            f"the peak) in lr_scheduler_kwargs, not {'both' if 'min_lr' in given else 'none'}."
+        )
+    elif "min_lr" in given and config.learning_rate == 0:
+        yield "lr_scheduler_kwargs['min_lr'] with learning_rate 0: give min_lr_rate."
+    elif given.get("min_lr", 0) > config.learning_rate:
+        yield (
+            f"lr_scheduler_kwargs['min_lr'] {given['min_lr']:g} exceeds learning_rate {config.learning_rate:g}: "
+            "the schedule would rise."
+        )
+
+
+def _scheduler_kwarg_error(kind: str, name: str, value: Any) -> str | None:
+    """What is wrong with one of lr_scheduler_kwargs by itself; None if nothing is."""
+    option, known = f"lr_scheduler_kwargs[{name!r}]", _KWARGS_OF_SCHEDULE.get(kind, ())
+    if name not in known:
+        choice = f"choose from {', '.join(known)}." if known else "it has no parameters but warmup_steps."
+        return f"{option} is not a parameter of lr_scheduler_type {kind}:{nearest(name, known) or ' ' + choice}"
+    try:
+        checked_value(option, field_types(_SchedulerKwargs)[name], value)
+    except UserError as error:
+        return str(error)
+    limits = field_ranges(_SchedulerKwargs).get(name)
+    return limits and limits.error(option, value)
 
 
 def _multiples(total: int, part: int) -> str:
@@ -306,11 +385,19 @@ def _ppo(config: PPOConfig) -> Iterator[str]:
             f"value_model 'shared_backbone' is a head on the policy, so value_model_path {config.value_model_path!r} "
             "would not be used. Remove one of them."
         )
-    no_value = config.reward_model_path is None and config.value_model_path is None
-    if config.value_model == "separate" and no_value and config.scratch_model is None:
+    if config.critic_warmup_steps:
+        option = f"critic_warmup_steps {config.critic_warmup_steps}"
+        if config.vf_coef == 0:
+            yield f"{option} with vf_coef 0: the value loss has no gradient, so nothing would learn."
+        if config.value_learning_rate == 0:
+            yield f"{option} with value_learning_rate 0: the critic would not learn."
+    if config.value_learning_rate and config.vf_coef == 0:
+        yield f"value_learning_rate {config.value_learning_rate:g} with vf_coef 0: the value loss has no gradient."
+    alpha, longest = config.adaptive_lam_alpha, config.response_length
+    if alpha is not None and alpha * longest <= 1:
         yield (
-            "reward_model_path is None, but the value model starts from it: "
-            "give value_model_path, or value_model 'shared_backbone'."
+            f"adaptive_lam_alpha {alpha:g} x response_length {longest} = {alpha * longest:g}: lambda = "
+            "1 - 1 / (alpha x length) would be 0 for every response; increase adaptive_lam_alpha."
         )
 
 
@@ -382,6 +469,11 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
                 "importance_sampling_correction with old_logprobs 'sampler': the ratio of learner to sampler would "
                 "always be 1. Remove one of them."
             )
+    if config.baseline == "none" and config.scale_rewards == "group":
+        yield (
+            "baseline 'none' with scale_rewards 'group': the rewards of a group that are all equal would be divided by "
+            "1e-4. Set scale_rewards to batch or none."
+        )
     if config.kl_in_reward and config.beta == 0:
         yield "kl_in_reward needs beta above 0: without it there is no KL to subtract."
     if config.gamma != 1 and not config.kl_in_reward:
@@ -408,14 +500,26 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
 
 def pipeline_links(config: Pipeline) -> Iterator[str]:
     """A line for a pipeline that has not exactly one policy stage, or whose policy stage starts from other models."""
-    policies = {name: stage for name, stage in (("ppo", config.ppo), ("rloo", config.rloo)) if stage is not None}
+    policies = {name: stage for name in ("ppo", "rloo", "grpo") if (stage := getattr(config, name)) is not None}
     if len(policies) != 1:
-        yield f"a pipeline has one of ppo and rloo, not {'both' if policies else 'none'}: set the other to None."
+        given = " and ".join(policies) or "none"
+        yield f"a pipeline has one of ppo, rloo and grpo, not {given}: set the others to None."
         return
     run_dir, (policy, stage) = config.run_dir or "{run_dir}", *policies.items()
-    for name, own in (("sft_model_path", "sft/policy"), ("reward_model_path", "reward/reward_model")):
+    exports = {"sft_model_path": "sft/policy"}
+    if config.reward is not None:
+        exports["reward_model_path"] = "reward/reward_model"
+    for name, own in exports.items():
         if getattr(stage, name) not in (f"{{run_dir}}/{own}", f"{run_dir}/{own}"):
             yield (
                 f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{own}': give "
                 f"that, or run {policy} with its own config."
             )
+    if config.reward is None:
+        if stage.reward_model_path is not None:
+            yield (
+                f"{policy}: reward_model_path is {stage.reward_model_path!r}, but the pipeline has no reward stage "
+                "(reward is None): set it to None and give reward_funcs or reward_server, or add the stage."
+            )
+        elif not stage.reward_funcs and stage.reward_server is None:
+            yield f"{policy}: without a reward stage (reward is None) the pipeline needs reward_funcs or reward_server."

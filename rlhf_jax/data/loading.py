@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.data.arithmetic import load_arithmetic
 from rlhf_jax.data.files import (
     SUFFIXES,
     MalformedRow,
@@ -19,8 +20,11 @@ from rlhf_jax.data.files import (
     read_folder,
     select_split,
 )
+from rlhf_jax.data.synthetic import load_synthetic
 from rlhf_jax.errors import UserError
 
+BUILT_IN = {"synthetic": load_synthetic, "arithmetic": load_arithmetic}
+"""Built-in data sets by name."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""
 _NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
@@ -42,7 +46,7 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
                 raise UserError(f"{name}: {text[:400].rstrip('.')}. Set dataset_config.") from error
             raise UserError(
                 f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
-                "dataset_name is a hub name, a local file or folder, or 'synthetic'."
+                "dataset_name is a hub name, a local file or folder, 'synthetic' or 'arithmetic'."
             ) from error
 
 
@@ -61,14 +65,14 @@ def load_rows(
     """The rows of one split.
 
     Args:
-      source: hub name, local file (read as one split, whatever its name) or folder, 'synthetic', or an object: a
-        datasets.Dataset or DatasetDict, or a list of dicts.
+      source: hub name, local file (read as one split, whatever its name) or folder, a name in `BUILT_IN`, or an object:
+        a datasets.Dataset or DatasetDict, or a list of dicts.
       split: split to load.
-      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset_config, dataset_revision: of a hub data set.
       streaming: not supported; true raises.
       max_samples: load only the first max_samples rows.
-      seed: of the synthetic data set.
+      seed: of the built-in data sets.
       label: name for an object in messages; default: the split followed by 'data', as in 'train data'.
 
     Raises:
@@ -83,10 +87,8 @@ def load_rows(
     label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
         source = os.fspath(source)
-        if source == "synthetic":
-            from rlhf_jax.data.synthetic import load_synthetic
-
-            rows = from_dataset(load_synthetic(kind, split, max_samples, seed), f"synthetic {kind} ({split})")
+        if source in BUILT_IN:
+            rows = from_dataset(BUILT_IN[source](kind, split, max_samples, seed), f"{source} {kind} ({split})")
         elif os.path.isfile(source):
             rows = read_file(source)
         elif os.path.isdir(source):
@@ -157,7 +159,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     Args:
       config: a stage's config (its data fields). eval_dataset_name is one source, or several as
         'NAME=SOURCE,NAME=SOURCE'.
-      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: replaces eval_dataset_name: an object (see `load_rows`), or a dict of name -> source.
 
     Returns:
@@ -189,7 +191,7 @@ def load_split(config: Any, which: str, kind: str, dataset: Any = None) -> Rows 
     Args:
       config: a stage's config (its data fields).
       which: 'train' or 'eval'.
-      kind: 'prompts', 'demonstrations' or 'pairs'; for the synthetic data set.
+      kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: an object in place of the configured name.
 
     Returns:

@@ -11,9 +11,12 @@ from typing import Any
 
 import huggingface_hub
 
+from rlhf_jax.data import arithmetic, synthetic
 from rlhf_jax.data.fast_tokenizer import fast_tokenizer
 from rlhf_jax.errors import UserError
 
+BUILT_IN = {"synthetic": synthetic.build_tokenizer, "arithmetic": arithmetic.build_tokenizer}
+"""Tokenizers of the built-in tasks by name."""
 PAD_TOKEN = "[PAD]"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Files of all tokenizer formats; AutoTokenizer also needs config.json.
@@ -116,11 +119,9 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
 
 
 def _load(name_or_path: str, revision: str | None) -> Any:
-    if name_or_path == "synthetic":
-        from rlhf_jax.data.synthetic import build_tokenizer
-
-        return build_tokenizer()
-    advice = "Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, or 'synthetic'."
+    if name_or_path in BUILT_IN:
+        return BUILT_IN[name_or_path]()
+    advice = "Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, 'synthetic' or 'arithmetic'."
     if os.path.isdir(name_or_path):
         if not any(os.path.exists(os.path.join(name_or_path, file)) for file in _FILES):
             raise UserError(f"no tokenizer in folder {name_or_path}: it has no tokenizer.json. {advice}")
@@ -144,7 +145,7 @@ def load_tokenizer(
     rows. If pad equals eos, [PAD] replaces it with a warning, since a policy could not tell the end from padding.
 
     Args:
-      name_or_path: hub name, folder, or 'synthetic' for the built-in tokenizer.
+      name_or_path: hub name, folder, or a name in `BUILT_IN`.
       revision: hub revision.
       vocab_size: rows of the model's embedding; None: no check against a model.
       needs_pad: whether a policy samples with it; false: eos pads where there is no free row, since a model that only

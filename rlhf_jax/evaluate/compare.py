@@ -16,8 +16,8 @@ from rlhf_jax.stages import open_stage
 def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
     """Samples both policies on the held-out prompts at the training temperature; prints and writes the comparison.
 
-    The win rate is by the gold reward on the built-in task, otherwise by the reward model. Every process must call
-    this; the main process prints and writes.
+    The gain is in the gold reward on the built-in summaries, otherwise in the score. Without a reward model the table
+    has each reward by name and the entropy. Every process must call this; the main process prints and writes.
 
     Args:
       stages: resolved configs of the pipeline's finished stages by name; the last one trained the policy.
@@ -45,23 +45,27 @@ def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
     if config.dataset_name == "synthetic":
         gold = {name: synthetic.gold_reward(texts, output["completions"]) for name, output in outputs.items()}
     scores = gold or {name: output["scores"] for name, output in outputs.items()}
-    rows = _rows(outputs, gold, opponent_scores={label: scores["SFT"]})
+    by_name = config.reward_model_path is None
+    rows = _rows(outputs, gold, by_name, opponent_scores={label: scores["SFT"]})
+
+    def response(name: str, output: dict[str, Any], i: int) -> dict[str, Any]:
+        shown = {"name": name, "text": output["completions"][i], "gold": float(scores[name][i])}
+        if by_name and not gold:
+            shown["note"] = ", ".join(f"{reward} {values[i]:g}" for reward, values in output["rewards"].items())
+        return shown
+
     samples = [
-        {
-            "post": texts[i],
-            "responses": [
-                {"name": name, "text": output["completions"][i], "gold": float(scores[name][i])}
-                for name, output in outputs.items()
-            ],
-        }
+        {"post": texts[i], "responses": [response(name, output, i) for name, output in outputs.items()]}
         for i in range(min(3, len(texts)))
     ]
     gain, error = evaluate.paired_difference(scores[label], scores["SFT"])
     if multihost.is_main():
         source = "held-out prompts" if stage.eval_sets else "training prompts (there is no evaluation split)"
         print()
-        evaluate.print_comparison(rows, samples, title=f"{limit} {source}, temperature {config.temperature}")
-        by = "gold reward" if gold else "reward-model score"
+        intervals = ", means with 95 % intervals" if by_name else ""
+        title = f"{limit} {source}, temperature {config.temperature}{intervals}"
+        evaluate.print_comparison(rows, samples, title=title)
+        by = "gold reward" if gold else "score" if by_name else "reward-model score"
         print(f"{label} - SFT in {by}, mean over prompts: {gain:+.3f} ± {error:.3f}")
         path = os.path.join(config.run_dir, "comparison.json")  # with the policy of this stage
         evaluate.write_comparison(path, rows, samples, gain=gain, gain_se=error, judged_by=by)
@@ -69,8 +73,11 @@ def after_pipeline(stages: dict[str, StageConfig]) -> dict[str, Any]:
     return {"rows": rows, "samples": samples, "gain": gain, "gain_se": error}
 
 
-def _rows(outputs: dict[str, dict[str, Any]], gold: dict[str, Any], opponent_scores: dict[str, Any]) -> list[dict]:
-    """The rows of the table, starting with the gold reward of the demonstrations where it is known."""
+def _rows(
+    outputs: dict[str, dict[str, Any]], gold: dict[str, Any], by_name: bool, opponent_scores: dict[str, Any]
+) -> list[dict]:
+    """The rows of the table, starting with the gold reward of the demonstrations where it is known; `by_name`: with
+    each reward and the entropy in place of the score."""
     rows = []
     sft = outputs["SFT"]
     if "completion" in sft["columns"] and gold:
@@ -81,9 +88,11 @@ def _rows(outputs: dict[str, dict[str, Any]], gold: dict[str, Any], opponent_sco
             evaluate.summarize(
                 name,
                 gold=gold.get(name),
-                score=output["scores"],
+                score=None if by_name else output["scores"],
+                rewards=output["rewards"] if by_name else None,
                 kl=output["kl"],
                 lengths=output["lengths"],
+                entropy=output["entropy"] if by_name else None,
                 ended=output["ended"],
                 against=opponent_scores.get(name),
             )

@@ -48,7 +48,7 @@ class EvaluateConfig:
     model_revision: str | None = None
     """Hub revision of the policy."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer, if the policy has none; 'synthetic' is the built-in one."""
+    """Tokenizer, if the policy has none; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
     against: tuple[str, ...] | None = None
     """Opponents of the policy: 'reference' (reference answers of the data), 'ref_model', checkpoints, or 'none';
     default: reference and ref_model, if available."""
@@ -59,7 +59,8 @@ class EvaluateConfig:
 
     # --- prompts
     data: str | None = None
-    """Held-out prompts: hub name, local file or folder, or 'synthetic'; default: the run's evaluation data."""
+    """Held-out prompts: hub name, local file or folder, 'synthetic' or 'arithmetic'; default: the run's evaluation
+    data."""
     dataset_config: str | None = None
     """Configuration of the data set on the hub."""
     dataset_revision: str | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlhf_jax.metrics.statistics import mean_and_standard_error, win_rate
+from rlhf_jax.metrics.statistics import Z95, mean_and_standard_error, wilson, win_rate
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 from rlhf_jax.utils.text import printable
@@ -21,8 +21,10 @@ def summarize(
     *,
     gold: Sequence[float] | None = None,
     score: Sequence[float] | None = None,
+    rewards: Mapping[str, Sequence[float]] | None = None,
     kl: Sequence[float] | None = None,
     lengths: Sequence[int] | None = None,
+    entropy: Sequence[float] | None = None,
     ended: Sequence[bool] | None = None,
     against: Sequence[float] | None = None,
 ) -> dict[str, Any]:
@@ -32,21 +34,26 @@ def summarize(
       name: of the policy.
       gold: [N] gold rewards of its responses.
       score: [N] reward-model scores.
+      rewards: [N] by the reward's name; NaN, where one does not apply, is left out.
       kl: [N] KL to the reference, summed over each response, nats.
       lengths: [N] response lengths in tokens.
+      entropy: [N] entropy of each response, nats per token.
       ended: [N] whether each response ended with eos.
       against: [N] gold rewards of the opponent on the same prompts.
 
     Returns:
       {"name", "samples", "gold_reward", "gold_reward_se", "score", "score_se", "kl", "kl_se", "length", "length_se",
-      "eos_rate", "win_rate", "win_rate_low", "win_rate_high"}
+      "entropy", "entropy_se", "rewards": `_reward_row` by name, "eos_rate", "win_rate", "win_rate_low",
+      "win_rate_high"}
     """
     row: dict[str, Any] = {"name": name}
-    columns = {"gold_reward": gold, "score": score, "kl": kl, "length": lengths}
+    columns = {"gold_reward": gold, "score": score, "kl": kl, "length": lengths, "entropy": entropy}
     for column, values in columns.items():
         if values is not None:
             row.setdefault("samples", len(values))
             row[column], row[f"{column}_se"] = mean_and_standard_error(values)
+    if rewards is not None:
+        row["rewards"] = {reward: _reward_row(values) for reward, values in rewards.items()}
     if ended is not None:
         row["eos_rate"] = float(np.mean(np.asarray(ended, np.float64)))
     if against is not None and gold is not None:
@@ -54,8 +61,22 @@ def summarize(
     return row
 
 
+def _reward_row(values: Sequence[float]) -> dict[str, float]:
+    """{"mean", "se", "low", "high"} of a reward, [N] with NaN where it does not apply: of 0 and 1 alone Wilson's 95 %
+    interval, else the normal one."""
+    values = np.asarray(values, np.float64)
+    values = values[~np.isnan(values)]
+    mean, error = mean_and_standard_error(values)
+    low, high = mean - Z95 * error, mean + Z95 * error
+    if values.size and np.isin(values, (0, 1)).all():
+        _, low, high = wilson(values)
+    return {"mean": mean, "se": error, "low": low, "high": high}
+
+
 def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
     """The comparison as a table in plain text.
+
+    With rewards by name, means have 95 % intervals in place of standard errors.
 
     Args:
       rows: from `summarize`. Columns without a value are omitted; an empty cell is a dash.
@@ -63,9 +84,26 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
     Returns:
       Lines without a final newline.
     """
+    rewards = dict.fromkeys(name for row in rows for name in row.get("rewards", {}))
 
     def mean_and_error(key, digits):
-        return lambda r: f"{r[key]:.{digits}f} ± {r[f'{key}_se']:.{digits}f}" if r.get(key) is not None else "-"
+        if not rewards:
+            return lambda r: f"{r[key]:.{digits}f} ± {r[f'{key}_se']:.{digits}f}" if r.get(key) is not None else "-"
+
+        def cell(r):
+            if r.get(key) is None:
+                return "-"
+            low, high = (r[key] + side * Z95 * r[f"{key}_se"] for side in (-1, 1))
+            return f"{r[key]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+        return cell
+
+    def reward_and_interval(name):
+        def cell(r):
+            value = r.get("rewards", {}).get(name)
+            return "-" if value is None else "{mean:.3f} ({low:.3f} to {high:.3f})".format(**value)
+
+        return cell
 
     def win_rate_and_interval(r):
         if r.get("win_rate") is None:
@@ -76,8 +114,10 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
         "": ("name", lambda r: r["name"]),
         "gold reward": ("gold_reward", mean_and_error("gold_reward", 3)),
         "reward model": ("score", mean_and_error("score", 3)),
+        **{name: ("rewards", reward_and_interval(name)) for name in rewards},
         "KL to reference": ("kl", mean_and_error("kl", 2)),
         "length": ("length", mean_and_error("length", 1)),
+        "entropy": ("entropy", mean_and_error("entropy", 3)),
         "eos": ("eos_rate", lambda r: f"{100 * r['eos_rate']:.1f} %" if r.get("eos_rate") is not None else "-"),
         "win rate (95 %)": ("win_rate", win_rate_and_interval),
     }

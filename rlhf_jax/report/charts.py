@@ -74,12 +74,14 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Calibration error", ("eval/calibration_error",)),
             Chart("Policy loss", ("loss/policy_avg",)),
             Chart("Value loss", ("loss/value_avg", "eval_loss/value_avg")),
+            Chart("KL in the loss", ("loss/kl_avg",)),
         ),
     ),
     (
         "Clipping and ratio",
         (
             Chart("Policy clip fraction", ("policy/clipfrac_avg",)),
+            Chart("Fraction bounded by dual_clip", ("policy/clipfrac_lower_avg",)),
             Chart("Value clip fraction", ("val/clipfrac_avg",)),
             Chart("Policy clip fraction by side", ("clip_ratio/low_mean", "clip_ratio/high_mean"), separate=True),
             Chart("KL of an update (approxkl)", ("policy/approxkl_avg",), log=True),
@@ -100,7 +102,11 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     ("Critic", (Chart("Explained variance", ("val/explained_variance", "eval_val/explained_variance")),)),
     (
         "Learning rate and gradient",
-        (Chart("Learning rate", ("lr", "learning_rate")), Chart("Gradient norm", ("grad_norm",), log=True)),
+        (
+            Chart("Learning rate", ("lr", "learning_rate")),
+            Chart("Learning rate of the critic", ("critic_lr",)),
+            Chart("Gradient norm", ("grad_norm",), log=True),
+        ),
     ),
     (
         "Time and memory",

@@ -113,10 +113,12 @@ def comparisons(runs: Sequence[Run]) -> str:
     """The table of the comparisons at the end of pipelines."""
     pipelines = table_data.comparisons(runs) if any(run.stage in charts.TABS["policy"] for run in runs) else []
     columns = {
-        "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length",
+        "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length", "entropy": "entropy",
         "eos_rate": "eos rate", "win_rate": "win rate over SFT",
     }  # fmt: skip
-    keys = {key for pipeline in pipelines for row in pipeline["rows"] for key in row}
+    keys = dict.fromkeys(key for pipeline in pipelines for row in pipeline["rows"] for key in row)
+    rewards = [key for key in keys if key.startswith("rewards/") and f"{key}_se" in keys]
+    columns = {**{key: e(key.removeprefix("rewards/")) for key in rewards}, **columns}
     columns = {key: label for key, label in columns.items() if key in keys}
     rows = []
     for pipeline in pipelines:

@@ -145,18 +145,29 @@ def calibration(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """[{"name", "rows"}] of each pipeline: the distinct rows of comparison.json in the folders of its stages."""
+    """[{"name", "rows"}] of each pipeline: the distinct rows of comparison.json in the folders of its stages, with
+    their numbers alone."""
     pipelines: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         data = read_run.read_json_object(os.path.join(run.path, "comparison.json"))
         if data is not None and isinstance(data.get("rows"), list):
             rows = [row for row in data["rows"] if isinstance(row, dict) and isinstance(row.get("name"), str)]
             rows = [
-                {k: v for k, v in row.items() if k == "name" or read_run.parse_number(v) is not None} for row in rows
+                {k: v for k, v in _flat_rewards(row).items() if k == "name" or read_run.parse_number(v) is not None}
+                for row in rows
             ]
             distinct = pipelines.setdefault(os.path.dirname(run.path.rstrip("/")), [])
             distinct += [row for row in rows if row not in distinct]
     return [{"name": os.path.basename(folder), "rows": rows} for folder, rows in pipelines.items()]
+
+
+def _flat_rewards(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of comparison.json with "rewards/NAME" and "rewards/NAME_se" in place of "rewards"."""
+    rewards = row.get("rewards")
+    for name, value in rewards.items() if isinstance(rewards, dict) else ():
+        if isinstance(value, dict):
+            row = row | {f"rewards/{name}": value.get("mean"), f"rewards/{name}_se": value.get("se")}
+    return row
 
 
 # --- configs

@@ -2,6 +2,8 @@
 
 from rlhf_jax.rewards.builtin import (
     accuracy_reward,
+    boxed_format_reward,
+    exact_match_reward,
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
@@ -11,6 +13,8 @@ from rlhf_jax.rewards.builtin import (
 
 __all__ = [
     "accuracy_reward",
+    "boxed_format_reward",
+    "exact_match_reward",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

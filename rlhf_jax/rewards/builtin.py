@@ -1,13 +1,14 @@
-"""TRL's reward functions, by TRL's names: correctness of mathematical answers, format, length and repetition.
+"""Reward functions by name: correctness of mathematical answers, format, length and repetition.
 
 Functions of TRL 1.12 (`trl.rewards`), with its arguments, defaults and results. Where TRL takes a completion as a list
-of one message, these take its text too.
+of one message, these take its text too. TRL has no `exact_match_reward` and no `boxed_format_reward`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,25 @@ def _compare(
     return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
 
 
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs) -> list[float]:
+    """1 if the completion has one \\boxed{} whose content is the solution, character by character; else 0.
+
+    Needs no package, unlike `accuracy_reward`, which compares answers as mathematics. Several boxes give 0.
+
+    Args:
+      completions: B texts or lists of one message.
+      solution: B texts.
+
+    Raises:
+      ValueError: the numbers of completions and solutions differ.
+    """
+    pairs = zip(map(_text, completions), solution, strict=True)
+    return [float(_BOXED.findall(text) == [answer]) for text, answer in pairs]
+
+
 @dataclasses.dataclass(frozen=True)
 class _CosineScaledReward:
     max_len: int
@@ -156,6 +176,23 @@ def think_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
     return rewards
 
 
+_THINK_THEN_BOXED = re.compile(r"<think>(.*)</think>\s*\\boxed\{[^{}]+\}\s*", re.DOTALL)
+
+
+def boxed_format_reward(completions: Sequence[Completion], **kwargs) -> list[float]:
+    """1 if the completion is <think>...</think> and then one \\boxed{...}, with nothing but white space around the box;
+    else 0.
+
+    Stricter than `think_format_reward`: no tag and no box may occur twice, and no text may follow the box.
+    """
+    rewards = []
+    for text in map(_text, completions):
+        match = _THINK_THEN_BOXED.fullmatch(text)
+        work = match[1] if match else None
+        rewards.append(float(work is not None and not any(x in work for x in ("<think>", "</think>", "\\boxed{"))))
+    return rewards
+
+
 # --- length and repetition
 
 
@@ -225,6 +262,8 @@ BY_NAME: dict[str, Callable[..., list]] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
+    "exact_match_reward": exact_match_reward,
+    "boxed_format_reward": boxed_format_reward,
     "get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256),
 }
 """Names that `reward_funcs` takes, and the arguments of the last: those of TRL's scripts."""

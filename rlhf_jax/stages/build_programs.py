@@ -129,6 +129,8 @@ def build_programs(
         if optimizer.learning_rate is not None:
             rate = optimizer.learning_rate(before.step * steps_per_update)
         progress = progress_metrics(state, rate, algorithm.learning_rate_metrics, episodes_per_epoch)
+        if optimizer.value_learning_rate is not None:
+            progress["critic_lr"] = optimizer.value_learning_rate(before.step * steps_per_update)
         counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
         return state, {**metrics, **update_metrics, **progress, **counts}
 

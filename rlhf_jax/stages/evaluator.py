@@ -175,9 +175,10 @@ class RolloutEvaluator:
           tick: called before each batch; may raise.
 
         Returns:
-          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl": numpy [N]; "ids", "token_kl",
-          "advantages": numpy [N, T]; "kl" and "token_kl" are None without a reference; a score is NaN where no reward
-          applies}
+          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl", "entropy": numpy [N];
+          "rewards": numpy [N] by name; "ids", "token_kl", "advantages": numpy [N, T]; "kl" and "token_kl" are None
+          without a reference; scores and rewards are NaN where no reward applies; the entropy of a response is
+          estimated by the mean of -log p of its tokens, at the sampler's temperature}
         """
         parts = []
         for batch, real in self._sample(policy, source, limit, temperature, 1, 0, tick):
@@ -185,9 +186,17 @@ class RolloutEvaluator:
             kl = self.runner.token_kl(policy, rollout) if self.runner.has_reference else None
             scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
-            host = sharding.fetch((rollout.response, rollout.lengths, rollout.ended, scores, *by_token))
+            of_rows = (
+                rollout.response,
+                rollout.lengths,
+                rollout.ended,
+                rollout.logprobs,
+                scores,
+                batch.scored.each_reward,
+            )
+            host = sharding.fetch((*of_rows, *by_token))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
-        response, lengths, ended, scores, kl, advantages, rows = (
+        response, lengths, ended, logprobs, scores, each, kl, advantages, rows = (
             None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
         )
         return {
@@ -197,7 +206,9 @@ class RolloutEvaluator:
             "lengths": lengths,
             "ended": ended,
             "scores": scores,
+            "rewards": dict(zip(self.scorer.names, each.T, strict=True)),
             "kl": None if kl is None else kl.sum(axis=1),
+            "entropy": -logprobs.sum(axis=1) / np.maximum(lengths, 1),
             "ids": response,
             "token_kl": kl,
             "advantages": advantages,

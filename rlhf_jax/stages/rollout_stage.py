@@ -17,6 +17,7 @@ import numpy as np
 from rlhf_jax import data
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.scorer import Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
@@ -64,6 +65,8 @@ class RolloutStage:
         self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
         self.context = context = StageContext.open(config, weights)
         self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
+        if optimizer is not None:
+            refuse_options_of_adamw(self.config)
         self.group_size = algorithm.group_size(self.config)
         opened = build_models.open_policy(context, algorithm)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
@@ -333,3 +336,18 @@ class RolloutStage:
     def close(self) -> None:
         """Ends the threads of reward functions."""
         self.scorer.close()
+
+
+def refuse_options_of_adamw(config) -> None:
+    """Refuses options that treat the critic apart beside an optimizer of the user's, which is used as it is.
+
+    Raises:
+      UserError: names the option.
+    """
+    for name, default in (("value_learning_rate", None), ("critic_warmup_steps", 0)):
+        value = getattr(config, name, default)
+        if value != default:
+            raise UserError(
+                f"{name} {value:g} is an option of the built-in AdamW, but run(optimizer=) gives another one: remove "
+                "it. optax.partition gives the critic a transformation of its own."
+            )

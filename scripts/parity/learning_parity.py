@@ -1,15 +1,16 @@
-"""Compares learning with TRL: PPO and RLOO of both, from one SFT policy and one reward model, over several seeds.
+"""Compares learning with TRL: PPO, RLOO and GRPO of both, from the same models, over several seeds.
 
     python scripts/parity/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
 
-The task is the quickstart's. `prepare` trains the SFT policy and the reward model, `run` does one run of one system,
+PPO and RLOO have the quickstart's task, GRPO that of quickstart_math. `prepare` trains the SFT policies and the reward
+model, `run` does one run of one system,
 `evaluate` samples from every final policy on the same held-out prompts, `report` prints Markdown and plots the curves,
 `all` does all missing steps, one process at a time. Finished runs are lines of WORK/runs.jsonl, metrics of their
 policies lines of WORK/evaluations.jsonl; neither is computed again.
 
 Needs trl==1.12.0 (with torch and requests) for TRL's runs, and matplotlib for the picture. Remaining differences: the
-order of prompts and minibatches (RLOO: TRL shuffles rows, ours groups), and the position of the score of a batch's
-longest response (TRL has no column after it).
+order of prompts and minibatches (RLOO, GRPO: TRL shuffles rows, ours groups), and PPO's position of the score of a
+batch's longest response (TRL has no column after it).
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
-SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo")
-NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO"}
-QUICKSTART = {"ppo": "quickstart.py", "rloo": "quickstart_rloo.py"}
+SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo", "grpo")
+NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
+QUICKSTART = {"ppo": "quickstart.py", "rloo": "quickstart_rloo.py", "grpo": "quickstart_math.py"}
+START = {"ppo": "start", "rloo": "start", "grpo": "start_math"}  # folders of the models that runs start from
+COLUMNS = {"ppo": ("score", "gold_reward", "kl", "length"), "grpo": ("accuracy", "format", "entropy", "length")}
+COLUMNS["rloo"] = COLUMNS["ppo"]
+HEADS = {"score": "final reward", "gold_reward": "gold reward", "kl": "KL"}
+SECOND = {"ppo": "kl", "rloo": "kl", "grpo": "entropy"}  # what a curve has beside the reward
 MARGIN, CONFIDENCE = 0.15, 0.9  # fraction of TRL's gain; level of the interval
 UPDATES, PROMPTS = 48, 4096  # the quickstart's; held out
 
@@ -50,6 +56,7 @@ OWN = {
     "ppo": ("num_ppo_epochs", "kl_coef", "kl_estimator", "cliprange", "cliprange_value", "vf_coef", "gamma", "lam")
     + ("whiten_rewards", "stop_token"),
     "rloo": ("num_generations", "num_iterations", "beta", "epsilon", "normalize_advantages"),
+    "grpo": ("num_generations", "num_iterations", "beta", "epsilon", "loss_type", "scale_rewards"),
 }
 
 
@@ -68,14 +75,15 @@ class Run(NamedTuple):
 
 
 def quickstart(trainer: str, work: Path) -> dict[str, StageConfig]:
-    """The quickstart's stages by name, with its models in WORK/start."""
-    return stages_of(dataclasses.replace(config_files.load_config(QUICKSTART[trainer]), run_dir=str(work / "start")))
+    """The quickstart's stages by name, with its models in WORK/start or WORK/start_math."""
+    config = config_files.load_config(QUICKSTART[trainer])
+    return stages_of(dataclasses.replace(config, run_dir=str(work / START[trainer])))
 
 
 def settings(trainer: str, updates: int) -> dict[str, Any]:
     """Hyperparameters of both systems, under our names: the quickstart's, except length and clipping.
 
-    TRL's PPO ignores max_grad_norm, so ours does not clip; with RLOO both do.
+    TRL's PPO ignores max_grad_norm, so ours does not clip; with RLOO and GRPO both do.
     """
     stage = quickstart(trainer, Path())[trainer]
     values = {name: getattr(stage, name) for name in (*SAME, *OTHERWISE, "missing_eos_penalty", *OWN[trainer])}
@@ -88,7 +96,8 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
     # A minibatch is one micro-batch, so TRL's mean of micro-batch means is the mean over all tokens.
     ppo = {"loss_aggregation": "token_mean_micro", "whiten_ddof": 1, "score_position": "after_eos"}
     rloo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "policy_loss": "clipped"}
-    own = {**(ppo if run.trainer == "ppo" else rloo), "eos_penalty_mode": "subtract", "metrics": "trl"}
+    grpo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "loss_aggregation": "token_mean_micro"}
+    own = {"ppo": ppo, "rloo": rloo, "grpo": grpo}[run.trainer] | {"eos_penalty_mode": "subtract", "metrics": "trl"}
     # `evaluate` evaluates all policies in the same way; a run itself only trains.
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     folder = str(work / "runs" / run.name)
@@ -97,7 +106,7 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
 
 
 def trl_options(run: Run, scratch: str) -> dict[str, Any]:
-    """Arguments of TRL's PPOConfig or RLOOConfig equivalent to `settings`.
+    """Arguments of TRL's PPOConfig, RLOOConfig or GRPOConfig equivalent to `settings`.
 
     A minibatch is one micro-batch: with accumulation TRL's PPO would take one optimizer step per epoch.
     """
@@ -136,25 +145,29 @@ def finished(work: Path, run: Run) -> dict[str, Any] | None:
     return next((line for line in lines if line["name"] == run.name and line["settings"] == now), None)
 
 
-def planned(seeds: int, updates: int) -> list[Run]:
+def planned(seeds: int, updates: int, trainers: Sequence[str] = TRAINERS) -> list[Run]:
     """All runs, seed by seed; ours and TRL's alternate, so that other load on the machine affects both."""
-    return [Run(trainer, s, seed, updates) for seed in range(seeds) for trainer in TRAINERS for s in SYSTEMS]
+    return [Run(trainer, s, seed, updates) for seed in range(seeds) for trainer in trainers for s in SYSTEMS]
 
 
-def prepare(work: Path) -> None:
-    """Trains the SFT policy and the reward model with the quickstart's config, unless finished."""
+def prepare(work: Path, trainers: Sequence[str]) -> None:
+    """Trains the models that runs start from with the quickstarts' configs, unless finished."""
     from rlhf_jax import train
 
-    for name in ("sft", "reward"):
-        train.run(quickstart("ppo", work)[name])
+    for trainer in trainers:
+        stages = quickstart(trainer, work)
+        for name in ("sft", "reward"):
+            if name in stages:
+                train.run(stages[name])
 
 
 def run_one(work: Path, run: Run, cores: int) -> None:
     """Does one run in this process; writes its curve and its line."""
     if finished(work, run) is not None:
         return print(f"{run.name} is finished; nothing to do")
-    if not (work / "start/reward/reward_model/config.json").exists():
-        raise UserError(f"{work}/start has no SFT policy and reward model: run `learning_parity.py prepare` first")
+    needed = "sft/policy" if run.trainer == "grpo" else "reward/reward_model"
+    if not (work / START[run.trainer] / needed / "config.json").exists():
+        raise UserError(f"{work}/{START[run.trainer]} has no {needed}: run `learning_parity.py prepare` first")
     jax.config.update("jax_platforms", "cpu")  # as TRL's runs
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
@@ -172,9 +185,9 @@ def record(work: Path, run: Run, curve: list[dict[str, float]]) -> None:
         write_lines(work / name, [old for old in lines_of(work / name) if old["name"] != run.name] + new)
 
 
-def point(update: int, reward: float, kl: float, seconds: float) -> dict[str, float]:
-    """A point of a curve: reward with the penalty for a missing eos, KL in nats per response."""
-    return {"update": update, "reward": reward, "kl": kl, "seconds": seconds}
+def point(update: int, reward: float, second: float, seconds: float, name: str = "kl") -> dict[str, float]:
+    """A point of a curve: reward with the penalty for a missing eos; KL in nats per response, or entropy per token."""
+    return {"update": update, "reward": reward, name: second, "seconds": seconds}
 
 
 def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
@@ -184,6 +197,8 @@ def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     folder = train.run(our_config(run, work)).run_dir
     found, clock = (logger.read_metrics(f"{folder}/{name}.jsonl") for name in ("metrics", "timings"))
     seconds = {line["step"]: line["step_time"] for line in clock}
+    if run.trainer == "grpo":
+        return [point(f["step"], f["reward"], f["entropy"], seconds[f["step"]], "entropy") for f in found]
     return [point(f["step"], f["objective/scores"], f["objective/kl"], seconds[f["step"]]) for f in found]
 
 
@@ -192,16 +207,19 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its PPO ignores use_cpu
     import torch
     from datasets import Dataset
-    from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
-    from trl import RLOOConfig, RLOOTrainer
+    from transformers import AutoModelForCausalLM, GPTNeoXForSequenceClassification
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    from rlhf_jax.data import load_tokenizer, synthetic
+    from rlhf_jax.data import arithmetic, load_tokenizer, synthetic
+    from rlhf_jax.rewards import boxed_format_reward, exact_match_reward
 
-    folder = work / "runs" / run.name
-    tokenizer = load_tokenizer(str(work / "start/sft/policy"))
+    folder, start_folder = work / "runs" / run.name, work / START[run.trainer]
+    tokenizer = load_tokenizer(str(start_folder / "sft/policy"))
     tokenizer.hf.padding_side = "left"
-    prompts = [row["prompt"] for row in synthetic.prompts(synthetic.SIZES["train"])]
+    task = arithmetic if run.trainer == "grpo" else synthetic
+    examples = task.prompts(task.SIZES["train"])
+    prompts = [row["prompt"] for row in examples]
     options, values = trl_options(run, str(folder / "trl")), settings(run.trainer, run.updates)
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
@@ -209,10 +227,11 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     logs, ends = [], []
 
     def policy():
-        return GPTNeoXForCausalLM.from_pretrained(work / "start/sft/policy", dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(start_folder / "sft/policy", dtype=torch.float32)
 
     def reward():
-        return GPTNeoXForSequenceClassification.from_pretrained(work / "start/reward/reward_model", dtype=torch.float32)
+        path = start_folder / "reward/reward_model"
+        return GPTNeoXForSequenceClassification.from_pretrained(path, dtype=torch.float32)
 
     def keeping(base):
         class Keeping(base):
@@ -230,6 +249,12 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
         models = {"ref_model": policy(), "reward_model": reward(), "value_model": reward()}
         data = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "processing_class": tokenizer.hf}
         trainer = keeping(PPOTrainer)(args=PPOConfig(**options), model=trained, **models, **data)
+    elif run.trainer == "grpo":
+        steps = values["num_iterations"] * values["num_mini_batches"]
+        columns = {name: [row[name] for row in examples] for name in ("prompt", "solution")}
+        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": tokenizer.hf}
+        rewards = [exact_match_reward, boxed_format_reward]
+        trainer = keeping(GRPOTrainer)(args=GRPOConfig(**options), model=trained, reward_funcs=rewards, **data)
     else:
         steps = values["num_iterations"] * values["num_mini_batches"]
         score = token_reward(reward(), tokenizer, values["missing_eos_penalty"])
@@ -242,7 +267,7 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
 
 
 def trl_curve(trainer: str, logs: Sequence[dict], ends: Sequence[float], steps: int) -> list[dict[str, float]]:
-    """TRL's log as points. RLOO logs each of an update's `steps`, the rollout's metrics with the first.
+    """TRL's log as points. RLOO and GRPO log each of an update's `steps`, the rollout's metrics with the first.
 
     RLOO's `kl` is a mean over tokens; times the mean length it is the mean over responses of sums, like PPO's.
     """
@@ -250,6 +275,8 @@ def trl_curve(trainer: str, logs: Sequence[dict], ends: Sequence[float], steps: 
     updates = list(enumerate(zip(logs[::steps], seconds), 1))
     if trainer == "ppo":
         return [point(i, log["objective/scores"], log["objective/kl"], s) for i, (log, s) in updates]
+    if trainer == "grpo":
+        return [point(i, log["reward"], log["entropy"], s, "entropy") for i, (log, s) in updates]
     return [point(i, log["reward"], log["kl"] * log["completions/mean_length"], s) for i, (log, s) in updates]
 
 
@@ -271,14 +298,28 @@ def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]
     return learned_reward
 
 
-def evaluate_all(work: Path, updates: int, prompts: int) -> None:
-    """Samples from the SFT policy and every final policy, on the same held-out prompts with the same keys."""
+def evaluate_all(work: Path, updates: int, prompts: int, trainers: Sequence[str]) -> None:
+    """Samples from the SFT policies and every final policy, those of a task on the same held-out prompts with the same
+    keys."""
+    for start in sorted({START[trainer] for trainer in trainers}):
+        of_task = [trainer for trainer in trainers if START[trainer] == start]
+        lines = [line for line in lines_of(work / "runs.jsonl") if line["updates"] == updates]
+        names = [line["name"] for line in lines if line["trainer"] in of_task]
+        folders = {sft_name(of_task[0]): work / start / "sft/policy"}
+        evaluate_task(work, of_task[0], folders | {name: work / "runs" / name / "policy" for name in names}, prompts)
+
+
+def sft_name(trainer: str) -> str:
+    """The line of the SFT policy among the evaluations."""
+    return "sft" if START[trainer] == "start" else f"sft of {NAMES[trainer]}"
+
+
+def evaluate_task(work: Path, trainer: str, folders: dict[str, Path], prompts: int) -> None:
+    """Writes a line for each policy that has none yet."""
     from rlhf_jax.data import synthetic
     from rlhf_jax.stages import open_stage
 
-    names = [line["name"] for line in lines_of(work / "runs.jsonl") if line["updates"] == updates]
-    folders = {"sft": work / "start/sft/policy", **{name: work / "runs" / name / "policy" for name in names}}
-    path, config = work / "evaluations.jsonl", our_config(Run("ppo", "ours", 0, 1), work)
+    path, config = work / "evaluations.jsonl", our_config(Run(trainer, "ours", 0, 1), work)
     config = dataclasses.replace(config, dataset_test_split="validation", max_eval_samples=prompts)
     stage = open_stage(config)
     try:
@@ -287,10 +328,16 @@ def evaluate_all(work: Path, updates: int, prompts: int) -> None:
                 continue
             params = stage.weights.load(stage.opened.policy, str(folder), "causal", None)
             found = stage.evaluator.complete(params, stage.evaluator.held_out, prompts, config.temperature)
-            reward = found["scores"] - config.missing_eos_penalty * ~found["ended"]
-            gold = synthetic.gold_reward(found["prompts"], found["completions"])
-            given = {key: found[key] for key in ("kl", "lengths", "ended")}
-            row = evaluate.summarize(name, score=reward, gold=gold, **given)
+            given = {key: found[key] for key in ("kl", "lengths", "ended", "entropy")}
+            if trainer == "grpo":
+                row = evaluate.summarize(name, rewards=found["rewards"], **given)
+                row["accuracy"], row["format"] = (
+                    float(np.mean(found["rewards"][f"{kind}_reward"])) for kind in ("exact_match", "boxed_format")
+                )
+            else:
+                reward = found["scores"] - config.missing_eos_penalty * ~found["ended"]
+                gold = synthetic.gold_reward(found["prompts"], found["completions"])
+                row = evaluate.summarize(name, score=reward, gold=gold, **given)
             write_lines(path, [*lines_of(path), {**row, "prompts": prompts}])
             print(evaluate.comparison_table([row]), flush=True)
     finally:
@@ -320,34 +367,43 @@ def within(low: float, high: float, gain: float) -> bool:
     return gain > 0 and -MARGIN * gain <= low and high <= MARGIN * gain
 
 
-def report(work: Path, updates: int, prompts: int, picture: Path | None) -> None:
+def report(work: Path, updates: int, prompts: int, picture: Path | None, trainers: Sequence[str]) -> None:
     """Prints the tables as Markdown and writes the plot."""
     found = {line["name"]: line for line in lines_of(work / "evaluations.jsonl") if line["prompts"] == prompts}
-    if "sft" not in found:
-        raise UserError(f"{work}/evaluations.jsonl has no SFT policy on {prompts} prompts: run `evaluate` first")
-    runs: dict[tuple[str, str], list[dict]] = {(t, s): [] for t in TRAINERS for s in SYSTEMS}
+    runs: dict[tuple[str, str], list[dict]] = {(t, s): [] for t in trainers for s in SYSTEMS}
     for line in sorted(lines_of(work / "runs.jsonl"), key=lambda line: line["seed"]):
         run = Run(*(line[name] for name in Run._fields))
-        if run.updates == updates and line == finished(work, run) and run.name in found:
+        known = run.updates == updates and (run.trainer, run.system) in runs and run.name in found
+        if known and line == finished(work, run):
             curve = lines_of(work / "runs" / run.name / "curve.jsonl")
             runs[run.trainer, run.system].append({**line, **found[run.name], "curve": curve})
-    print(f"{updates} updates; {prompts:,} held-out prompts; ± is the standard deviation over seeds.\n")
-    print("| | seeds | final reward | gold reward | KL | length | seconds in all | an update |\n" + "|---" * 8 + "|")
-    columns = ("score", "gold_reward", "kl", "length")
-    print("| SFT | | " + " | ".join(f"{found['sft'][key]:.3f}" for key in columns) + " | | |")
+    print(f"{updates} updates; {prompts:,} held-out prompts; ± is the standard deviation over seeds.")
+    for columns in dict.fromkeys(COLUMNS[trainer] for trainer in trainers):
+        of_task = [trainer for trainer in trainers if COLUMNS[trainer] == columns]
+        if sft_name(of_task[0]) not in found:
+            raise UserError(f"{work}/evaluations.jsonl has no SFT policy on {prompts} prompts: run `evaluate` first")
+        report_task(runs, of_task, found[sft_name(of_task[0])])
+    if picture is not None:
+        draw(runs, picture)
+
+
+def report_task(runs: dict[tuple[str, str], list[dict]], trainers: Sequence[str], sft: dict[str, Any]) -> None:
+    """Prints the tables of the trainers of one task, and the verdict on the first two columns."""
+    columns = COLUMNS[trainers[0]]
+    heads = [HEADS.get(column, column) for column in columns]
+    print(f"\n| | seeds | {' | '.join(heads)} | seconds in all | an update |\n" + "|---" * 8 + "|")
+    print("| SFT | | " + " | ".join(f"{sft[key]:.3f}" for key in columns) + " | | |")
     for (trainer, system), rows in runs.items():
-        if len(rows) > 1:
+        if len(rows) > 1 and trainer in trainers:
             several = [[row[key] for row in rows] for key in columns]
             cells = [f"{mean(values):.3f} ± {stdev(values):.3f}" for values in several]
             cells += [f"{median(r['seconds'] for r in rows):.0f}", f"{median(r['update_seconds'] for r in rows):.2f}"]
             print(f"| {NAMES[trainer]}, {NAMES[system]} | {len(rows)} | {' | '.join(cells)} |")
-    for kind, key in (("reward", "score"), ("gold reward", "gold_reward")):
+    for kind, key in ((HEADS.get(key, key).replace("final ", ""), key) for key in columns[:2]):
         head = f"TRL's gain over SFT | ours - TRL | {CONFIDENCE:.0%} interval | of TRL's gain | within ±{MARGIN:.0%}"
         print(f"\n| {kind} | {head} |\n" + "|---" * 6 + "|")
-        for trainer in TRAINERS:
-            print(f"| {NAMES[trainer]} | {verdict(runs, trainer, key, found['sft'][key])} |")
-    if picture is not None:
-        draw(runs, picture)
+        for trainer in trainers:
+            print(f"| {NAMES[trainer]} | {verdict(runs, trainer, key, sft[key])} |")
 
 
 def verdict(runs: dict[tuple[str, str], list[dict]], trainer: str, key: str, sft: float) -> str:
@@ -368,12 +424,15 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
         from PIL import Image  # matplotlib needs it too
     except ImportError:
         raise UserError("--picture needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    trainers = list(dict.fromkeys(trainer for trainer, _ in runs))
+    figure = Figure(figsize=(5 * len(trainers), 7), layout="constrained")
+    axes = figure.subplots(2, len(trainers), sharex=True, squeeze=False)
     looks = {"ours": {"color": "#0b61a4", "linestyle": "-"}, "trl": {"color": "#d1600a", "linestyle": "--"}}
-    for i, (key, label) in enumerate({"reward": "reward (reward model)", "kl": "KL to SFT, nats a response"}.items()):
-        axes[i, 0].set_ylabel(label)
-        for axis, trainer in zip(axes[i], TRAINERS):
+    labels = {"kl": "KL to SFT, nats a response", "entropy": "entropy, nats a token"}
+    for column, trainer in enumerate(trainers):
+        reward = "accuracy + format reward" if trainer == "grpo" else "reward (reward model)"
+        for i, (key, label) in enumerate({"reward": reward, SECOND[trainer]: labels[SECOND[trainer]]}.items()):
+            axis = axes[i, column]
             for system, look in looks.items():
                 curves = np.array([[p[key] for p in run["curve"]] for run in runs[trainer, system]])
                 if len(curves):
@@ -381,8 +440,9 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
                     spread = curves.std(axis=0, ddof=min(1, len(curves) - 1))
                     axis.plot(x, y, **look, linewidth=1.8, label=f"{NAMES[system]}, {len(curves)} seeds")
                     axis.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.2, linewidth=0)
-                    axis.legend(loc="lower right")
-            axis.set(title=f"{NAMES[trainer]}: {key if key == 'reward' else 'KL'}", xlabel="update" if i else "")
+                    axis.legend(loc="best")
+            axis.set(title=f"{NAMES[trainer]}: {'KL' if key == 'kl' else key}", xlabel="update" if i else "")
+            axis.set_ylabel(label)
             axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -401,17 +461,19 @@ def run_all(args: argparse.Namespace) -> None:
             if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode:
                 raise UserError(f"{label} failed, see {log}; rerun the command to resume")
 
-    child("prepare", "prepare")
-    runs = planned(args.seeds, args.updates)
+    chosen = ("--trainers", *args.trainers)
+    child("prepare", "prepare", *chosen)
+    runs = planned(args.seeds, args.updates, args.trainers)
     for number, run in enumerate(runs, 1):
         if finished(args.work, run) is None:
             which = ("--trainer", run.trainer, "--system", run.system, "--seed", run.seed)
             child(run.name, "run", *which, "--updates", run.updates, "--cores", args.cores)
         line, curve = finished(args.work, run), lines_of(args.work / "runs" / run.name / "curve.jsonl")
-        rewards = f"reward {curve[0]['reward']:+.2f} to {curve[-1]['reward']:+.2f}, KL {curve[-1]['kl']:.2f}"
+        second = SECOND[run.trainer]
+        rewards = f"reward {curve[0]['reward']:+.2f} to {curve[-1]['reward']:+.2f}, {second} {curve[-1][second]:.2f}"
         print(f"[{number}/{len(runs)}] {run.name}: {line['seconds']:.0f} s, {rewards}", flush=True)
-    child("evaluate", "evaluate", "--updates", args.updates, "--prompts", args.prompts)
-    report(args.work, args.updates, args.prompts, args.picture)
+    child("evaluate", "evaluate", "--updates", args.updates, "--prompts", args.prompts, *chosen)
+    report(args.work, args.updates, args.prompts, args.picture, args.trainers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -421,6 +483,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder of models, runs and evaluations")
     parser.add_argument("--system", choices=SYSTEMS, default="ours", help="run: system")
     parser.add_argument("--trainer", choices=TRAINERS, default="ppo", help="run: trainer")
+    parser.add_argument(
+        "--trainers", choices=TRAINERS, nargs="+", default=TRAINERS, help="all but run: trainers; default: all"
+    )
     numbers = (("seed", 0, "run: seed"), ("seeds", 5, "all: number of runs per trainer and system"))
     numbers += (("updates", UPDATES, "updates of a run"), ("cores", 1, "cores of a run"))
     for name, default, text in (*numbers, ("prompts", PROMPTS, "held-out prompts of the evaluation")):
@@ -429,8 +494,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = Run(args.trainer, args.system, args.seed, args.updates)
     figures = (args.work, args.updates, args.prompts)
-    commands = {"prepare": (prepare, args.work), "run": (run_one, args.work, run, args.cores), "all": (run_all, args)}
-    commands |= {"evaluate": (evaluate_all, *figures), "report": (report, *figures, args.picture)}
+    commands = {
+        "prepare": (prepare, args.work, args.trainers),
+        "run": (run_one, args.work, run, args.cores),
+        "all": (run_all, args),
+    }
+    commands |= {
+        "evaluate": (evaluate_all, *figures, args.trainers),
+        "report": (report, *figures, args.picture, args.trainers),
+    }
     function, *given = commands[args.command]
     try:
         function(*given)

@@ -1,4 +1,4 @@
-"""What PPO, RLOO and the sampler must not depend on: order of the batch, length of a bucket, size of a micro-batch.
+"""What PPO, RLOO, GRPO and the sampler must not depend on: order of a batch, length of a bucket, size of a micro-batch.
 
 Lengths are any: empty responses, full ones, cut ones. Hypothesis draws the same cases each time: of all possible ones
 some put a ratio on the edge of its clip, where rounding decides.
@@ -16,11 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import ppo, reward_model, rloo
+from rlhf_jax.algorithms import grpo, ppo, reward_model, rloo
 from rlhf_jax.algorithms.actor_critic import token_kl
-from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
-from rlhf_jax.types import PromptBatch, Rollout, TrainState
+from rlhf_jax.types import GroupExperience, PromptBatch, Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
 from tests.helpers.arrays import flat
 from tests.helpers.models_common import random_params
@@ -136,7 +136,21 @@ OF_SEQUENCES = PPOConfig(
     loss_aggregation="seq_mean",
     value_model="shared_backbone",
 )
-both_ppo = pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["token_mean", "seq_mean"])
+WITH_OPTIONS = PPOConfig(
+    batch_size=B,
+    num_ppo_epochs=1,
+    num_mini_batches=2,
+    cliprange=0.1,
+    epsilon_high=0.2,
+    dual_clip=1.3,
+    entropy_coef=0.1,
+    kl_loss_coef=0.2,
+    adaptive_lam_alpha=0.5,
+    value_lam=1.0,
+)
+every_ppo = pytest.mark.parametrize(
+    "config", [OF_TOKENS, OF_SEQUENCES, WITH_OPTIONS], ids=["token_mean", "seq_mean", "options"]
+)
 
 
 @functools.cache
@@ -158,7 +172,7 @@ def ppo_program(config):
     return lambda *given: jax.device_get(run(*given))
 
 
-@both_ppo
+@every_ppo
 def test_ppo_follows_the_rows_whatever_their_order(config):
     run = ppo_program(config)
 
@@ -178,7 +192,7 @@ def test_ppo_follows_the_rows_whatever_their_order(config):
     check()
 
 
-@both_ppo
+@every_ppo
 def test_ppo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
     """After eos a response that fills T has no column left for its score, so that there it must be shorter."""
     run, cut = ppo_program(config), ppo_program(in_parts(config, micro_batch_size=2))
@@ -192,7 +206,8 @@ def test_ppo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
         made, found, gradient, learned = run(rollout, scores, rows)
         wide, others, other_gradient, also = cut(in_longer_buckets(rollout), scores, rows)
         inside = np.arange(T)[None] < rollout.lengths[:, None]
-        for name in ("logprobs", "values", "advantages", "returns"):
+        names = ("logprobs", "values", "advantages", "returns")
+        for name in (*names, *(["ref_logprobs"] if config.kl_loss_coef else [])):
             one, other = getattr(made, name), getattr(wide, name)
             near(np.where(inside, other[:, :T], 0), np.where(inside, one, 0), 2e-5, name)
         assert not wide.advantages[:, T:].any()
@@ -276,6 +291,106 @@ def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
         same_metrics(also, learned)
 
     check()
+
+
+# ----------------------------------------------------------------------------------------------------------------- GRPO
+
+GRPO_TOKENS = GRPOConfig(
+    batch_size=B,
+    num_generations=G,
+    num_mini_batches=2,
+    beta=0.3,
+    entropy_coef=0.1,
+    top_entropy_quantile=0.6,
+    importance_sampling_correction=True,
+    importance_sampling_mode="token_truncate",
+    mask_truncated_completions=True,
+)
+GRPO_SEQUENCES = GRPOConfig(
+    batch_size=B,
+    num_generations=G,
+    loss_type="grpo",
+    importance_sampling_level="sequence",
+    kl_in_reward=True,
+    beta=0.3,
+    gamma=0.9,
+    whiten_advantages=True,
+    off_policy_mask_threshold=0.2,
+)
+
+
+@functools.cache
+def grpo_program(config):
+    """As `rloo_program`."""
+    policy, moved = {"policy": PARAMS["policy"]}, {"policy": MOVED["policy"]}
+
+    @quick_jit
+    def run(rollout, scores, order):
+        batch = scored(rollout, scores, eos_id=EOS, group_size=G)
+        made, found = grpo.make_experience(with_params(MODELS, policy, REF), batch, config=config)
+        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
+        state, learned = grpo.update(MODELS, fresh_state(moved), made, **options)
+        return made, found, state.opt_state, learned
+
+    return lambda *given: jax.device_get(run(*given))
+
+
+@pytest.mark.parametrize("config", [GRPO_TOKENS, GRPO_SEQUENCES], ids=["tokens", "sequences"])
+def test_grpo_is_the_same_in_longer_buckets_smaller_micro_batches_and_without_shared_prompts(config):
+    run = grpo_program(config)
+    cut = grpo_program(in_parts(config, micro_batch_size=G, shared_prompts=False))
+
+    @few
+    @given(cases(shortest=1))
+    def check(case):
+        rollout, scores = of_one_prompt(case[0]), case[1]
+        order = np.random.default_rng(0).permutation(B // G)
+        made, found, gradient, learned = run(rollout, scores, order)
+        wide, others, other_gradient, also = cut(in_longer_buckets(rollout), scores, order)
+        near(wide.logprobs[..., :T], made.logprobs, 2e-5)
+        near(wide.advantages[..., : made.advantages.shape[-1]], made.advantages, 2e-5)
+        near(other_gradient, gradient, 2e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
+
+
+def test_under_dropout_a_token_is_selected_by_the_entropy_that_its_loss_has():
+    """The forward pass before a step drops what that step drops. With token_mean_micro there is only the step's own."""
+    fields = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    dropping = models_of(dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, **fields)))
+    config = GRPOConfig(batch_size=B, num_generations=G, num_iterations=2, entropy_coef=0.1, top_entropy_quantile=0.5)
+    rng = np.random.default_rng(4)
+    prompts = np.array([3, 1, 4, 2])
+    experience = GroupExperience(
+        prompt_tokens=rng.integers(4, V, (B // G, C)).astype(np.int32),
+        prompt_lengths=prompts.astype(np.int32),
+        response=rng.integers(4, V, (B // G, G, T)).astype(np.int32),
+        mask=np.ones((B // G, G, T), bool),
+        lengths=np.full((B // G, G), T, np.int32),
+        logprobs=(rng.normal(size=(B // G, G, T)) - 3).astype(np.float32),
+        advantages=rng.normal(size=(B // G, G)).astype(np.float32),
+        sampler_logprobs=np.zeros((B // G, G, T), np.float32),
+    )
+
+    def learned(order, **options):
+        options = {"config": dataclasses.replace(config, **options), "optimizer": AT_RATE, "key": jax.random.key(0)}
+        run = quick_jit(
+            lambda state, experience, orders: grpo.update(dropping, state, experience, orders=orders, **options)
+        )
+        state, metrics = run(fresh_state({"policy": MOVED["policy"]}), experience, order)
+        return state.opt_state, metrics["loss"]
+
+    orders = np.array([[2, 0, 3, 1], [1, 0, 2, 3]])
+    gradient, loss = learned(orders)
+    # A key goes to a row by the length of its prompt, unless rows stay in their order.
+    alone, other = learned(np.tile(np.argsort(prompts), (2, 1)), loss_aggregation="token_mean_micro")
+    near(alone, gradient, 2e-5)
+    near(other, loss, 2e-5)
+    cut, other = learned(orders, micro_batch_size=G)
+    near(cut, gradient, 2e-5)
+    near(other, loss, 2e-5)
 
 
 # --------------------------------------------------------------------------------------------- scores, KL, and sampling

@@ -10,7 +10,7 @@ import pytest
 from transformers import get_scheduler
 
 from rlhf_jax.algorithms import optimizer
-from rlhf_jax.config import PPOConfig, RLOOConfig
+from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from tests.helpers.optional import optional
 
 torch = optional("torch")
@@ -32,6 +32,114 @@ def test_the_learning_rate_is_that_of_transformers(name, warmup):
     config = PPOConfig(learning_rate=peak, lr_scheduler_type=name, warmup_steps=warmup)
     ours = [float(optimizer.learning_rate(config, jnp.int32(step), steps)) for step in range(steps)]
     np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-9)
+
+
+SCHEDULES = [
+    ("constant_with_warmup", None),
+    ("cosine", {"num_cycles": 1.25}),
+    ("cosine_with_min_lr", {"min_lr": 1e-3}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 1.0}),
+    ("warmup_stable_decay", {"num_decay_steps": 5}),
+    ("warmup_stable_decay", {"num_decay_steps": 30, "min_lr_ratio": 0.2}),  # the decay begins before the run
+    ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 2, "min_lr_ratio": 0.1, "num_cycles": 0.7}),
+    ("warmup_stable_decay", {"num_decay_steps": 6, "warmup_type": "cosine", "decay_type": "linear"}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 6, "warmup_type": "1-sqrt", "decay_type": "1-sqrt", "min_lr_ratio": 0.05},
+    ),
+]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize(("name", "kwargs"), SCHEDULES)
+def test_schedules_with_parameters_are_those_of_transformers(name, kwargs, warmup):
+    steps, peak = 17, 3e-3
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(name, sgd, warmup, steps, scheduler_specific_kwargs=kwargs)
+    wanted = []
+    for _ in range(steps):
+        wanted.append(scheduler.get_last_lr()[0])
+        sgd.step()
+        scheduler.step()
+    config = SFTConfig(learning_rate=peak, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=warmup)
+    schedule = optimizer.make_schedule(config, steps)
+    np.testing.assert_allclose([float(schedule(jnp.int32(n))) for n in range(steps)], wanted, rtol=0, atol=1e-6 * peak)
+    assert len(set(wanted)) > 1 or (name == "constant_with_warmup" and warmup == 0)
+
+
+ACTOR_CRITIC = {
+    "separate": {
+        "policy": {"backbone": {"kernel": 1.0}},
+        "value": {"backbone": {"kernel": 2.0}, "score": {"kernel": 3.0}},
+    },
+    "shared_backbone": {"policy": {"backbone": {"kernel": 1.0}, "score": {"kernel": 3.0}}},
+}
+
+
+def actor_critic(kind):
+    return jax.tree.map(lambda x: x + jnp.arange(3, dtype=jnp.float32), ACTOR_CRITIC[kind])
+
+
+def steps_of(config, params, count, steps_per_update=1):
+    """(params, state) after each of `count` steps by the gradients 1 of all params."""
+    adamw = optimizer.make_optimizer(config, 10, steps_per_update)
+    state, found = adamw.init(params), []
+    take = jax.jit(
+        lambda params, state, step: optimizer.apply_gradients(
+            adamw, params, state, jax.tree.map(jnp.ones_like, params), step
+        )
+    )
+    for step in range(count):
+        params, state = take(params, state, jnp.int32(step))
+        found.append((params, state))
+    return found
+
+
+@pytest.mark.parametrize("kind", ACTOR_CRITIC)
+def test_the_critic_alone_has_the_value_learning_rate_on_the_same_schedule(kind):
+    config = PPOConfig(
+        learning_rate=1e-3,
+        warmup_steps=2,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": 1e-4},
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+    )
+    own = dataclasses.replace(config, value_learning_rate=4e-3)
+    made = optimizer.make_optimizer(own, 10, 2)
+    for step in range(20):
+        policy, critic = made.learning_rate(jnp.int32(step)), made.value_learning_rate(jnp.int32(step))
+        np.testing.assert_allclose(critic, 4 * policy, rtol=1e-6)
+    assert optimizer.make_optimizer(config, 10).value_learning_rate is None
+    params = actor_critic(kind)
+    plain, scaled = steps_of(config, params, 3)[-1][0], steps_of(own, params, 3)[-1][0]
+    jax.tree.map(np.testing.assert_array_equal, scaled["policy"]["backbone"], plain["policy"]["backbone"])
+    critic = (lambda tree: tree["value"]) if kind == "separate" else (lambda tree: tree["policy"]["score"])
+    for before, one, four in zip(*(jax.tree.leaves(critic(tree)) for tree in (params, plain, scaled)), strict=True):
+        np.testing.assert_allclose((four - before) / (one - before), 4, rtol=1e-2)
+    same = steps_of(dataclasses.replace(config, value_learning_rate=1e-3), params, 3)[-1][0]
+    jax.tree.map(np.testing.assert_array_equal, same, plain)
+
+
+@pytest.mark.parametrize("kind", ACTOR_CRITIC)
+def test_after_the_critics_warm_up_the_policys_adam_begins_as_if_new(kind):
+    """Its bias correction too: without it the first steps would be three times as large."""
+    config = PPOConfig(
+        learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.1, weight_decay_on="all", max_grad_norm=1.0
+    )
+    warm = dataclasses.replace(config, critic_warmup_steps=2)
+    params = actor_critic(kind)
+    plain, found = steps_of(config, params, 6), steps_of(warm, params, 6, steps_per_update=2)
+    backbone = [jax.tree.leaves(tree["policy"]["backbone"])[0] for tree, _ in found]
+    for x in backbone[:4]:
+        np.testing.assert_array_equal(x, params["policy"]["backbone"]["kernel"])
+    for step in (0, 1):
+        np.testing.assert_array_equal(backbone[4 + step], plain[step][0]["policy"]["backbone"]["kernel"])
+    score = (lambda tree: tree["value"]["score"]) if kind == "separate" else (lambda tree: tree["policy"]["score"])
+    for (ours, _), (theirs, _) in zip(found, plain, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, score(ours), score(theirs))
+    policy = [jax.tree.leaves(state[0][1].inner_states["policy"]) for _, state in found]
+    assert all(not x.any() for leaves in policy[:4] for x in leaves) and all(x.any() for x in policy[4])
 
 
 @pytest.mark.parametrize("decayed", ["matrices", "all"])

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_jax import advantages as adv
 from rlhf_jax.algorithms import actor_critic, ppo, reward_model
-from rlhf_jax.algorithms.optimizer import scale_by_adamw
+from rlhf_jax.algorithms.optimizer import make_optimizer, scale_by_adamw
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.models import custom_shape
@@ -377,3 +377,182 @@ def test_a_rollout_is_scored_at_its_last_token(world):
         text = jnp.concatenate([rollout.prompt_tokens[row, C - p :], rollout.response[row, :n]])[None]
         alone = reward_model.score_texts(MODEL, params["value"], text, jnp.array([p + n]), dtype=jnp.float32)
         np.testing.assert_allclose(scores[row], alone[0], rtol=1e-5, atol=1e-6)
+
+
+# --- options that are off by default
+
+
+def program_text(world, config, optimizer):
+    """The lowered update, and the experience that it takes."""
+    experience, _ = experience_of(world, config)
+    _, state = make_state(world[0], config, optimizer.transformation)
+
+    def run(state, experience, key):
+        return ppo.update(MODELS, state, experience, config=config, optimizer=optimizer, key=key)
+
+    return jax.jit(run).lower(state, experience, jax.random.key(0)).as_text(), experience
+
+
+def test_an_option_that_is_off_is_in_no_program(world):
+    off = dataclasses.replace(CONFIG, kl_loss_estimator="k1", entropy_coef=0, kl_loss_coef=0, lr_scheduler_kwargs={})
+    (one, experience), (other, _) = (program_text(world, c, make_optimizer(c, 10, 4)) for c in (CONFIG, off))
+    assert one == other
+    assert experience.ref_logprobs is None and len(jax.tree.leaves(experience)) == 7
+    on = dataclasses.replace(CONFIG, dual_clip=3.0)
+    assert program_text(world, on, make_optimizer(on, 10, 4))[0] != one
+
+
+def test_options_at_neutral_values_change_nothing(world):
+    neutral = dataclasses.replace(CONFIG, epsilon_high=CONFIG.cliprange, dual_clip=1e6, value_lam=CONFIG.lam)
+    wanted, _ = experience_of(world)
+    experience, _ = experience_of(world, neutral)
+    assert distance(experience, wanted) < 1e-6
+    (ours, found), (theirs, others) = (
+        run_update(world[0], wanted, c, 0.1, 0, optax.identity()) for c in (neutral, CONFIG)
+    )
+    assert distance(ours.params, theirs.params) < 1e-6
+    assert float(found.pop("policy/clipfrac_lower_avg")) == 0 and found.keys() == others.keys()
+
+
+@pytest.mark.parametrize(("aggregation", "estimator"), [("token_mean", "k3"), ("seq_mean", "k2")])
+def test_the_whole_loss_and_its_gradient_written_out(world, aggregation, estimator):
+    config = dataclasses.replace(
+        CONFIG,
+        loss_aggregation=aggregation,
+        num_mini_batches=1,
+        cliprange=0.05,
+        epsilon_high=0.1,
+        dual_clip=1.2,
+        entropy_coef=0.3,
+        kl_loss_coef=0.7,
+        kl_loss_estimator=estimator,
+    )
+    experience, _ = experience_of(world, config)
+    lengths = experience.lengths
+    inside = adv.response_mask(lengths, T)
+    params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), world[0])
+    ref = world[1]
+
+    def chosen_and_all(policy):
+        logits = MODEL.logits(policy, MODEL.hidden(policy, experience.tokens, experience.mask)[:, -T - 1 : -1])
+        logprobs = jax.nn.log_softmax(logits / (config.temperature + 1e-7))
+        return jnp.take_along_axis(logprobs, experience.tokens[:, -T:, None], axis=2)[..., 0], logprobs
+
+    def written_out(params):
+        new, every = chosen_and_all(params["policy"])
+        values = MODEL.scalars(
+            params["value"], MODEL.hidden(params["value"], experience.tokens, experience.mask)[:, -T - 1 : -1]
+        )
+        a, ratio = experience.advantages, jnp.exp(new - experience.logprobs)
+        token = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.95, 1.1))
+        token = jnp.where((a < 0) & (token > -1.2 * a), -1.2 * a, token)
+        gap = chosen_and_all(ref)[0] - new
+        kl = jnp.exp(gap) - 1 - gap if estimator == "k3" else gap**2 / 2
+        token = token + 0.7 * kl + 0.3 * (jnp.exp(every) * every).sum(axis=2)
+        near = jnp.clip(values, experience.values - config.cliprange_value, experience.values + config.cliprange_value)
+        value = 0.5 * jnp.maximum((values - experience.returns) ** 2, (near - experience.returns) ** 2)
+
+        def mean(x, mask):
+            x = jnp.where(mask, x, 0.0)
+            if aggregation == "token_mean":
+                return x.sum() / mask.sum()
+            return (x.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).mean()
+
+        return mean(token, inside) + config.vf_coef * mean(value, adv.value_mask(lengths, T))
+
+    weights = ppo.loss_weights(lengths[None], T, config)
+    scale = jax.tree.map(lambda x: x[0], weights)
+    ours = jax.jit(
+        jax.value_and_grad(
+            lambda p: ppo.loss_and_metrics(with_params(MODELS, p), experience, scale, config), has_aux=True
+        )
+    )
+    (loss, (metrics, _)), gradient = ours(params)
+    wanted, wanted_gradient = jax.jit(jax.value_and_grad(written_out))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert distance(gradient, wanted_gradient) < 1e-4
+    assert float(metrics["policy/clipfrac_lower_avg"]) > 0 and float(metrics["loss/kl_avg"]) > 0
+
+
+def test_advantages_and_returns_have_lambdas_of_their_own(world):
+    at, short = (lambda **options: experience_of(world, dataclasses.replace(CONFIG, **options))[0]), {"lam": 0.6}
+    plain, monte_carlo, both = at(**short), at(lam=1.0), at(**short, value_lam=1.0)
+    np.testing.assert_allclose(both.advantages, plain.advantages, atol=1e-6)
+    np.testing.assert_allclose(both.returns, monte_carlo.returns, atol=1e-6)
+    assert distance(plain.returns, monte_carlo.returns) > 1e-3
+    adaptive = at(**short, adaptive_lam_alpha=0.5)
+    np.testing.assert_allclose(adaptive.returns, plain.returns, atol=1e-6)
+    assert distance(adaptive.advantages, plain.advantages) > 1e-3
+    rng = np.random.default_rng(4)
+    rewards, values = (jnp.asarray(rng.normal(size=(3, T)), jnp.float32) for _ in range(2))
+    config = dataclasses.replace(CONFIG, adaptive_lam_alpha=0.5, value_lam=1.0)
+    got, returns = ppo.advantages_and_returns(rewards, values, jnp.array([2, 4, 7]), config)
+    for row, lam in enumerate((0.0, 0.5, 1 - 1 / 3.5)):
+        wanted, _ = adv.gae(rewards[row : row + 1], values[row : row + 1], gamma=1.0, lam=lam)
+        np.testing.assert_allclose(got[row], wanted[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns, adv.gae(rewards, values, gamma=1.0, lam=1.0)[1], rtol=1e-6)
+
+
+def built_in_update(models, config):
+    """The jitted update by `make_optimizer`, and a fresh state of params."""
+    optimizer = make_optimizer(config, 10, ppo.steps_per_update(config))
+
+    def run(state, experience, key):
+        return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key)
+
+    run = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # what takes time is to compile it
+    return run, lambda params: make_state(params, config, optimizer.transformation)[1]
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared_backbone"])
+def test_only_the_critic_learns_in_its_warm_up_and_one_program_has_both(world, kind):
+    config = dataclasses.replace(
+        CONFIG, value_model=kind, critic_warmup_steps=2, learning_rate=1e-3, weight_decay=0.1, weight_decay_on="all"
+    )
+    experience, _ = experience_of(world, config)
+    params, models = world[0], MODELS
+    if kind == "shared_backbone":
+        params, models = {"policy": {**params["policy"], "score": params["value"]["score"]}}, models_of(MODEL, MODEL)
+
+    def of_critic(params):
+        return params["value"] if kind == "separate" else params["policy"]["score"]
+
+    def of_policy(params):
+        return {name: x for name, x in params["policy"].items() if name != "score"}
+
+    run, fresh = built_in_update(models, config)
+    state = start = fresh(params)
+    moments = []
+    for update in range(4):
+        before = state
+        state, metrics = run(state, experience, jax.random.key(update))
+        moments.append(jax.tree.leaves(state.opt_state[0][0].inner_states["policy"]))
+        warming = update < 2
+        assert (bits(of_policy(state.params)) == bits(of_policy(before.params))) == warming
+        assert bits(of_critic(state.params)) != bits(of_critic(before.params))
+        assert all(not x.any() for x in moments[-1]) == warming and int(state.step) == update + 1
+        assert not warming or float(metrics["policy/approxkl_avg"]) < 1e-9
+    assert run._cache_size() == 1
+    # What counts is the state's step alone: a run that is resumed has no other memory of its warm-up.
+    later, _ = run(start.replace(step=jnp.int32(2)), experience, jax.random.key(0))
+    assert bits(of_policy(later.params)) != bits(of_policy(start.params))
+    if kind == "separate":  # the critic learns as it does without a warm-up
+        plain, fresh = built_in_update(models, dataclasses.replace(config, critic_warmup_steps=0))
+        both, _ = plain(fresh(params), experience, jax.random.key(0))
+        alone, _ = run(start, experience, jax.random.key(0))
+        assert distance(alone.params["value"], both.params["value"]) < 1e-6
+
+
+def test_the_value_learning_rate_changes_the_critic_alone(world):
+    config = dataclasses.replace(CONFIG, learning_rate=1e-3)
+    experience, _ = experience_of(world, config)
+    found = []
+    for rate in (None, 5e-3):
+        run, fresh = built_in_update(MODELS, dataclasses.replace(config, value_learning_rate=rate))
+        found.append(run(fresh(world[0]), experience, jax.random.key(0))[0].params)
+    assert distance(found[1]["policy"], found[0]["policy"]) < 1e-6
+    assert distance(found[1]["value"], found[0]["value"]) > 1e-3

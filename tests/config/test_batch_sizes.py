@@ -118,6 +118,17 @@ def test_no_row_is_refused_and_too_long_a_warm_up_is_remarked_on():
     assert warning.startswith("warning: warmup_steps 3 >= 3 updates: the learning rate never reaches ")
 
 
+def test_a_schedule_or_a_critics_warm_up_longer_than_the_run_is_remarked_on():
+    kwargs = {"num_decay_steps": 2, "num_stable_steps": 1}
+    config = SFTConfig(warmup_steps=1, lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
+    assert batch_sizes.check_rows(config, 256) == []
+    (warning,) = batch_sizes.check_rows(config, 200)
+    assert "warmup_steps 1 + num_stable_steps 1 + num_decay_steps 2 = 4 > 3 updates: the schedule is longer" in warning
+    assert batch_sizes.check_rows(PPOConfig(critic_warmup_steps=1, total_episodes=1024), 10) == []
+    (warning,) = batch_sizes.check_rows(PPOConfig(critic_warmup_steps=2, total_episodes=1024), 10)
+    assert warning == "warning: critic_warmup_steps 2 >= 2 updates: the policy never learns"
+
+
 def test_a_warm_up_of_rloo_counts_what_its_schedule_counts():
     config = RLOOConfig(warmup_steps=8, num_mini_batches=4, total_episodes=128)
     (warning,) = batch_sizes.check_rows(config, 10)

@@ -18,6 +18,7 @@ from rlhf_jax.config import (
     values,
 )
 from rlhf_jax.config import files as config_files
+from rlhf_jax.data import arithmetic, load_tokenizer
 from rlhf_jax.errors import UserError
 
 
@@ -113,6 +114,7 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = config_files.shipped_configs()
     more = {"rloo_deepmath.py", "rloo_qwen3.py", "ppo_llama.py"}
     more |= {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
+    more |= {"quickstart_math.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
@@ -191,10 +193,10 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     validation.check(WITH_RLOO)
 
 
-def test_a_pipeline_has_exactly_one_of_ppo_and_rloo():
-    with pytest.raises(UserError, match="one of ppo and rloo, not both"):
+def test_a_pipeline_has_exactly_one_policy_stage():
+    with pytest.raises(UserError, match="one of ppo, rloo and grpo, not ppo and rloo: set the others"):
         validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
-    with pytest.raises(UserError, match="one of ppo and rloo, not none"):
+    with pytest.raises(UserError, match="one of ppo, rloo and grpo, not none"):
         validation.check(Pipeline(ppo=None))
 
 
@@ -222,6 +224,36 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
         validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
     with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
         validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+
+
+def test_a_pipeline_without_a_reward_stage_has_rewards_of_another_kind():
+    scored = RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_funcs=("think_format_reward",))
+    pipeline = Pipeline(run_dir="R", reward=None, ppo=None, rloo=scored)
+    validation.check(pipeline)
+    assert list(stages_of(pipeline)) == ["sft", "rloo"]
+    assert config_files.from_json(config_files.to_json(pipeline)).reward is None
+    ppo = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_server="http://localhost:1/score")
+    validation.check(Pipeline(reward=None, ppo=ppo))
+    with pytest.raises(UserError, match="rloo: without a reward stage .* needs reward_funcs or reward_server"):
+        validation.check(dataclasses.replace(pipeline, rloo=dataclasses.replace(scored, reward_funcs=())))
+    with pytest.raises(UserError, match="reward_model_path is '{run_dir}/reward/.*no reward stage.*set it to None"):
+        validation.check(Pipeline(reward=None))
+    with pytest.raises(UserError, match="reward_model_path is None, not this pipeline's own"):
+        validation.check(dataclasses.replace(pipeline, reward=Pipeline().reward))
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dapo", "rloo", "ppo"])
+def test_the_quickstart_of_verifiable_rewards_has_a_variant_of_each_algorithm(variant):
+    config = config_files.load_config(f"quickstart_math:{variant}")
+    validation.check(config)
+    stages = stages_of(config)
+    name, stage = list(stages.items())[-1]
+    assert list(stages) == ["sft", name] and name == {"dapo": "grpo"}.get(variant, variant)
+    assert config.sft == config_files.load_config("quickstart_math").sft
+    tokenizer, rows = load_tokenizer("arithmetic"), arithmetic.demonstrations(300, split="test")
+    assert max(len(tokenizer.encode(row["prompt"])) for row in rows) <= stage.query_length
+    assert max(len(tokenizer.encode(row["completion"])) for row in rows) + 1 <= stage.response_length
+    assert config.sft.max_length >= stage.query_length + stage.response_length - 3
 
 
 # --- bad files
@@ -286,14 +318,14 @@ def test_a_bad_config_file_is_told_with_its_path(body, tmp_path):
 
 BAD_JSON = {
     "{": "is not JSON",
-    "[1]": "'stage' must be one of sft, reward, ppo, rloo, pipeline, not 'list'",
+    "[1]": "'stage' must be one of sft, reward, ppo, rloo, grpo, pipeline, not 'list'",
     '{"stage": "dpo"}': "'stage' must be one of .*, not 'dpo'",
     '{"stage": "ppo", "kl_cof": 1}': "unknown field kl_cof. Did you mean kl_coef",
     '{"stage": "ppo", "kl_coef": "1"}': "kl_coef = '1': it must be a number",
     '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
     '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
     '{"stage": "pipeline", "rloo": 3}': "rloo must be a RLOOConfig or None, not int",
-    '{"stage": "pipeline", "reward": null}': "reward must be a RewardConfig, not NoneType",
+    '{"stage": "pipeline", "sft": null}': "sft must be a SFTConfig, not NoneType",
     '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig, not int",
     '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam = 'x': it must be a number",
     '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",

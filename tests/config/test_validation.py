@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_jax.config import (
+    GRPOConfig,
     Pipeline,
     PPOConfig,
     RewardConfig,
@@ -48,8 +49,8 @@ IMPOSSIBLE = [
     (PPOConfig(missing_eos_penalty=-1.0), "missing_eos_penalty is -1.0; it must be at least 0"),
     (PPOConfig(eos_penalty_mode="replace"), "eos_penalty_mode 'replace' needs missing_eos_penalty"),
     (PPOConfig(value_model="shared_backbone", value_model_path="x"), "value_model_path 'x' would not be used"),
-    (PPOConfig(reward_model_path=None), "reward_model_path is None.*give value_model_path"),
     (PPOConfig(sft_model_path=None), "sft_model_path and scratch_model"),
+    (GRPOConfig(baseline="none"), "baseline 'none' with scale_rewards 'group'.* batch or none"),
     (SFTConfig(model_name_or_path=None, scratch_model="14m"), "model_name_or_path and tokenizer_name_or_path"),
     (SFTConfig(scratch_model="2x10x3"), "2 layers of width 10 with 3 heads"),
     (SFTConfig(learning_rate=-1e-3), "learning_rate is -0.001; it must be at least 0"),
@@ -75,8 +76,61 @@ IMPOSSIBLE = [
     (Pipeline(reward=RewardConfig(seed=-1)), "reward: seed is -1"),
     (SFTConfig(eval_steps=1.5), "eval_steps is 1.5; it must be 0 .*, between 0 and 1 .* or a whole number of updates"),
     (SFTConfig(eval_steps=-0.5), "eval_steps is -0.5; it must be 0"),
+    # PPO's choices
+    (PPOConfig(epsilon_high=0.0), "epsilon_high is 0.0; it must be above 0"),
+    (PPOConfig(dual_clip=1.0), "dual_clip is 1.0; it must be above 1"),
+    (PPOConfig(entropy_coef=-0.1), "entropy_coef is -0.1; it must be at least 0"),
+    (PPOConfig(kl_loss_coef=-0.1), "kl_loss_coef is -0.1; it must be at least 0"),
+    (PPOConfig(value_lam=1.5), "value_lam is 1.5; it must be between 0 and 1"),
+    (PPOConfig(adaptive_lam_alpha=0.0), "adaptive_lam_alpha is 0.0; it must be above 0"),
+    (
+        PPOConfig(adaptive_lam_alpha=0.05, response_length=20),
+        r"adaptive_lam_alpha 0.05 x response_length 20 = 1: lambda .* 0 for every response; increase",
+    ),
+    (PPOConfig(value_learning_rate=-1e-6), "value_learning_rate is -1e-06; it must be at least 0"),
+    (PPOConfig(critic_warmup_steps=-1), "critic_warmup_steps is -1; it must be at least 0"),
+    (PPOConfig(critic_warmup_steps=5, vf_coef=0.0), "critic_warmup_steps 5 with vf_coef 0: .* nothing would learn"),
+    (PPOConfig(critic_warmup_steps=5, value_learning_rate=0.0), "critic_warmup_steps 5 with value_learning_rate 0"),
+    (PPOConfig(value_learning_rate=1e-5, vf_coef=0.0), "value_learning_rate 1e-05 with vf_coef 0"),
+    # schedules
+    (
+        SFTConfig(lr_scheduler_kwargs={"num_cycles": 1.0}),
+        r"kwargs\['num_cycles'\] is not a parameter of lr_scheduler_type linear: it has no parameters but warmup_steps",
+    ),
+    (
+        SFTConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_ratio": 0.1}),
+        r"kwargs\['min_lr_ratio'\] is not .* cosine_with_min_lr: Did you mean min_lr_rate",
+    ),
+    (RLOOConfig(lr_scheduler_type="cosine_with_min_lr"), "needs one of min_lr .* and min_lr_rate .* not none"),
+    (
+        SFTConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7, "min_lr_rate": 0.1}),
+        "needs one of min_lr .* and min_lr_rate .* not both",
+    ),
+    (
+        SFTConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1.0}),
+        r"kwargs\['min_lr'\] 1 exceeds learning_rate 3e-06",
+    ),
+    (
+        SFTConfig(learning_rate=0.0, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.0}),
+        r"kwargs\['min_lr'\] with learning_rate 0: give min_lr_rate",
+    ),
+    (
+        SFTConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 1.5}),
+        r"kwargs\['min_lr_rate'\] is 1.5; it must be between 0 and 1",
+    ),
+    (PPOConfig(lr_scheduler_type="warmup_stable_decay"), "warmup_stable_decay needs .* {'num_decay_steps': N}"),
+    (
+        PPOConfig(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 0.5}),
+        r"kwargs\['num_decay_steps'\] = 0.5: it must be a whole number",
+    ),
+    (
+        PPOConfig(
+            lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 5, "decay_type": "sqrt"}
+        ),
+        r"kwargs\['decay_type'\] = 'sqrt': it must be one of linear, cosine, 1-sqrt",
+    ),
     # groups
-    (RLOOConfig(num_generations=1), "num_generations is 1; .*leave-one-out needs at least 2"),
+    (RLOOConfig(num_generations=1), "num_generations is 1; .*baseline needs at least 2"),
     (RLOOConfig(num_generations_eval=0), "num_generations_eval is 0; it must be at least 1"),
     (RLOOConfig(num_generations=3), "64 / num_generations 3 = 21.33 prompts.*counts responses.*batch_size 63 or 66"),
     (RLOOConfig(batch_size=2, num_generations=4), r"= 0.5 prompts.* \(try batch_size 4\)"),
@@ -141,6 +195,22 @@ IMPOSSIBLE = [
 
 
 POSSIBLE = [
+    PPOConfig(
+        value_learning_rate=1e-5,
+        critic_warmup_steps=50,
+        epsilon_high=0.28,
+        dual_clip=3.0,
+        entropy_coef=0.001,
+        kl_coef=0.0,
+        kl_loss_coef=0.001,
+        adaptive_lam_alpha=0.05,
+        value_lam=1.0,
+    ),
+    PPOConfig(value_learning_rate=1e-5, critic_warmup_steps=50, value_model="shared_backbone"),
+    PPOConfig(value_learning_rate=1e-5, critic_warmup_steps=50, use_peft=True, lora_value="shared"),
+    SFTConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": None, "min_lr_rate": 0.1}),
+    RLOOConfig(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 5}),
+    RewardConfig(lr_scheduler_type="constant_with_warmup", warmup_steps=5),
     RLOOConfig(token_level_kl=True, beta=0.0),
     RLOOConfig(old_logprobs="sampler", top_k=50, min_p=0.1, repetition_penalty=1.1, generation_kwargs={"top_p": 0.9}),
     RLOOConfig(policy_loss="reinforce", num_iterations=2),

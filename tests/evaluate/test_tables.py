@@ -4,6 +4,7 @@ import io
 import json
 
 import numpy as np
+import pytest
 
 from rlhf_jax import evaluate
 
@@ -39,6 +40,24 @@ def test_the_table_has_aligned_columns_and_dashes_for_what_is_missing():
 
 def test_a_column_that_nobody_fills_is_left_out():
     assert "win rate" not in evaluate.comparison_table(rows()[:2])
+
+
+def test_rewards_by_name_have_a_column_each_and_every_mean_an_interval():
+    exact, graded = [1.0, 1.0, 1.0, 0.0], [0.5, 1.5, 0.5, np.nan]
+    row = evaluate.summarize(
+        "GRPO", rewards={"exact": exact, "graded": graded}, lengths=[4, 6, 4, 6], entropy=[0.5] * 4
+    )
+    # Wilson's interval of 3 in 4, as of a win rate; 5/6 -+ 1.96 sqrt(1/3 / 3)
+    low, high = 0.300642, 0.954413
+    assert row["rewards"]["exact"] == pytest.approx({"mean": 0.75, "se": 0.25, "low": low, "high": high}, abs=1e-6)
+    graded = {"mean": 5 / 6, "se": 1 / 3, "low": 5 / 6 - 1.959964 / 3, "high": 5 / 6 + 1.959964 / 3}
+    assert row["rewards"]["graded"] == pytest.approx(graded, abs=1e-6)
+    head, _, line, other = evaluate.comparison_table([row, evaluate.summarize("SFT", lengths=[5] * 4)]).splitlines()
+    assert head.split() == ["exact", "graded", "length", "entropy"]
+    assert [cell.strip() for cell in line.split("  ") if cell] == [
+        *("GRPO", "0.750 (0.301 to 0.954)", "0.833 (0.180 to 1.487)", "5.0 (3.9 to 6.1)", "0.500 (0.500 to 0.500)")
+    ]
+    assert other.split() == ["SFT", "-", "-", "5.0", "(5.0", "to", "5.0)", "-"]
 
 
 SAMPLES = [

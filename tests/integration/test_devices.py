@@ -1,5 +1,5 @@
-"""PPO and RLOO on eight (forced host) devices, laid out in every way: the samples, metrics and models of one device,
-with params, moments and caches that are really split."""
+"""PPO, RLOO and GRPO on eight (forced host) devices, laid out in every way: the samples, metrics and models of one
+device, with params, moments and caches that are really split."""
 
 import dataclasses
 import json
@@ -103,6 +103,27 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
         config = dataclasses.replace(ppo, run_dir=str(folder / f"{kind}-{mesh}"), **adapters)
         rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
         found[kind] = {key: found[key] for key in ("samples", *before)}
+        del found["samples"]
+    if mesh in ADAPTED:
+        found |= {"samples": [], "shapes": {}, "shards": {}, "programs": {}}
+        grpo = rlhf_jax.GRPOConfig(
+            **shared,
+            run_dir=str(folder / f"grpo-{mesh}"),
+            num_generations=2,
+            num_iterations=2,
+            batch_size=2 * BATCH,
+            micro_batch_size=16,
+            rollout_batch_size=16,
+            total_episodes=UPDATES * 2 * BATCH,
+            beta=0.05,
+            sync_ref_model=True,
+            ref_model_sync_steps=3,
+            top_entropy_quantile=0.5,
+            use_adaptive_entropy=True,
+            entropy_target=20.0,
+        )
+        rlhf_jax.run(grpo, reward_funcs=brevity, callbacks=[Look()])
+        found["grpo"] = {key: found[key] for key in ("samples", *before)}
         del found["samples"]
     return found | before
 
@@ -220,6 +241,23 @@ def test_every_mesh_leaves_the_same_models(folder, mesh):
     for prefix, name, kind in (("", "policy", "causal"), ("", "value", "scalar"), ("rloo-", "policy", "causal")):
         ours, expected = (flat(hf.load(folder / f"{prefix}{m}" / name, kind=kind)[1]) for m in (mesh, ONE))
         assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+def test_grpo_with_a_moving_reference_and_entropy_control_does_not_depend_on_the_devices(folder):
+    import numpy as np
+
+    from rlhf_jax.models.io import hf
+
+    one, many = (found_on(folder, mesh)["grpo"] for mesh in ADAPTED)
+    assert many["samples"][:UPDATES] == one["samples"][:UPDATES]
+    assert many["programs"] == one["programs"] == {"grpo": {"generate": 1, "experience": 1, "update": 1}}
+    lines = [metrics_on(folder, mesh, "grpo-") for mesh in ADAPTED]
+    assert lines[0][-1]["entropy_coef"] > lines[0][0]["entropy_coef"] > 0
+    for expected, line in zip(*lines, strict=True):
+        for name in ("entropy", "entropy_coef", "kl", "reward", "grad_norm"):
+            assert abs(line[name] - expected[name]) <= 1e-4 * max(abs(expected[name]), 0.01), name
+    ours, expected = (flat(hf.load(folder / f"grpo-{mesh}" / "policy", kind="causal")[1]) for mesh in ADAPTED)
+    assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("kind", ["lora", "int8"])

@@ -1,4 +1,4 @@
-"""TRL's reward functions: the same numbers as TRL's, in every thread, and by name."""
+"""Reward functions by name: TRL's with the same numbers as TRL's, in every thread; exact match and format by hand."""
 
 import pickle
 import random
@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_jax import rewards
 from rlhf_jax.config import command_line, validation
+from rlhf_jax.data import arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import builtin, interface, math_verification
 from rlhf_jax.rewards.python_functions import HostRewards, TrainerState
@@ -165,6 +166,55 @@ def test_accuracy_after_reasoning_is_trls(trl, delimiters):
     assert ours == theirs and set(found) == {None, 0.0, 1.0}
 
 
+RIGHT = "<think>3+4=7\n7+5=12</think>\\boxed{12}"
+FORMS = {  # completion: (exact_match_reward of the solution 12, boxed_format_reward)
+    RIGHT: (1, 1),
+    "<think>3+4=7\n7+5=13</think>\\boxed{13}": (0, 1),  # a wrong answer
+    "<think></think>\n \\boxed{12}\n": (1, 1),  # white space around the box
+    "<think>3+4=7</think>\\boxed{ 12}": (0, 1),  # character by character
+    "<think>3+4=7</think>\\boxed{012}": (0, 1),
+    "3+4=7\n7+5=12\n\\boxed{12}": (1, 0),  # no tags
+    "<think>3+4=7\\boxed{12}": (1, 0),  # one tag
+    "3+4=7</think>\\boxed{12}": (1, 0),
+    "<think>3+4=7</think>12": (0, 0),  # no box
+    "<think>3+4=7</think>\\boxed{}": (0, 0),
+    "<think>3+4=7</think>\\boxed{12": (0, 0),
+    "<think>3+4=7</think>\\boxed{12}\\boxed{12}": (0, 0),  # two boxes
+    "<think>3+4=7\\boxed{12}</think>\\boxed{12}": (0, 0),
+    "<think>3+4=7\\boxed{7</think>\\boxed{12}": (1, 0),  # a box that is not closed
+    "<think>3+4=7</think></think>\\boxed{12}": (1, 0),  # two tags
+    "<think><think>3+4=7</think>\\boxed{12}": (1, 0),
+    RIGHT + " is it": (1, 0),  # trailing text
+    "so " + RIGHT: (1, 0),
+    "<think>3+4=7</think>so \\boxed{12}": (1, 0),
+    "": (0, 0),
+}
+
+
+def test_exact_match_and_format_by_hand():
+    texts = list(FORMS)
+    for completions in (texts, messages(texts)):
+        matched = rewards.exact_match_reward(completions=completions, solution=["12"] * len(texts), prompts=[])
+        formatted = rewards.boxed_format_reward(completions=completions, prompts=[])
+        assert dict(zip(texts, zip(matched, formatted))) == FORMS
+    with pytest.raises(ValueError):
+        rewards.exact_match_reward(texts, ["12"])
+
+
+def test_the_format_is_also_that_of_think_format_reward():
+    for text, (_, boxed) in FORMS.items():
+        assert rewards.think_format_reward([text])[0] >= boxed, text
+
+
+def test_on_the_arithmetic_task_an_exact_match_is_correct_as_mathematics():
+    pytest.importorskip("math_verify")
+    rows = arithmetic.demonstrations(40)
+    texts, solutions = [row["completion"] for row in rows], [row["solution"] for row in rows]
+    boxed = [i for i, text in enumerate(texts) if "boxed" in text]
+    exact, correct = rewards.exact_match_reward(texts, solutions), rewards.accuracy_reward(texts, solutions)
+    assert [exact[i] for i in boxed] == [correct[i] for i in boxed] and 0 < sum(exact) < len(exact)
+
+
 def test_the_cosine_by_hand_and_as_trls(trl):
     pytest.importorskip("math_verify")
     completions = messages([r"\boxed{3}"] * 4 + [r"\boxed{4}"] * 4 + [r"\boxed{3}"])
@@ -184,9 +234,10 @@ def test_a_run_calls_them_in_its_thread_and_logs_what_they_log():
     columns = {"solution": ["2", "none"]}
     host.check_columns(columns)
     found = host.call(["a", "b"], completions, [[1] * 10, [1] * 1281], columns, TrainerState())
-    assert host.names[3:] == ("soft_overlong_punishment_reward", "cosine_scaled_reward")
-    assert found.rewards[0].tolist() == [1.0, 1.0, 1.0, 0.0, 0.5]
-    assert [value if value == value else None for value in found.rewards[1].tolist()] == [None, 0.0, 0.0, -1.0, None]
+    assert host.names[5:] == ("soft_overlong_punishment_reward", "cosine_scaled_reward")
+    assert found.rewards[0].tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.5]
+    second = [value if value == value else None for value in found.rewards[1].tolist()]
+    assert second == [None, 0.0, 0.0, 0.0, 0.0, -1.0, None]
     assert found.extra["gold_parsed"][1] == "[incomplete reasoning]"
     assert math_verification.shared._process is not None
     host.close()
@@ -204,11 +255,11 @@ def test_names_on_the_command_line_are_trls_functions(trl, monkeypatch):
     config = command_line.parse(["--config", "tldr_rloo.py", *flags])
     validation.check(config)
     functions = [interface.resolve(spec) for spec in config.reward_funcs]
-    assert functions[:3] == [getattr(rewards, name) for name in list(builtin.BY_NAME)[:3]]
-    assert functions[3] == rewards.get_soft_overlong_punishment(1280, 256)
-    assert functions[4] is rewards.think_format_reward
-    assert [interface.function_name(function) for function in functions[:4]] == [
-        *list(builtin.BY_NAME)[:3],
+    assert functions[:5] == [getattr(rewards, name) for name in list(builtin.BY_NAME)[:5]]
+    assert functions[5] == rewards.get_soft_overlong_punishment(1280, 256)
+    assert functions[6] is rewards.think_format_reward
+    assert [interface.function_name(function) for function in functions[:6]] == [
+        *list(builtin.BY_NAME)[:5],
         trl.get_soft_overlong_punishment(1280, 256).__name__,
     ]
 

@@ -85,12 +85,13 @@ def test_resume_skips_finished_runs_and_keeps_the_order(tmp_path):
         ("rloo", "ours", 0),
         ("rloo", "trl", 0),
     ]
+    assert parity.planned(1, 3, ["grpo"]) == [parity.Run("grpo", system, 0, 3) for system in ("ours", "trl")]
     assert missing(tmp_path, runs) == runs
     for run in (runs[5], runs[0]):
         add_line(tmp_path / "runs.jsonl", line_of(run))
     assert missing(tmp_path, runs) == [*runs[1:5], *runs[6:]]
     more = parity.planned(seeds=3, updates=3)
-    assert missing(tmp_path, more) == [*runs[1:5], *runs[6:], *more[8:]]
+    assert missing(tmp_path, more) == [*runs[1:5], *runs[6:], *more[12:]]
     longer = parity.planned(seeds=1, updates=4)
     assert missing(tmp_path, longer) == longer
 
@@ -149,7 +150,7 @@ def both_configs(trainer, tmp_path):
     if trainer == "ppo":
         config = pytest.importorskip("trl.experimental.ppo").PPOConfig
     else:
-        config = pytest.importorskip("trl").RLOOConfig
+        config = getattr(pytest.importorskip("trl"), f"{trainer.upper()}Config")
     return ours, config(**parity.trl_options(run._replace(system="trl"), str(tmp_path / "trl")))
 
 
@@ -190,6 +191,20 @@ def test_rloo_options_of_both_systems_say_the_same(tmp_path):
     assert ours.lr_scheduler_unit == "optimizer_step"
 
 
+def test_grpo_options_of_both_systems_say_the_same(tmp_path):
+    ours, trl = both_configs("grpo", tmp_path)
+    same = ("num_generations", "num_iterations", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards")
+    same += ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_grad_norm", "delta")
+    same += ("mask_truncated_completions", "importance_sampling_level", "multi_objective_aggregation")
+    assert_equal_under_the_same_names(ours, trl, (*ADAM, *same))
+    assert trl.max_completion_length == ours.response_length
+    assert trl.generation_batch_size == ours.batch_size == 128
+    assert trl.steps_per_generation == ours.num_mini_batches
+    assert trl.per_device_train_batch_size == batch_arithmetic(ours).minibatch
+    assert trl.max_steps == batch_arithmetic(ours).optimizer_steps == 20
+    assert ours.lr_scheduler_unit == "optimizer_step"
+
+
 def test_rloo_of_trl_is_scored_at_the_last_id_eos_included(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
@@ -221,6 +236,12 @@ def test_curve_of_trls_rloo_takes_what_was_sampled_and_all_seconds_of_an_update(
     assert found == [parity.point(1, 0.5, 1.5, 3.0), parity.point(2, 0.75, 1.5, 2.5)]
 
 
+def test_curve_of_trls_grpo_is_its_reward_and_entropy():
+    logs = [{"reward": 1.0, "entropy": 0.5}, {"entropy": 0.25}, {"reward": 1.5, "entropy": 0.125}, {"entropy": 0.0}]
+    found = parity.trl_curve("grpo", logs, [0.0, 1.0, 2.0, 3.0, 4.0], steps=2)
+    assert found == [parity.point(1, 1.0, 0.5, 2.0, "entropy"), parity.point(2, 1.5, 0.125, 2.0, "entropy")]
+
+
 def test_curve_of_trls_ppo_is_its_scores_and_kl():
     logs = [{"objective/scores": 1.0, "objective/kl": 2.0}, {"objective/scores": 3.0, "objective/kl": 4.0}]
     found = parity.trl_curve("ppo", logs, [0.0, 1.0, 3.0], steps=1)
@@ -229,18 +250,22 @@ def test_curve_of_trls_ppo_is_its_scores_and_kl():
 
 @pytest.fixture
 def work(tmp_path):
-    """Three seeds each: ours is 0.05 above TRL's PPO (gain 1) and 0.5 below its RLOO (gain 1)."""
+    """Three seeds each: ours is 0.05 above TRL's PPO (gain 1), 0.5 below its RLOO (gain 1) and as good as its GRPO."""
     means = {("ppo", "trl"): 1.5, ("ppo", "ours"): 1.55, ("rloo", "trl"): 1.5, ("rloo", "ours"): 1.0}
+    means |= {("grpo", "trl"): 0.75, ("grpo", "ours"): 0.75}
 
     def figures(name, reward):
         row = {"name": name, "prompts": 64, "score": reward, "gold_reward": reward / 2, "kl": 2.0, "length": 6.0}
+        row |= {"accuracy": reward, "format": reward / 2, "entropy": 1.0}
         add_line(tmp_path / "evaluations.jsonl", row)
 
     figures("sft", 0.5)
+    figures("sft of GRPO", 0.5)
     for run in parity.planned(seeds=3, updates=4):
         add_line(tmp_path / "runs.jsonl", line_of(run))
         figures(run.name, means[run.trainer, run.system] + 0.01 * (run.seed - 1))
-        curve = [parity.point(u, 0.3 * u + 0.1 * run.seed, 0.2 * u, 1.0) for u in range(1, 5)]
+        second = parity.SECOND[run.trainer]
+        curve = [parity.point(u, 0.3 * u + 0.1 * run.seed, 0.2 * u, 1.0, second) for u in range(1, 5)]
         for point in curve:
             (tmp_path / "runs" / run.name).mkdir(parents=True, exist_ok=True)
             add_line(tmp_path / "runs" / run.name / "curve.jsonl", point)
@@ -254,6 +279,8 @@ def test_report_gives_gain_difference_and_verdict(work, capsys):
     assert "| PPO | 1.000 | +0.050 | +0.033 to +0.067 | +3.3% to +6.7% | yes |" in text
     assert "| RLOO | 1.000 | -0.500 | -0.517 to -0.483 | -51.7% to -48.3% | no |" in text
     assert "| PPO, rlhf_jax | 3 | 1.550 ± 0.010 | 0.775 ± 0.005 |" in text
+    assert "| GRPO | 0.250 | +0.000 | -0.017 to +0.017 | -7.0% to +7.0% | yes |" in text
+    assert "| GRPO, TRL | 3 | 0.750 ± 0.010 | 0.375 ± 0.005 |" in text
 
 
 def test_report_leaves_out_runs_of_another_length_and_says_so(work, capsys):
@@ -270,11 +297,11 @@ def test_picture_of_48_noisy_updates_is_one_light_png(tmp_path):
     pytest.importorskip("matplotlib")
     rng = np.random.default_rng(0)
 
-    def run():
-        noise = rng.normal(0.0, 0.3, size=48)
-        return {"curve": [parity.point(u, u / 20 + x, u / 30 + x, 1.0) for u, x in enumerate(noise, 1)]}
+    def run(trainer):
+        noise, second = rng.normal(0.0, 0.3, size=48), parity.SECOND[trainer]
+        return {"curve": [parity.point(u, u / 20 + x, u / 30 + x, 1.0, second) for u, x in enumerate(noise, 1)]}
 
-    runs = {(t, s): [run() for _ in range(5)] for t in parity.TRAINERS for s in parity.SYSTEMS}
+    runs = {(t, s): [run(t) for _ in range(5)] for t in parity.TRAINERS for s in parity.SYSTEMS}
     path = tmp_path / "docs" / "picture.png"
     parity.draw(runs, path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,188 @@
+"""The built-in arithmetic task: sums to be worked out step by step, imperfect demonstrations, and the exact answer.
+
+A prompt is a sum of 3 to 8 numbers from 1 to 9. A worked solution has one step a line, so that its length grows with
+the sum, and gives the answer in \\boxed{}:
+
+    Compute 7+5-8+3:
+    <think>7+5=12
+    12-8=4
+    4+3=7</think>\\boxed{7}
+
+Rows have the answer in the column 'solution', as TRL's data sets of mathematics, for `exact_match_reward` and TRL's
+`accuracy_reward`. Demonstrations have wrong steps and other formats at the rates below, so that RL can improve on a
+policy that imitates them.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_jax.errors import UserError
+
+MIN_TERMS, MAX_TERMS = 3, 8
+LARGEST_TERM = 9
+LARGEST_RESULT = 99
+"""Of a step, wrong ones included."""
+ERROR_RATE = 0.1
+"""Probability that a step of a demonstration has a wrong result, with which the next step goes on."""
+ERRORS = (-10, -2, -1, 1, 2, 10)
+"""What a wrong result is off by."""
+OTHER_FORMAT_RATE = 0.25
+"""Share of the demonstrations without <think>, without \\boxed{} or without steps."""
+SIZES = {"train": 16384, "validation": 2048, "test": 2048}
+"""Default number of rows of each split."""
+
+_HASH_BUCKETS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
+
+
+class Problem(NamedTuple):
+    """A sum: its terms, the first one positive, and no partial sum negative."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def expression(self) -> str:
+        """As '7+5-8+3'."""
+        return f"{self.terms[0]}" + "".join(f"{term:+d}" for term in self.terms[1:])
+
+    @property
+    def prompt(self) -> str:
+        return f"Compute {self.expression}:\n"
+
+    @property
+    def solution(self) -> str:
+        """The right answer."""
+        return str(sum(self.terms))
+
+
+def split_of(expression: str) -> str:
+    """The split of a sum. It does not depend on the seed: splits are disjoint."""
+    hash_bucket = zlib.crc32(expression.encode()) % 10
+    return next(name for name, buckets in _HASH_BUCKETS.items() if hash_bucket in buckets)
+
+
+def make_problem(rng: np.random.Generator, split: str) -> Problem:
+    """A random sum of a split."""
+    while True:
+        sizes = rng.integers(1, LARGEST_TERM + 1, size=int(rng.integers(MIN_TERMS, MAX_TERMS + 1))).tolist()
+        terms = sizes[:1]
+        for size, subtract in zip(sizes[1:], (rng.random(len(sizes) - 1) < 0.5).tolist(), strict=True):
+            terms.append(-size if subtract and sum(terms) >= size else size)
+        problem = Problem(tuple(terms))
+        if split_of(problem.expression) == split:
+            return problem
+
+
+def worked_steps(problem: Problem, rng: np.random.Generator | None = None, error_rate: float = 0.0) -> list[str]:
+    """The steps of a solution, as ['7+5=12', '12-8=4', '4+3=7']; each is wrong with probability `error_rate`."""
+    sums = np.cumsum(problem.terms)
+    steps, offset = [], 0
+    for i, term in enumerate(problem.terms[1:], 1):
+        before = int(sums[i - 1]) + offset
+        if error_rate and rng.random() < error_rate:
+            # Also with later steps right, no result is below 0 or beyond the vocabulary.
+            low, high = int(sums[i:].min()) + offset, int(sums[i:].max()) + offset
+            possible = [error for error in ERRORS if low + error >= 0 and high + error <= LARGEST_RESULT]
+            offset += possible[int(rng.integers(len(possible)))]
+        steps.append(f"{before}{term:+d}={int(sums[i]) + offset}")
+    return steps
+
+
+def make_solution(
+    problem: Problem,
+    rng: np.random.Generator | None = None,
+    error_rate: float = 0.0,
+    other_format_rate: float = 0.0,
+) -> str:
+    """A worked solution, with wrong steps and other formats at these rates; by default the right one."""
+    steps = worked_steps(problem, rng, error_rate)
+    work, answer = "\n".join(steps), steps[-1].partition("=")[2]
+    if not other_format_rate or rng.random() >= other_format_rate:
+        return f"<think>{work}</think>\\boxed{{{answer}}}"
+    others = (f"{work}\n\\boxed{{{answer}}}", f"<think>{work}</think>{answer}", f"\\boxed{{{answer}}}")
+    return others[int(rng.integers(len(others)))]
+
+
+def _problems(split: str, seed: int) -> Iterator[tuple[np.random.Generator, Problem]]:
+    """Infinite problems of a split, each with a random generator for its solution. Row n does not depend on the number
+    of rows."""
+    row = 0
+    while True:
+        rng = np.random.default_rng([seed, list(_HASH_BUCKETS).index(split), row])
+        yield rng, make_problem(rng, split)
+        row += 1
+
+
+def prompts(size: int, *, split: str = "train", seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt", "solution"}, with the problems of `demonstrations` of the same split and seed."""
+    rows = zip(range(size), _problems(split, seed), strict=False)
+    return [{"prompt": problem.prompt, "solution": problem.solution} for _, (_, problem) in rows]
+
+
+def demonstrations(
+    size: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    error_rate: float = ERROR_RATE,
+    other_format_rate: float = OTHER_FORMAT_RATE,
+) -> list[dict[str, str]]:
+    """Rows {"prompt", "completion", "solution"}; the completion has wrong steps and other formats at these rates."""
+    return [
+        {
+            "prompt": problem.prompt,
+            "completion": make_solution(problem, rng, error_rate, other_format_rate),
+            "solution": problem.solution,
+        }
+        for _, (rng, problem) in zip(range(size), _problems(split, seed), strict=False)
+    ]
+
+
+_MAKERS = {"prompts": prompts, "demonstrations": demonstrations}
+
+
+def load_arithmetic(kind: str, split: str = "train", size: int | None = None, seed: int = 0):
+    """A datasets.Dataset of the arithmetic task. Splits (train, validation, test) share no problem. Rows are a function
+    of the arguments; a smaller size gives the first rows."""
+    import datasets
+
+    if split not in SIZES:
+        raise UserError(f"the arithmetic data set has no split {split!r}; it has {', '.join(SIZES)}")
+    if kind not in _MAKERS:
+        raise UserError(f"the arithmetic data set has no {kind}; it has {' and '.join(_MAKERS)}")
+    return datasets.Dataset.from_list(_MAKERS[kind](SIZES[split] if size is None else size, split=split, seed=seed))
+
+
+EOS, PAD, UNK = "<|endoftext|>", "[PAD]", "[UNK]"
+_PIECES = r"Compute |:\n|</?think>|\\boxed\{|\}|\d+|[-+=\n]"
+
+
+@functools.cache
+def vocabulary() -> tuple[str, ...]:
+    """All tokens of the task in a fixed order, eos first."""
+    pieces = [EOS, PAD, UNK, "Compute ", ":\n", "<think>", "</think>", "\\boxed{", "}", "+", "-", "=", "\n"]
+    return (*pieces, *map(str, range(LARGEST_RESULT + 1)))
+
+
+def build_tokenizer():
+    """The tokenizer of the task, a PreTrainedTokenizerFast with one token for each number from 0 to 99; eos has id
+    0."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    from rlhf_jax.data.fast_tokenizer import fast_tokenizer
+
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary())}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return fast_tokenizer()(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+    )
