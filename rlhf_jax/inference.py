@@ -24,14 +24,14 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.types import Params, PromptBatch, Rollout
 
-STAGES = ("ppo", "rloo", "grpo", "sft")
+POLICY_STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
 
 
 def policy_folder(path: str) -> str:
     """The folder of a run's policy: RUN/policy, or that of the last stage of a pipeline. Other paths (a checkpoint, a
     hub name) are returned unchanged."""
-    for part in ("", *STAGES):
+    for part in ("", *POLICY_STAGES):
         folder = os.path.join(path, part, "policy")
         if any(os.path.isfile(os.path.join(folder, name)) for name in (hf.CONFIG, peft.CONFIG)):
             return folder

@@ -117,7 +117,7 @@ def run(
       train_dataset, eval_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only);
         eval_dataset may be a dict of several by name.
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
-        or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO and RLOO.
+        or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO, RLOO and GRPO.
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
       callbacks: see `Callback`.
       recipe: the config before the flags, for recipe.json; a report shows what differs from it.
@@ -145,7 +145,7 @@ def run(
     if is_pipeline and objects:
         raise UserError(f"{', '.join(objects)}: a pipeline has several stages; run one stage with objects")
     if "reward_funcs" in objects and stage_name(config) not in ALGORITHMS:
-        raise UserError(f"reward_funcs are for PPO and RLOO, not for {stage_name(config)}")
+        raise UserError(f"reward_funcs are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 
     results = {}
     with Stops(config.max_minutes, began) as stops:

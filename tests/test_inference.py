@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, models
+from rlhf_jax import data, inference, models
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
+from rlhf_jax.stages import ALGORITHMS
 from tests.helpers.paths import ROOT
 
 
@@ -162,3 +163,12 @@ def test_chat_says_what_is_wrong(monkeypatch, capsys, checkpoint):
     assert status == 2 and told.startswith("error: ")
     status, said, told = chat(monkeypatch, capsys, "i\n", "--model", checkpoint, "--max_new_tokens", 96)
     assert status == 0 and said == "" and "error: text 0 has" in told
+
+
+@pytest.mark.parametrize("stage", [*ALGORITHMS, "sft"])
+def test_the_policy_of_a_pipeline_is_that_of_its_last_stage(tmp_path, stage):
+    for name in {"sft", stage}:
+        folder = tmp_path / name / "policy"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert inference.policy_folder(str(tmp_path)) == str(tmp_path / stage / "policy")

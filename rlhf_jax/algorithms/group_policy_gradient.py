@@ -522,7 +522,7 @@ def eval_metrics(models: Models, experience: GroupExperience, *, config, objecti
       objective: of the algorithm.
 
     Returns:
-      As `update`'s of one step, without grad_norm; each [] float32.
+      As `update`'s of one step, without grad_norm and entropy_coef; each [] float32.
     """
     experience = experience if shares_prompts(models, config) else split_groups(experience)
     if objective.selects(config):
@@ -532,4 +532,5 @@ def eval_metrics(models: Models, experience: GroupExperience, *, config, objecti
         lambda micro, index: loss_fn(None, (micro, None), index)[1], micros
     )
     metrics = objective.step_metrics(sums, extremes, experience.response.shape[2], config)
-    return {name: x for name, x in metrics.items() if name not in ("ratios", "val/ratio_error")}
+    unused = ("ratios", "val/ratio_error", "entropy_coef")
+    return {name: x for name, x in metrics.items() if name not in unused}

@@ -452,7 +452,10 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
     }
     metrics["val/ratio"] = jnp.mean(metrics["ratios"])
     if has_entropy_bonus(config):
-        metrics["policy_loss"] = totals["policy_loss"]
+        of_batch_tokens = LOSSES[config.loss_type].aggregate is mean_of_batch_tokens
+        metrics["policy_loss"] = form.policy_loss(sums["policy_loss"], of_batch_tokens)
+        if not config.use_adaptive_entropy:
+            metrics["entropy_coef"] = jnp.float32(config.entropy_coef)
     if "mean/kl" in sums:
         metrics["kl"] = mean("kl")
     if "mean/clip_ratio/low" in sums:

@@ -78,6 +78,14 @@ class MetricForm:
         return jnp.max(maxima)
 
     @staticmethod
+    def policy_loss(by_micro_batch: Array, of_batch_tokens: bool) -> Array:
+        """GRPO's loss of a minibatch without the entropy bonus, from its micro-batches' shares of it, [N].
+
+        `of_batch_tokens`: whether it is divided by the tokens of the whole batch.
+        """
+        return jnp.sum(by_micro_batch)
+
+    @staticmethod
     def token_step(sums: dict[str, Array], totals: Metrics, t: int) -> Metrics:
         """Entropy and ratio of one optimizer step of RLOO or GRPO.
 
@@ -148,6 +156,12 @@ class TRLMetricForm(MetricForm):
     def greatest(maxima: Array) -> Array:
         """The mean of the micro-batches' maxima."""
         return jnp.mean(maxima)
+
+    @staticmethod
+    def policy_loss(by_micro_batch: Array, of_batch_tokens: bool) -> Array:
+        """A mean over micro-batches: of their shares, not of their losses, with `of_batch_tokens`
+        (grpo_trainer.py:3263-3268, 3306)."""
+        return jnp.mean(by_micro_batch) if of_batch_tokens else jnp.sum(by_micro_batch)
 
     @staticmethod
     def token_step(sums: dict[str, Array], totals: Metrics, t: int) -> Metrics:

@@ -72,7 +72,7 @@ def sort_by_prompt_length(lengths: Array, config) -> Array:
 
     Args:
       lengths: [M] int32.
-      config: a PPOConfig or RLOOConfig.
+      config: a PolicyConfig.
 
     Returns:
       [M] int32.

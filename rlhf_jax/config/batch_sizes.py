@@ -56,11 +56,11 @@ class Arithmetic:
     batch: int  # rows (episodes) per update
     minibatch: int  # rows per optimizer step
     micro_batch: int  # rows per forward and backward pass
-    rollout_batch: int  # rows generated and scored at a time (PPO, RLOO)
-    epochs: int  # epochs over each batch (PPO: num_ppo_epochs, RLOO: num_iterations)
+    rollout_batch: int  # rows generated and scored at a time (PPO, RLOO, GRPO)
+    epochs: int  # epochs over each batch (PPO: num_ppo_epochs, RLOO and GRPO: num_iterations)
     updates: int | None
     requested: int | None  # rows or episodes, before rounding up to whole updates
-    generations: int = 1  # responses per prompt (RLOO: num_generations)
+    generations: int = 1  # responses per prompt (RLOO, GRPO: num_generations)
 
     @property
     def prompts(self) -> int:
@@ -81,8 +81,8 @@ class Arithmetic:
 def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmetic:
     """The counts of a stage that trains on `n_rows` prompts, pairs or demonstrations (None: not known yet).
 
-    PPO and RLOO round updates up, as TRL does: ceil(total_episodes / batch_size), where total_episodes defaults to
-    num_train_epochs * n_rows (RLOO: times num_generations). The other stages drop an epoch's incomplete batch:
+    PPO, RLOO and GRPO round updates up, as TRL does: ceil(total_episodes / batch_size), where total_episodes defaults
+    to num_train_epochs * n_rows (RLOO, GRPO: times num_generations). The other stages drop an epoch's incomplete batch:
     max_steps updates, or ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
     """
     batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)

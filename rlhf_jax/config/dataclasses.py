@@ -156,8 +156,9 @@ class StageConfig:
     """Longer prompts: truncate the post by paragraphs as OpenAI did, or drop the row as TRL does. Conversations are
     dropped."""
     length_buckets: tuple[int, ...] | None = None
-    """Lengths to pad rows to. SFT and reward model: one per batch; default: quarters of the maximum. PPO and RLOO: one
-    per micro-batch for its prompts, within one program; default: half, three quarters and all of the maximum."""
+    """Lengths to pad rows to. SFT and reward model: one per batch; default: quarters of the maximum. PPO, RLOO and
+    GRPO: one per micro-batch for its prompts, within one program; default: half, three quarters and all of the
+    maximum."""
 
     # --- batches and optimizer
     batch_size: PositiveInt = 64
@@ -297,7 +298,7 @@ class PolicyConfig(StageConfig):
     """Hub revision of the reference model."""
     start_adapter: Literal["auto", "merge", "continue"] = "auto"
     """With use_peft, if sft_model_path is an adapter: merge it and train a new one, or continue training it; auto: PPO
-    merges, RLOO continues with a frozen copy of it as the reference (TRL)."""
+    merges, RLOO and GRPO continue with a frozen copy of it as the reference (TRL)."""
     adapters: tuple[str, ...] = ()
     """With use_peft: named adapters on the policy's base model, each NAME=PATH; sft_model_path's is named default."""
     model_adapter_name: str | None = None

@@ -341,7 +341,7 @@ _INSTEAD_OF_GENERATION_KWARG = {
     **dict.fromkeys(("stop_strings", "stop"), "responses stop at tokens: stop_token or stop_token_ids"),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), "special tokens are the tokenizer's"),
     **dict.fromkeys(("max_length", "max_tokens"), "give response_length"),
-    **dict.fromkeys(("num_return_sequences", "n"), "give num_generations, an option of rloo"),
+    **dict.fromkeys(("num_return_sequences", "n"), "give num_generations, an option of rloo and grpo"),
     **dict.fromkeys(("seed", "generator"), "give seed"),
 }
 

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from rlhf_jax.config import (
+    STAGES,
     PolicyConfig,
     PPOConfig,
     RewardConfig,
@@ -18,7 +19,7 @@ from rlhf_jax.config import (
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.inference import policy_folder
+from rlhf_jax.inference import POLICY_STAGES, policy_folder
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
 
@@ -72,7 +73,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
       UserError: the run is not finished or has nothing to evaluate, or an option of the run or the command is invalid.
     """
     stages = _finished_stages(config.run_dir) if config.run_dir is not None else {}
-    stage = next((stages[name] for name in ("ppo", "rloo", "grpo", "sft") if name in stages), None)
+    stage = next((stages[name] for name in POLICY_STAGES if name in stages), None)
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
     prompts = policy = ref = None
@@ -111,9 +112,7 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
     if not os.path.isdir(run_dir):
         raise UserError(f"--run_dir {run_dir}: there is no such folder")
     single = os.path.isfile(os.path.join(run_dir, "config.json"))
-    folders = (
-        [run_dir] if single else [os.path.join(run_dir, name) for name in ("sft", "reward", "ppo", "rloo", "grpo")]
-    )
+    folders = [run_dir] if single else [os.path.join(run_dir, name) for name in STAGES]
     stages = {}
     for folder in folders:
         if not os.path.isfile(os.path.join(folder, "config.json")):
@@ -129,8 +128,7 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
         stages[stage_name(config)] = _relocated(config, folder)
     if not stages:
         raise UserError(
-            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder sft, reward, ppo, rloo "
-            "or grpo"
+            f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}"
         )
     return stages
 
@@ -201,7 +199,7 @@ def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Che
 
 
 def _with_reward(prompts: PPOConfig, reward: RewardConfig) -> PPOConfig:
-    """The config with the reward model of a pipeline that has no PPO or RLOO stage."""
+    """The config with the reward model of a pipeline that has no PPO, RLOO or GRPO stage."""
     return dataclasses.replace(prompts, reward_model_path=os.path.join(reward.run_dir, "reward_model"))
 
 

@@ -1,4 +1,4 @@
-"""Alarms: signs in the metrics that a run of PPO or RLOO goes wrong.
+"""Alarms: signs in the metrics that a run of PPO, RLOO or GRPO goes wrong.
 
 They depend on the metrics so far and on nothing else, so a resumed run has the same alarms as an uninterrupted one.
 """
@@ -55,7 +55,7 @@ def threshold(config, name: str) -> float | None:
     """The threshold of an alarm; None if it is off.
 
     Args:
-      config: a PPOConfig or RLOOConfig.
+      config: a PolicyConfig.
       name: one of ALARMS.
     """
     limits = {
@@ -111,7 +111,7 @@ class Alarms:
     def __init__(self, config, lines: Iterable[dict[str, Any]] = ()):
         """
         Args:
-          config: a PPOConfig or RLOOConfig.
+          config: a PolicyConfig.
           lines: of metrics.jsonl so far.
         """
         self._config = config

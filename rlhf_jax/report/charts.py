@@ -54,6 +54,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Entropy of a token", ("policy/entropy_avg",)),
             Chart("Negative log-probability of a response", ("objective/entropy",)),
             Chart("KL coefficient", ("objective/kl_coef",)),
+            Chart("Coefficient of the entropy bonus", ("entropy_coef",)),
         ),
     ),
     (
@@ -86,6 +87,15 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("KL of an update (approxkl)", ("policy/approxkl_avg",), log=True),
             Chart("Ratio", ("val/ratio",)),
             Chart("First ratio error", ("val/first_ratio_error",), log=True),
+            Chart("Ratios above the cap (cispo)", ("cispo_clip_ratio",)),
+            Chart("Weight of a response (vespo)", ("vespo/phi_seq_mean",)),
+            Chart(
+                "Log-probabilities, sampler to learner",
+                ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+                log=True,
+                separate=True,
+            ),
+            Chart("Weight by learner over sampler", ("sampling/importance_sampling_ratio/mean",)),
             Chart("Steps taken (target_kl)", ("policy/steps_done",)),
         ),
     ),

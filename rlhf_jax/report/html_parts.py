@@ -167,7 +167,7 @@ def calibration(tab: str, rows: Sequence[dict[str, Any]]) -> str:
         reason = "no evaluation on pairs yet, or the run has no calibration/ folder"
     else:
         reason = (
-            "a PPO or RLOO run has scores, but no preference labels to compare them with. The run of the reward model "
+            "a run of a policy has scores, but no preference labels to compare them with. The run of the reward model "
             "has them: see its tab, or add its folder"
         )
     return f'<h2>Calibration</h2><p class="note">No data: {e(reason)}.</p>'

@@ -53,8 +53,8 @@ _CITATIONS = {
     "grpo": """\
 @article{shao2024deepseekmath,
   title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models},
-  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao and Zhang,
-             Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
+  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao
+             and Zhang, Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
   journal = {arXiv preprint arXiv:2402.03300},
   year    = {2024}
 }""",
@@ -125,11 +125,14 @@ def model_card(
         for k, v in (curves or {}).items()
         if len(v) > 1
     ]
+    method = _METHODS.get(stage, stage)
+    if config.get("loss_type"):
+        method += f" (`loss_type` {config['loss_type']})"
     citations = [_CITATIONS[key] for key in (stage, "summarize") if key in _CITATIONS]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {_ROLES[role]} by {_METHODS.get(stage, stage)}" + (", as an adapter" if adapter else ""),
-        f"The {_ROLES[role].lower()} of a run of {_METHODS.get(stage, stage)} with rlhf_jax, from {origin}, on {data}."
+        f"The {_ROLES[role].lower()} of a run of {method} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
         "To repeat the run: `python -m rlhf_jax.train --config RUN/config.json`, with the `config.json` of its folder.",

@@ -32,7 +32,7 @@ from rlhf_jax.utils.clock import Clock
 
 
 class RolloutStage:
-    """A `base.Stage` for PPO, RLOO and registered algorithms.
+    """A `base.Stage` for PPO, RLOO, GRPO and registered algorithms.
 
     Attributes beside those of `base.Stage`:
       algorithm: the record.

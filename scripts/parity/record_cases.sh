@@ -64,6 +64,33 @@ record rloo_straddling rloo --functions hard_groups sometimes --crafted --accum 
 record rloo_lora rloo --updates 4 --layers 1 --options '{"use_peft": true, "lora_r": 4, "lora_dropout": 0.0,
   "lora_target_modules": ["all-linear"], "num_iterations": 2, "beta": 0.1}'
 
+# GRPO: every loss type. The ratio is not 1 where a generation batch has several optimizer steps.
+record grpo_dapo grpo --accum 2 --updates 6 --options '{"num_generations": 4, "steps_per_generation": 4,
+  "num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.3, "temperature": 0.9,
+  "learning_rate": 0.01}'
+record grpo_kl grpo --functions low_ids --updates 6 --options "{\"loss_type\": \"grpo\", \"num_generations\": 2,
+  \"beta\": 0.2, \"num_iterations\": 3, \"sync_ref_model\": true, \"ref_model_sync_steps\": 2, \"epsilon\": 0.01,
+  \"ref_model_mixup_alpha\": 0.3, \"warmup_steps\": 2, $adam}"
+record grpo_gdpo grpo --functions even_share low_ids sometimes --accum 2 --updates 4 --sequential --options '{
+  "loss_type": "bnpo", "num_generations": 4, "reward_weights": [0.7, 1.5, -0.4], "lr_scheduler_type": "cosine",
+  "multi_objective_aggregation": "normalize_then_sum", "steps_per_generation": 4, "max_grad_norm": 0.3}'
+# Groups with equal rewards, with one scored row and with none; truncated rows are masked.
+record grpo_crafted grpo --functions hard_groups sometimes --crafted --accum 2 --updates 3 --options '{
+  "loss_type": "dr_grpo", "num_generations": 4, "scale_rewards": false, "mask_truncated_completions": true,
+  "beta": 0.1, "use_bias_correction_kl": false}'
+record grpo_entropy grpo --accum 2 --updates 6 --options '{"loss_type": "cispo", "num_generations": 4,
+  "epsilon_high": 1.1, "num_iterations": 2, "top_entropy_quantile": 0.4, "use_adaptive_entropy": true,
+  "entropy_coef": 0.05, "entropy_coef_delta": 0.02, "entropy_target": 2.89, "entropy_coef_min": 0.04,
+  "entropy_coef_max": 0.08}'
+record grpo_luspo grpo --family qwen3 --accum 2 --updates 4 --options '{"loss_type": "luspo", "num_generations": 4,
+  "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1, "epsilon": 0.002,
+  "epsilon_high": 0.0025, "entropy_coef": 0.02, "top_entropy_quantile": 0.5}'
+record grpo_sapo grpo --family llama --updates 4 --options '{"loss_type": "sapo", "num_generations": 4,
+  "scale_rewards": "batch", "num_iterations": 2, "sapo_temperature_neg": 1.5, "sapo_temperature_pos": 0.8}'
+record grpo_vespo grpo --crafted --accum 2 --updates 4 --options '{"loss_type": "vespo", "num_generations": 8,
+  "num_iterations": 2, "off_policy_mask_threshold": 0.01, "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5,
+  "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5, "entropy_coef": -0.03}'
+
 # Other families, sizes and switches in tests/parity/recording/families.py. GPT-2 by PPO: TRL's RLOO trains it at other
 # positions than it sampled where prompts differ in length.
 record rloo_llama rloo --family llama --updates 3
@@ -72,12 +99,16 @@ record rloo_qwen3 rloo --family qwen3 --updates 3 --functions low_ids --options 
 record ppo_gemma2 ppo --family gemma2 --updates 2 --crafted --options '{"missing_eos_penalty": 1.0}'
 record rloo_gemma3 rloo --family gemma3_text --updates 3 --crafted --functions hard_groups
 record ppo_gpt2 ppo --family gpt2 --updates 3 --eos_fill
-# Cases of a family share their starting weights and tokenizer.
-for part in policy tokenizer; do
-  if diff -rq "tests/parity/cases/rloo_llama/$part" "tests/parity/cases/ppo_llama/$part" >/dev/null; then
-    rm -r "tests/parity/cases/ppo_llama/$part"
-    ln -s "../rloo_llama/$part" "tests/parity/cases/ppo_llama/$part"
-  fi
+# Cases of one shape share their starting weights and tokenizer.
+for pair in rloo_llama:ppo_llama rloo_llama:grpo_sapo rloo_qwen3:grpo_luspo rloo_options:grpo_gdpo \
+  rloo_small:grpo_{dapo,kl,crafted,entropy,vespo}; do
+  for part in policy tokenizer; do
+    from="tests/parity/cases/${pair%:*}/$part" to="tests/parity/cases/${pair#*:}/$part"
+    if diff -rq "$from" "$to" >/dev/null; then
+      rm -r "$to"
+      ln -s "../${pair%:*}/$part" "$to"
+    fi
+  done
 done
 
 record legacy_small rloo_legacy --updates 3

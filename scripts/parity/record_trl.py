@@ -2,10 +2,11 @@
 
     python scripts/parity/record_trl.py ppo FOLDER --options '{"kl_estimator": "k3", "whiten_rewards": true}'
     python scripts/parity/record_trl.py rloo FOLDER --functions even_share low_ids --options '{"num_iterations": 2}'
+    python scripts/parity/record_trl.py grpo FOLDER --options '{"loss_type": "cispo", "epsilon_high": 5}'
     python scripts/parity/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
     python scripts/parity/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
 
-ppo and rloo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` installs. rloo_legacy is the
+ppo, rloo and grpo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` installs. rloo_legacy is the
 RLOOTrainer of TRL up to 0.21, which needs its own environment: `pip install trl==0.17.0 transformers==4.51.3
 torch==2.13.0 rich requests`.
 
@@ -27,8 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-MODULES = {"ppo": "ppo", "rloo": "rloo", "rloo_legacy": "legacy"}
-VERSIONS = {"ppo": "1.12.0", "rloo": "1.12.0", "rloo_legacy": "0.17.0"}
+MODULES = {"ppo": "ppo", "rloo": "rloo", "grpo": "grpo", "rloo_legacy": "legacy"}
+VERSIONS = {"ppo": "1.12.0", "rloo": "1.12.0", "grpo": "1.12.0", "rloo_legacy": "0.17.0"}
 
 
 def parse(arguments: list[str] | None = None):
@@ -39,8 +40,8 @@ def parse(arguments: list[str] | None = None):
     parser.add_argument("trainer", choices=list(MODULES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--options", type=json.loads, default={}, help="TRL's options as JSON")
-    parser.add_argument("--functions", nargs="+", default=["even_share"], help="names of reward functions for rloo")
-    for name, what in (("updates", "rloo: optimizer steps"), ("micro", "rows"), ("accum", ""), ("prompts", "")):
+    parser.add_argument("--functions", nargs="+", default=["even_share"], help="names of reward functions (rloo, grpo)")
+    for name, what in (("updates", "rloo, grpo: optimizer steps"), ("micro", "rows"), ("accum", ""), ("prompts", "")):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name), help=what)
     for name in ("seed", "layers", "width", "heads", "vocab"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name))

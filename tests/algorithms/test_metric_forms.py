@@ -31,3 +31,9 @@ def test_the_variance_of_one_ratio_is_nan_to_trl_and_0_to_us():
     assert np.isnan(FORMS["trl"].ratio_variance(one)) and FORMS["correct"].ratio_variance(one) == 0
     for metrics in ("trl", "correct"):
         assert float(FORMS[metrics].ratio_variance(three)) == pytest.approx(7 / 3)
+
+
+def test_trl_reports_the_share_of_one_micro_batch_where_the_loss_is_divided_by_the_tokens_of_the_batch():
+    shares = jnp.array([1.0, 3.0])
+    assert FORMS["trl"].policy_loss(shares, True) == 2
+    assert {float(FORMS[form].policy_loss(shares, count)) for form, count in (("trl", False), ("correct", True))} == {4}

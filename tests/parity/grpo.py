@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms import grpo, rollout_metrics
+from rlhf_jax.algorithms import group_policy_gradient, grpo, rollout_metrics
 from tests.helpers.algorithms import scored, with_params
 from tests.parity import options as opt
 from tests.parity.options import Refused
@@ -54,7 +54,14 @@ class GRPO(Current):
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=self.config.num_generations)
         batch = batch.replace(each_reward=each, reward_weights=self.weights(each))
-        return grpo.make_experience(models, batch, config=self.config)
+        experience, metrics = grpo.make_experience(models, batch, config=self.config)
+        if self.config.off_policy_mask_threshold is not None:
+            # What TRL compares with where it does not sample by vLLM (grpo_trainer.py:3162).
+            sampler = experience.logprobs
+            if sampler is None:
+                sampler = group_policy_gradient.compute_logprobs(models, experience, self.config)[0]
+            experience = experience.replace(sampler_logprobs=sampler.reshape(experience.sampler_logprobs.shape))
+        return experience, metrics
 
     def weights(self, each) -> tuple[float, ...]:
         """The weight of each reward function."""

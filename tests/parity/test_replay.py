@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.algorithms import grpo
 from rlhf_jax.models import custom_shape
 from tests.parity import options, replay, report, rloo, samples, weights
 
@@ -28,6 +29,15 @@ QUANTITIES = {
         "losses of micro-batches",
         "loss",
         "grad_norm",
+        "final policy, tensors",
+    ),
+    "grpo": (
+        "tokens that are trained on",
+        "advantages",
+        "losses of micro-batches",
+        "loss",
+        "grad_norm",
+        "entropy",
         "final policy, tensors",
     ),
     "lora": (
@@ -72,6 +82,17 @@ PPO_DEFAULTS = {
     "kl_estimator": "k1",
     "whiten_rewards": False,
 }
+GRPO_DEFAULTS = {
+    "beta": 0.0,
+    "num_generations": 8,
+    "loss_type": "dapo",
+    "scale_rewards": "group",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "use_bias_correction_kl": True,
+    "importance_sampling_level": "token",
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+}
 BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-5}}
 
 
@@ -101,7 +122,7 @@ def test_the_recorded_runs_have_the_switches_of_the_families():
     configs = {path.name: json.loads((path / "policy" / "config.json").read_text()) for path in CASES.iterdir()}
     recorded = {(name.split("_")[0], config["model_type"]) for name, config in configs.items()}
     assert {("rloo", "llama"), ("ppo", "llama"), ("rloo", "qwen3"), ("ppo", "gpt2")} <= recorded
-    assert {("ppo", "gemma2"), ("rloo", "gemma3_text")} <= recorded
+    assert {("ppo", "gemma2"), ("rloo", "gemma3_text"), ("grpo", "qwen3"), ("grpo", "llama")} <= recorded
     assert configs["rloo_llama"]["rope_parameters"]["rope_type"] == "llama3"
     for part in ("policy", "tokenizer"):
         assert (CASES / "ppo_llama" / part).samefile(CASES / "rloo_llama" / part)
@@ -114,6 +135,7 @@ def test_every_option_that_changes_a_number_is_in_a_recorded_run():
     wanted = {
         "ppo": {*options.SAME, "num_mini_batches", "local_rollout_forward_batch_size"} - {"stop_token"},
         "rloo": {*options.RLOO_SAME, "reward_weights", "reward_clip_range", "steps_per_generation"},
+        "grpo": {*options.GRPO_SAME, "scale_rewards", "reward_weights", "steps_per_generation"},
         "legacy": {*options.LEGACY_RENAMED, *options.LEGACY_SAME, "token_level_kl", "reward_clip_range"},
     }
     lora = set().union(*(case for name, case in cases.items() if name.startswith("lora")))
@@ -121,7 +143,7 @@ def test_every_option_that_changes_a_number_is_in_a_recorded_run():
     assert "ref_adapter_name" in lora
     for trainer, names in wanted.items():
         own = [case for name, case in cases.items() if name.startswith(trainer)]
-        defaults = {**DEFAULTS, **(PPO_DEFAULTS if trainer == "ppo" else {})}
+        defaults = {**DEFAULTS, **{"ppo": PPO_DEFAULTS, "grpo": GRPO_DEFAULTS}.get(trainer, {})}
         for name in names | learning:
             seen = [case[name] for case in own if name in case]
             assert any(value != defaults.get(name) for value in seen), f"{trainer}: {name} is in no recorded run"
@@ -130,6 +152,8 @@ def test_every_option_that_changes_a_number_is_in_a_recorded_run():
             assert any(one[name] != default for one in adam), f"{trainer}: {name}"
         assert any(case["warmup"] not in ("0", "0.0") for case in own)
         assert len({case["lr_scheduler"] for case in own}) > 1
+    losses = {case.get("loss_type", "dapo") for name, case in cases.items() if name.startswith("grpo")}
+    assert losses == set(grpo.LOSSES)
     for trainer in ("ppo", "legacy"):
         stops = [case.get("stop_token", "id") for name, case in cases.items() if name.startswith(trainer)]
         assert {"eos", None} <= set(stops)
@@ -255,9 +279,33 @@ def test_each_of_trls_rloo_trainers_has_its_own_defaults():
     assert clipped.reward_clip_range == (10.0,) and clipped.num_generations == 2
 
 
+def test_an_option_of_grpo_that_is_not_listed_has_trls_default():
+    config = options.grpo_config({"micro": 2, "scale_rewards": False}, 8, 16, 2, "case")
+    assert (config.num_generations, config.num_iterations, config.beta, config.epsilon) == (8, 1, 0.0, 0.2)
+    assert (config.loss_type, config.importance_sampling_level, config.scale_rewards) == ("dapo", "token", "none")
+    assert (config.use_bias_correction_kl, config.temperature, config.response_length) == (True, 1.0, 512)
+    assert (config.batch_size, config.micro_batch_size, config.num_mini_batches) == (16, 2, 4)
+    assert (config.loss_aggregation, config.metrics) == ("token_mean_micro", "trl")
+
+
+def test_an_optimizer_step_with_two_generations_is_refused_where_the_loss_divides_by_their_tokens():
+    fake = object.__new__(replay.grpo.GRPO)
+    fake.folder, fake.accum, fake.micro = CASES, 2, 8
+    fake.trace = {"step0_num_items_in_batch": np.int64(30), "step1_num_items_in_batch": np.int64(40)}
+    fake.config = options.grpo_config({"micro": 8}, 1, 16, 2, "case")
+    with pytest.raises(options.Refused, match="micro-batches of two generations"):
+        fake.share(0)
+    fake.trace["step1_num_items_in_batch"] = np.int64(30)
+    assert fake.share(0) == 30.0
+
+
 @pytest.mark.parametrize(
     "read, message",
     [
+        (
+            lambda: options.grpo_config({"micro": 8, "use_vllm": True}, 2, 8, 1, "case"),
+            "option use_vllm=True is not known",
+        ),
         (
             lambda: options.rloo_config({"micro": 8, "use_vllm": True}, 2, 8, "case"),
             "option use_vllm=True is not known",

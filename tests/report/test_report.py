@@ -21,6 +21,7 @@ from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.report import __main__ as command
 from rlhf_jax.report import charts, html_parts, page, read_run, samples, series, table_data
+from rlhf_jax.stages import ALGORITHMS
 from tests.helpers import report_runs
 from tests.helpers.paths import ROOT
 
@@ -435,3 +436,7 @@ def test_one_runs_page_lies_in_its_folder_and_wrong_paths_are_told(folder, tmp_p
     assert command.main([str(tmp_path / "gone")]) == 2 and "no such folder" in capsys.readouterr().err
     assert command.main([str(tmp_path / "sft"), "--out", str(tmp_path / "no" / "a.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_every_algorithm_has_a_tab():
+    assert set(charts.TABS["policy"]) == {"ppo", "rloo", "grpo"} <= set(ALGORITHMS)

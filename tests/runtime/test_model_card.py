@@ -78,3 +78,9 @@ def test_a_card_says_what_its_folder_holds(tmp_path):
     assert "# Value model by PPO" in value and "AutoModelForSequenceClassification" in value
     with pytest.raises(ValueError, match="policy, value, reward_model"):
         model_card.write_model_card(str(tmp_path / "other"), "ppo", {}, {})
+
+
+def test_a_card_of_grpo_names_its_loss():
+    card = model_card.model_card("policy", "grpo", {"dataset_name": "d", "loss_type": "cispo"}, {})
+    assert "# Policy by GRPO\n" in card and "of a run of GRPO (`loss_type` cispo) with rlhf_jax" in card
+    assert "shao2024deepseekmath" in card

@@ -168,19 +168,31 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
         ),
         (
             "vespo",
-            {"importance_sampling_correction": True, "importance_sampling_mode": "token_mask"},
-            {"vespo/phi_seq_mean", *(f"sampling/importance_sampling_ratio/{of}" for of in ("min", "mean", "max"))},
+            {
+                "importance_sampling_correction": True,
+                "importance_sampling_mode": "token_mask",
+                "entropy_coef": 0.01,
+                "dataset_test_split": "validation",
+                "max_eval_samples": 2,
+            },
+            {
+                "entropy_coef",
+                "eval_policy_loss",
+                "vespo/phi_seq_mean",
+                *(f"sampling/importance_sampling_ratio/{of}" for of in ("min", "mean", "max")),
+            },
         ),
     ],
     ids=["dapo", "vespo"],
 )
 def test_every_metric_of_a_grpo_run_is_explained(tmp_path, loss_type, options, own):
     fixed = {**RLOO_OPTIONS, "batch_size": 4, "total_episodes": 4, "num_generations": 2, "scratch_model": "1x16x2"}
-    run = GRPOConfig(**fixed, run_dir=str(tmp_path / "run"), loss_type=loss_type, **options)
+    run = GRPOConfig(**{**fixed, **options}, run_dir=str(tmp_path / "run"), loss_type=loss_type)
     line = lines(rlhf_jax.run(run, reward_funcs=[brevity]).run_dir)[-1]
     differences = {f"sampling/sampling_logp_difference/{of}" for of in ("mean", "max")}
     assert not (own | differences) - set(line)
     assert not [name for name in line if catalog.explain(name) is None]
+    assert "eval_entropy_coef" not in line
 
 
 def test_trls_step_time_is_among_the_timings(long_run):
