@@ -40,6 +40,11 @@ VARIANTS = (
     "rloo_deepmath:1.5b",
     "rloo_deepmath:7b",
     "rloo_deepmath:lora",
+    "grpo_deepmath:7b",
+    "grpo_deepmath:lora",
+    "quickstart_math:dapo",
+    "quickstart_math:rloo",
+    "quickstart_math:ppo",
     "tldr_rloo:6.9b",
     "tldr_rloo:12b",
     "tldr_rloo:current",
@@ -114,7 +119,7 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = config_files.shipped_configs()
     more = {"rloo_deepmath.py", "rloo_qwen3.py", "ppo_llama.py"}
     more |= {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
-    more |= {"quickstart_math.py"}
+    more |= {"quickstart_math.py", "grpo_deepmath.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
