@@ -247,7 +247,7 @@ def test_flags_of_ppo_are_told_where_a_pipeline_has_rloo():
 
 
 def test_a_config_is_needed():
-    with pytest.raises(UserError, match=r"--config is missing. Shipped: goldrush\.py, ppo_llama\.py"):
+    with pytest.raises(UserError, match=r"--config is missing. Shipped: goldrush\.py, grpo_deepmath\.py"):
         command_line.parse(["--kl_coef", "0.1"])
     with pytest.raises(UserError, match=r"'tldr_ppo\.py' .*Did you mean --config tldr_ppo\.py"):
         command_line.parse(["tldr_ppo.py"])
