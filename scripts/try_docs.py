@@ -25,6 +25,7 @@ from rlhf_jax.data import synthetic
 SHORT = {
     "quickstart.py": "--sft.max_steps 8 --reward.max_steps 8 --ppo.total_episodes 512 --ppo.max_eval_samples 64",
     "quickstart_lora.py": "--sft.max_steps 8 --reward.max_steps 8 --ppo.total_episodes 512 --ppo.max_eval_samples 64",
+    "quickstart_math.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
     "quickstart_rloo.py": "--sft.max_steps 8 --reward.max_steps 8 --rloo.total_episodes 512 --rloo.max_eval_samples 64",
 }
 SHORT_SCRIPTS = {
@@ -66,7 +67,7 @@ def runnable(words: list[str]) -> list[str]:
     words = [STANDS_FOR.get(word, word) for word in words if STANDS_FOR.get(word, word) and "=" not in word[:20]]
     words = [sys.executable if word in ("python", "python3") else word for word in words]
     words = [str(ROOT / word) if word.startswith("scripts/") else word for word in words]
-    config = words[words.index("--config") + 1] if "--config" in words else None
+    config = words[words.index("--config") + 1].partition(":")[0] if "--config" in words else None
     if config in SHORT:
         given = words[: words.index("--config") + 2]
         words = [*given, *SHORT[config].split(), *words[len(given) :]]

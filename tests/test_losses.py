@@ -209,6 +209,8 @@ def test_the_soft_gate_by_hand():
     ratio, advantages = np.array([1.0, 1.0, 1.5, 0.0]), np.array([1.0, -1.0, 3.0, 0.0])
     wanted = [-1.0, 0.5, -6 / (1 + np.exp(-1.0)), 0.0]
     close(losses.sapo_loss_terms(ratio, advantages, **temperatures), wanted)
+    slope = jax.grad(lambda a: losses.sapo_loss_terms(1.5, a, **temperatures))(0.0)
+    close(slope, -1 / (1 + np.exp(-2.0)))  # at 0 the gate is that of negative advantages
 
 
 def test_the_soft_gate_is_the_policy_gradient_at_ratio_one_and_nothing_far_off():
@@ -281,6 +283,10 @@ def test_a_response_is_off_policy_where_its_advantage_is_negative_and_its_mean_l
     advantages = np.array([[0.0], [-1.0], [-1.0], [-1.0], [-1.0]])
     keep = losses.off_policy_mask(advantages, np.zeros((5, 3)), sampler, mask, threshold=0.25)
     assert keep.tolist() == [[True], [False], [True], [True], [True]]  # at the threshold it is kept
+    one = np.array([[True, False, False]])
+    assert not losses.off_policy_mask(
+        -np.ones((1, 1)), np.zeros((1, 3)), np.full((1, 3), 0.4), one, threshold=0.25
+    ).any()
     keep = losses.off_policy_mask(advantages * [1.0, 0.0], np.zeros((5, 3)), sampler, mask, threshold=0.25)
     assert keep[1].tolist() == [False, True]
 

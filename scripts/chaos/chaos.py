@@ -7,7 +7,7 @@
     python scripts/chaos/chaos.py --kills 12 --adapters --folder runs/chaos-adapters
     python scripts/chaos/chaos.py --short
 
-The runs are SFT, reward model, PPO and RLOO with the quickstart's models, a few updates each. A kill happens at a
+The runs are SFT, reward model, PPO, RLOO and GRPO with the quickstarts' models, a few updates each. A kill happens at a
 random moment of a phase (compile, rollout, update, save, export), right before a file changes in that phase, or at a
 random moment of the plain command. A resumed run may be killed again. The killed process is the command with
 instrumentation (chaos_child.py); the one that finishes the run is the plain command. Weights, metrics.jsonl,
@@ -36,8 +36,8 @@ import chaos_compare
 import chaos_runs
 from chaos_runs import SAVE_STEPS, UPDATES, Leg, Measured, Plan
 
-STAGES = ("sft", "reward", "ppo", "rloo")
-MODELS_OF = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "rloo": ("sft", "reward")}
+STAGES = ("sft", "reward", "ppo", "rloo", "grpo")
+MODELS_OF = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "rloo": ("sft", "reward"), "grpo": ()}
 PHASES = ("compile", "rollout", "update", "save", "export", "any")
 SHARE_AFTER = 0.7  # fraction of kills after a first committed checkpoint
 SHORT = {"kills": 5, "stages": ("sft", "rloo")}
@@ -278,7 +278,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="devices after a kill; with more than 1, results agree to a tolerance",
     )
-    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated: sft, reward, ppo, rloo")
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated: sft, reward, ppo, rloo, grpo")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     parser.add_argument(
         "--folder", type=pathlib.Path, default=pathlib.Path("runs/chaos"), help="folder of the campaign"

@@ -27,6 +27,16 @@ UPDATES, SAVE_STEPS = 6, 2
 PATIENCE = {"leg": 900.0, "others": 360.0}  # seconds until a leg, or its remaining processes, counts as hung
 BARE = {"model_name_or_path": None, "sft_model_path": None, "scratch_model": "2x32x4"}
 
+# GRPO starts from random weights; its reference and the coefficient of its entropy bonus change from update to update.
+MOVING = {
+    "sft_model_path": None,
+    "scratch_model": "qwen2:2x64x4x2",
+    "beta": 0.05,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 3,
+    "use_adaptive_entropy": True,
+    "entropy_target": 20.0,
+}
 ADAPTED = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
 
 # 80 rows are 2.5 updates, so epochs of the data end within the run, as do evaluations and samples.
@@ -44,10 +54,14 @@ def configs(folder: pathlib.Path, short: bool, adapters: bool = False) -> dict[s
       adapters: train LoRA adapters.
     """
     found = {}
-    for pipeline in ("quickstart", "quickstart_rloo"):
+    for pipeline in ("quickstart", "quickstart_rloo", "quickstart_math"):
         for name, stage in stages_of(resolve(config_files.load_config(pipeline))).items():
+            if name in found:
+                continue
             options = {**EVERY, **(SUPERVISED if name in ("sft", "reward") else ROLLING), "run_dir": "run"}
-            if short:
+            if name == "grpo":
+                options |= MOVING | ({"sync_ref_model": False} if adapters else {})
+            elif short:
                 options |= {key: value for key, value in BARE.items() if hasattr(stage, key)}
                 options["reward_model_path"], options["reward_funcs"] = None, ("rlhf_jax.data.synthetic:gold_reward",)
             elif name != "sft":

@@ -555,6 +555,18 @@ def test_micro_batches_change_neither_what_is_learned_nor_its_metrics(loss_type)
         near(others[name], values, 1e-5)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+def test_micro_batches_of_a_minibatch_have_the_loss_that_trl_has_of_the_minibatch_at_once(loss_type):
+    """Means, the entropy quantile and the entropy bonus are of the minibatch."""
+    c = config(loss_type=loss_type, micro_batch_size=G, **EVERYTHING)
+    arrays, lengths = arrays_of(11)
+    wanted, loss = trl_step(trl_grpo.trainer(c), arrays, lengths, c)
+    state, stats = program(c)(fresh_state(c, arrays), experience_of(arrays, lengths, c), jnp.ones(1))
+    near(stats["loss"][0], loss, 1e-5)
+    for name, gradient in wanted.items():
+        near(arrays[name] - state.params["policy"][name], gradient, 1e-5)
+
+
 @every_loss
 def test_absent_rows_change_nothing(loss_type):
     """Rows of length -1, which pad a batch."""
