@@ -58,7 +58,7 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
     if config.whiten_advantages:
         result = result if result.ndim == 2 else jnp.broadcast_to(result[:, None], trained.shape)
         result = adv.masked_whiten(result, trained & keep[:, None], ddof=config.whiten_ddof)
-    return gpg.Advantages(result, scores, penalty, deviations)
+    return gpg.Advantages(result, scores, penalty, reported_deviations(deviations, rewards, config))
 
 
 def subtract_baseline(rewards: gpg.Rewards, config) -> Array:
@@ -77,6 +77,14 @@ def reward_deviations(rewards: gpg.Rewards, config) -> Array:
     if config.scale_rewards == "batch":
         return jnp.broadcast_to(jnp.sqrt(adv.masked_var(scores, keep)), scores.shape[:1])
     return adv.group_std(scores, keep)[:, 0]
+
+
+def reported_deviations(deviations: Array, rewards: gpg.Rewards, config) -> Array:
+    """The same with NaN for those of a single reward among several rows, as torch's: [B / G]."""
+    keep = group_rows(rewards.scorable, rewards.group_size)
+    of_batch = config.scale_rewards == "batch" or config.multi_objective_aggregation == "normalize_then_sum"
+    count, rows = (keep.sum(), keep.size) if of_batch else (keep.sum(axis=1), keep.shape[1])
+    return jnp.where((count > 1) | (rows == 1), deviations, jnp.nan)
 
 
 def normalize_then_sum(rewards: gpg.Rewards) -> tuple[Array, Array]:

@@ -52,7 +52,8 @@ class MetricForm:
         Args:
           raw, rewards, scorable: [P, G], scores, what is optimised, and which rows have a score.
           group_size: G.
-          deviations: [P], the standard deviations that rewards are divided by; None: those of `rewards`.
+          deviations: [P], the standard deviations that rewards are divided by, NaN for that of a single reward; None:
+            those of `rewards`.
         """
         top = jnp.max(jnp.where(scorable, raw, -jnp.inf), axis=1)
         return ~(top > jnp.min(jnp.where(scorable, raw, jnp.inf), axis=1))
@@ -133,8 +134,9 @@ class TRLMetricForm(MetricForm):
     ) -> Array:
         """RLOO: after the KL penalty, so nearly always False (rloo_trainer.py:1585, 1608). GRPO: of the batch where the
         batch is what rewards are scaled by (grpo_trainer.py:2781, 2795)."""
-        if deviations is None:
-            deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(rewards, scorable)
+        if deviations is not None:
+            return deviations <= 1e-8
+        deviations = jax.vmap(lambda x, keep: jnp.sqrt(adv.masked_var(x, keep)))(rewards, scorable)
         return (deviations <= 1e-8) & ((scorable.sum(axis=1) > 1) | (group_size == 1))
 
     @staticmethod

@@ -33,7 +33,7 @@ ALL = np.ones(B, bool)
 MODEL = models.custom_shape("1x16x2", 41, 64)
 MODELS = models_of(MODEL, MODEL)
 PLAIN = GRPOConfig(batch_size=B, num_generations=G, response_length=T, max_grad_norm=None)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=12, deadline=None)
 seeds = st.integers(0, 2**31)
 every_loss = pytest.mark.parametrize("loss_type", grpo.LOSSES)
 
@@ -278,10 +278,9 @@ def test_advantages_are_trls_whatever_the_functions_leave_out(options):
         near(made.advantages, wanted, 1e-3 if equal else 2e-5)
         there = np.asarray(rewards.scorable)
         assert not np.asarray(made.advantages)[~there].any()
-        if size == 1 or (there.reshape(-1, size).sum(axis=1) > 1).all():
-            scores, present = rewards.scores, jnp.ones(B, bool)
-            metrics = reward_metrics(scores, scores, rewards.scorable, present, size, c, made.deviations)
-            near(metrics["frac_reward_zero_std"], equal_rows.double().mean(), 1e-6)
+        scores, present = rewards.scores, jnp.ones(B, bool)
+        metrics = reward_metrics(scores, scores, rewards.scorable, present, size, c, made.deviations)
+        near(metrics["frac_reward_zero_std"], equal_rows.double().mean(), 1e-6)
 
     run()
 
