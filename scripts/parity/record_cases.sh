@@ -67,7 +67,7 @@ record rloo_lora rloo --updates 4 --layers 1 --options '{"use_peft": true, "lora
 # GRPO: every loss type. The ratio is not 1 where a generation batch has several optimizer steps.
 record grpo_dapo grpo --accum 2 --updates 6 --options '{"num_generations": 4, "steps_per_generation": 4,
   "num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.3, "temperature": 0.9,
-  "learning_rate": 0.01}'
+  "learning_rate": 0.005}'
 record grpo_kl grpo --functions low_ids --updates 6 --options "{\"loss_type\": \"grpo\", \"num_generations\": 2,
   \"beta\": 0.2, \"num_iterations\": 3, \"sync_ref_model\": true, \"ref_model_sync_steps\": 2, \"epsilon\": 0.01,
   \"ref_model_mixup_alpha\": 0.3, \"warmup_steps\": 2, $adam}"
