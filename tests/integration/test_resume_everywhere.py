@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import rlhf_jax
-from rlhf_jax.config import GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax.config import GRPOConfig, RewardConfig, SFTConfig
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
@@ -52,6 +52,7 @@ ROLLING = {
     "num_sample_generations": 3,
     "num_completions_to_print": 1,
 }
+# What updates of GRPO change besides params and moments: the reference and the coefficient of the entropy bonus.
 MOVING = {
     "beta": 0.05,
     "sync_ref_model": True,
@@ -60,14 +61,12 @@ MOVING = {
     "entropy_target": 20.0,
     "top_entropy_quantile": 0.5,
 }
-# PPO is RLOO with another loss here, and takes as long again to trace; scripts/chaos/chaos.py has it.
+# PPO and RLOO are GRPO with another loss here, and take as long again to trace; scripts/chaos/chaos.py has them.
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
     "sft": (SFTConfig(**SHARED, **SUPERVISED, max_train_samples=24, max_steps=6), 6),
     "reward": (RewardConfig(**SHARED, **SUPERVISED, **ADAPTED, max_train_samples=20, max_steps=5), 5),
-    "rloo": (RLOOConfig(**SHARED, **ROLLING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
-    # What updates of GRPO change besides params: the coefficient of the entropy bonus and the reference.
-    "grpo": (GRPOConfig(**SHARED, **ROLLING, **MOVING, max_train_samples=10, num_generations=2, total_episodes=32), 4),
+    "grpo": (GRPOConfig(**SHARED, **ROLLING, **MOVING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
 }
 
 
