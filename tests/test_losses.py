@@ -1,5 +1,7 @@
 """losses.py: numbers worked out by hand, and identities."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,6 +204,20 @@ def test_a_bounded_ratio_has_no_gradient_beyond_its_bound():
         return losses.clipped_ratio_loss_terms(ratio, -np.ones(3), epsilon=0.2, epsilon_high=0.2, delta=1.4).sum()
 
     close(jax.grad(loss)(np.array([0.5, 1.3, 1.5])), [0.0, 1.0, 0.0])
+
+
+def test_a_capped_ratio_weights_the_log_probability_and_has_no_gradient():
+    logprobs, ratio = np.array([-1.0, -2.0, -0.5]), np.array([0.5, 6.0, 6.0])
+    advantages = np.array([2.0, 1.0, -4.0])
+    terms = functools.partial(losses.cispo_loss_terms, epsilon_high=5.0)
+    close(terms(logprobs, ratio, advantages), [1.0, 10.0, -10.0])
+    of_logprobs, of_ratio = jax.grad(lambda *x: terms(*x, advantages).sum(), argnums=(0, 1))(logprobs, ratio)
+    close(of_logprobs, [-1.0, -5.0, 20.0])
+    close(of_ratio, [0.0, 0.0, 0.0])
+    # A ratio of a whole response weights all of its tokens; half precision is widened.
+    of_rows = terms(jnp.full((1, 3), -1.0, jnp.bfloat16), jnp.full((1, 1), 2.0), jnp.full((1, 1), 3.0))
+    assert of_rows.dtype == jnp.float32
+    close(of_rows, [[6.0, 6.0, 6.0]])
 
 
 def test_the_soft_gate_by_hand():

@@ -318,6 +318,29 @@ def test_clipped_ratios_and_gradients_equal_trl(precision, delta):
     run()
 
 
+def test_a_capped_ratio_and_its_gradients_equal_trl(precision):
+    """grpo_trainer.py:3206-3208."""
+    dtype, tolerance = precision
+
+    def reference(logprobs, ratio, advantages):
+        return -(torch.clamp(ratio, max=1.5).detach() * advantages * logprobs + 0 * ratio).sum()
+
+    @few
+    @given(seeds, shapes, st.booleans())
+    def run(seed, shape, of_sequences):
+        rng = np.random.default_rng(seed)
+        width = 1 if of_sequences else shape[1]
+        both(
+            lambda *x: losses.cispo_loss_terms(*x, epsilon_high=1.5).sum(),
+            reference,
+            [-np.exp(rng.normal(size=shape)), np.exp(rng.normal(size=(shape[0], width))), rng.normal(size=shape)],
+            dtype,
+            tolerance,
+        )
+
+    run()
+
+
 def test_the_soft_gate_and_its_gradients_equal_trl(precision):
     """grpo_trainer.py:3219-3222."""
     dtype, tolerance = precision
