@@ -83,17 +83,20 @@ def test_an_upper_clip_of_its_own():
 
 
 def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone():
-    ratio, advantages = np.array([5.0, 5.0, 5.0, 0.1, 2.0]), np.array([1.0, -1.0, -0.5, -1.0, -1.0])
+    ratio = np.array([5.0, 5.0, 5.0, 0.1, 2.0, 5.0])
+    advantages = np.array([1.0, -1.0, -0.5, -1.0, -1.0, 0.5])
 
     def terms(logprobs):
-        plain, _, _ = losses.policy_loss_terms(logprobs, np.zeros(5), advantages, cliprange=0.2)
+        plain, _, _ = losses.policy_loss_terms(logprobs, np.zeros(6), advantages, cliprange=0.2)
         return losses.dual_clip_terms(plain, advantages, dual_clip=3.0)
 
     got, clipped = terms(np.log(ratio))
-    close(got, [-1.2, 3.0, 1.5, 0.8, 2.0], 1e-5)
-    assert clipped.tolist() == [False, True, True, False, False]
+    close(got, [-1.2, 3.0, 1.5, 0.8, 2.0, -0.6], 1e-5)
+    assert clipped.tolist() == [False, True, True, False, False, False]
     gradient = jax.grad(lambda x: terms(x)[0].sum())(jnp.log(ratio))
-    close(gradient, [0.0, 0.0, 0.0, 0.0, 2.0], 1e-5)  # what is bounded has no gradient
+    close(gradient, [0.0, 0.0, 0.0, 0.0, 2.0, 0.0], 1e-5)  # what is bounded has no gradient
+    _, clipped = losses.dual_clip_terms(jnp.array([3.0]), jnp.array([-1.0]), dual_clip=3.0)
+    assert clipped.tolist() == [False]  # at the bound nothing is taken off
 
 
 def test_clipped_tokens_have_no_policy_gradient_and_the_others_minus_a_times_r():
