@@ -278,9 +278,10 @@ def normalize_each_reward(rewards: Array, applies: Array, weights: Array, eps: f
     """
     rewards, applies = (jnp.moveaxis(jnp.asarray(x), -1, 0) for x in (rewards, applies))  # [F, P, G]
     rewards = jnp.where(applies, _float(rewards), 0)
-    # torch's std of a single reward is NaN and its term left out; here it is its own mean, and the term 0.
+    # A single reward has no standard deviation: it adds nothing, as in TRL.
+    usable = applies & (applies.sum(-1, keepdims=True) > 1)
     scaled = (rewards - group_mean(rewards, applies)) / (group_std(rewards, applies) + eps)
-    return (jnp.where(applies, scaled, 0) * weights[:, None, None]).sum(axis=0)
+    return (jnp.where(usable, scaled, 0) * weights[:, None, None]).sum(axis=0)
 
 
 def return_to_go(rewards: Array, gamma: float) -> Array:
