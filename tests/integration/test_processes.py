@@ -81,7 +81,7 @@ def get_config(variant):
         )
     if variant == "grpo":
         entropy = dict(use_adaptive_entropy=True, entropy_target=20.0, top_entropy_quantile=0.5)
-        return GRPOConfig(num_generations=4, beta=0.05, num_iterations=2, **entropy, **START, **POLICY)
+        return GRPOConfig(num_generations=2, beta=0.05, num_iterations=2, **entropy, **START, **POLICY)
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
     rloo = RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
