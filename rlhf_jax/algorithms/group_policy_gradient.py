@@ -309,7 +309,7 @@ def update_steps(
 ) -> tuple[TrainState, Metrics]:
     """As `update`, with the metrics of each optimizer step: [steps] each.
 
-    `share` [] float32 is `Batch.share` of an experience that is not the whole batch; None: it is.
+    `share` is that of `by_micro_batch`, for an experience that is not the whole batch; None: it is.
     """
     (groups, size), t = experience.lengths.shape, experience.response.shape[2]
     orders = permutations(key, config.num_iterations, groups, config.reshuffle) if orders is None else orders
@@ -441,7 +441,7 @@ def by_micro_batch(
       minibatch: p groups.
       config: a GroupConfig.
       objective: of the algorithm.
-      share: [] float32, `Batch.share`; None: the minibatch is the whole batch.
+      share: [] float32, `Batch.share`, or [N], that of each micro-batch; None: the minibatch is the whole batch.
       entropy_coef: [] float32, the adaptive coefficient; None: it is the config's.
 
     Returns:
@@ -466,7 +466,8 @@ def by_micro_batch(
     def loss_fn(params, item, index):
         micro, dropout_keys = item
         whole = models if params is None else models.with_trained(params)
-        loss, (sums, extremes) = objective.loss(whole, micro, batch, config, dropout_keys, entropy_coef)
+        of_micro = batch if batch.share.ndim == 0 else batch._replace(share=batch.share[index])
+        loss, (sums, extremes) = objective.loss(whole, micro, of_micro, config, dropout_keys, entropy_coef)
         # Extremes and means of means cannot be summed: each micro-batch writes into its own slot.
         slot = jnp.arange(n) == index
         return loss, jax.tree.map(lambda x: jnp.where(slot, x, 0.0), (sums, extremes))

@@ -38,17 +38,12 @@ class GRPO(Current):
         """TRL divides GRPO's losses itself."""
         return 1.0
 
-    def share(self, step: int) -> float:
-        """The tokens of the generation batch over its optimizer steps, as TRL recorded them."""
+    def share(self, step: int) -> np.ndarray:
+        """Of each micro-batch the tokens of its generation batch over that one's optimizer steps, as TRL recorded them;
+        micro-batches of one step may be of two generations."""
         micros = range(step * self.accum, (step + 1) * self.accum)
-        counts = {int(self.trace[f"step{micro}_num_items_in_batch"]) for micro in micros}
-        if len(counts) > 1 and grpo.LOSSES[self.config.loss_type].aggregate is grpo.mean_of_batch_tokens:
-            raise Refused(
-                f"{self.folder.name}: step {step} has micro-batches of two generations (option steps_per_generation is "
-                f"no multiple of accum), whose losses {self.config.loss_type} divides by different counts"
-            )
-        steps_per_generation = self.config.batch_size // self.micro
-        return max(counts.pop(), 1) * self.accum / steps_per_generation
+        items = [max(int(self.trace[f"step{micro}_num_items_in_batch"]), 1) for micro in micros]
+        return np.array(items, np.float32) * self.accum / (self.config.batch_size // self.micro)
 
     def _experience(self, params, base, ref, rollout, scores, scorable, each):
         models = with_params(self.models.replace(base=base), params, ref)

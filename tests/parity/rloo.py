@@ -321,7 +321,7 @@ class Current(RLOOReplay):
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
             rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
             rate = learning_rate(self.config, jnp.int32(step), len(self.logs))
-            share = np.float32(self.share(step))
+            share = np.asarray(self.share(step), np.float32)
             self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate, share)
             size = current.size
             for i, loss in enumerate(np.asarray(ours)):
