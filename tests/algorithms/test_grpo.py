@@ -642,6 +642,21 @@ def test_an_update_is_compiled_once():
     assert run._cache_size() == 1 and int(state.step) == 3
 
 
+def test_micro_batches_may_each_have_a_token_count_of_their_own():
+    c = config(micro_batch_size=G, loss_type="dapo", metrics="trl")
+    arrays, lengths = arrays_of(4)
+    experience, params = experience_of(arrays, lengths, c), params_of(arrays)
+
+    def losses_of(share):
+        loss_fn, micros, _ = grpo.by_micro_batch(MODELS, experience, c, share=jnp.asarray(share))
+        parts = [jax.tree.map(lambda x, i=i: x[i], micros) for i in range(micros.lengths.shape[0])]
+        return np.array([loss_fn(params, (part, None), i)[0] for i, part in enumerate(parts)])
+
+    once = losses_of(1.0)
+    own = np.arange(2.0, 2 + len(once), dtype=np.float32)
+    near(losses_of(own), once / own, 1e-6)
+
+
 def test_eval_metrics_are_those_of_a_step_at_rate_0():
     c = config(micro_batch_size=G, metrics="trl", **EVERYTHING)
     arrays, lengths = arrays_of(4)

@@ -80,8 +80,8 @@ def get_config(variant):
             ),
         )
     if variant == "grpo":
-        # No top_entropy_quantile: a new model's entropies are nearly equal, and rounding decides which are above it. The
-        # gradient of their sum is nearly 0, which Adam with its small epsilon makes large.
+        # No top_entropy_quantile: a new model's entropies are nearly equal, and rounding decides which are above it.
+        # The gradient of their sum is nearly 0, which Adam with its small epsilon makes large.
         entropy = dict(use_adaptive_entropy=True, entropy_target=20.0, adam_epsilon=1e-5)
         return GRPOConfig(num_generations=2, beta=0.05, num_iterations=2, **entropy, **START, **POLICY)
     # The reward model of RLOO reads text, with a tokenizer of its own.

@@ -288,15 +288,13 @@ def test_an_option_of_grpo_that_is_not_listed_has_trls_default():
     assert (config.loss_aggregation, config.metrics) == ("token_mean_micro", "trl")
 
 
-def test_an_optimizer_step_with_two_generations_is_refused_where_the_loss_divides_by_their_tokens():
+@pytest.mark.parametrize("rows, share", [(16, [30.0, 40.0]), (8, [60.0, 80.0])], ids=["two a generation", "one"])
+def test_each_micro_batch_is_divided_by_the_tokens_of_its_own_generation(rows, share):
     fake = object.__new__(replay.grpo.GRPO)
     fake.folder, fake.accum, fake.micro = CASES, 2, 8
     fake.trace = {"step0_num_items_in_batch": np.int64(30), "step1_num_items_in_batch": np.int64(40)}
-    fake.config = options.grpo_config({"micro": 8}, 1, 16, 2, "case")
-    with pytest.raises(options.Refused, match="micro-batches of two generations"):
-        fake.share(0)
-    fake.trace["step1_num_items_in_batch"] = np.int64(30)
-    assert fake.share(0) == 30.0
+    fake.config = options.grpo_config({"micro": 8}, 1, rows, 2, "case")
+    np.testing.assert_array_equal(fake.share(0), share)
 
 
 @pytest.mark.parametrize(
