@@ -94,7 +94,7 @@ def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone():
     close(got, [-1.2, 3.0, 1.5, 0.8, 2.0, -0.6], 1e-5)
     assert clipped.tolist() == [False, True, True, False, False, False]
     gradient = jax.grad(lambda x: terms(x)[0].sum())(jnp.log(ratio))
-    close(gradient, [0.0, 0.0, 0.0, 0.0, 2.0, 0.0], 1e-5)  # what is bounded has no gradient
+    close(gradient, [0.0, 0.0, 0.0, 0.0, 2.0, 0.0], 1e-5)  # a bounded loss has no gradient
     _, clipped = losses.dual_clip_terms(jnp.array([3.0]), jnp.array([-1.0]), dual_clip=3.0)
     assert clipped.tolist() == [False]  # at the bound nothing is taken off
 

@@ -248,6 +248,11 @@ def clip_range(given: tuple[float, ...]) -> tuple[float, float]:
     return (-given[0], given[0]) if len(given) == 1 else (given[0], given[1])
 
 
+def epsilon_high(config) -> float:
+    """The upper clip range; default: the lower one."""
+    return config.epsilon if config.epsilon_high is None else config.epsilon_high
+
+
 # --- update
 
 

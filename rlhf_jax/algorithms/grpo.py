@@ -127,7 +127,7 @@ class Loss(NamedTuple):
 
 def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """The clipped ratio of PPO, with the bound `delta` (:3210-3218)."""
-    high = epsilon_high(config)
+    high = gpg.epsilon_high(config)
     terms = losses.clipped_ratio_loss_terms(
         actions.ratio, actions.advantages, epsilon=config.epsilon, epsilon_high=high, delta=config.delta
     )
@@ -139,7 +139,7 @@ def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
 
 def cispo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """CISPO: REINFORCE weighted by the capped ratio (:3206-3208)."""
-    cap = epsilon_high(config)
+    cap = gpg.epsilon_high(config)
     terms = losses.cispo_loss_terms(actions.logprobs, actions.ratio, actions.advantages, epsilon_high=cap)
     return terms, {"cispo_clip_ratio": (actions.ratio > cap) & (actions.advantages > 0)}
 
@@ -205,11 +205,6 @@ LOSSES: dict[str, Loss] = {
     "vespo": Loss(vespo_terms, mean_of_batch_tokens, corrects_sampler=True),
 }
 """By `loss_type`."""
-
-
-def epsilon_high(config) -> float:
-    """The upper clip range; default: the lower one."""
-    return config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
 def token_count(mask: Array, of_minibatch: Array, batch: gpg.Batch, config) -> Array:
@@ -315,7 +310,15 @@ def loss_and_metrics(
         mean = jnp.sum(jnp.where(selected, entropy, 0.0)) / token_count(selected, n_selected, batch, config)
         loss = policy_loss - coef * mean
     return loss, metric_sums(
-        actions, entropy, selected, sampler_logprobs, old, micro.lengths, measured, loss, policy_loss
+        actions,
+        entropy=entropy,
+        selected=selected,
+        sampler_logprobs=sampler_logprobs,
+        old=old,
+        lengths=micro.lengths,
+        measured=measured,
+        loss=loss,
+        policy_loss=policy_loss,
     )
 
 
@@ -379,8 +382,8 @@ def next_entropy_control(control: Array, sums: dict[str, Array], config) -> Arra
 # --- metrics
 
 
-def metric_sums(actions, entropy, selected, sampler_logprobs, old, lengths, measured, loss, policy_loss):
-    """(sums, extremes) of a micro-batch, of which `step_metrics` makes the metrics; without gradient."""
+def metric_sums(actions, *, entropy, selected, sampler_logprobs, old, lengths, measured, loss, policy_loss):
+    """Sums and extremes over a micro-batch, from which `step_metrics` computes the metrics; they have no gradient."""
     actions, entropy, measured = jax.lax.stop_gradient((actions, entropy, measured))
     mask, present = actions.mask, lengths.reshape(-1) >= 0
     tokens = jnp.sum(mask).astype(jnp.float32)

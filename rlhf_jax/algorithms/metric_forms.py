@@ -50,7 +50,7 @@ class MetricForm:
         """Groups whose scores are all equal: [P] bool.
 
         Args:
-          raw, rewards, scorable: [P, G], scores, what is optimised, and which rows have a score.
+          raw, rewards, scorable: [P, G]: the scores, the rewards that are optimised, and whether a row has a score.
           group_size: G.
           deviations: [P], the standard deviations that rewards are divided by, NaN for that of a single reward; None:
             those of `rewards`.

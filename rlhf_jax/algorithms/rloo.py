@@ -107,7 +107,7 @@ def loss_and_metrics(
     log_ratio, ratio = jax.lax.stop_gradient((log_ratio, ratio))
     present = micro.lengths >= 0
     counted = response_mask if token_level else present
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    high = gpg.epsilon_high(config)
     clipping = config.policy_loss == "clipped"
     low = (ratio < 1 - config.epsilon) & (micro.advantages < 0) & counted & clipping
     high = (ratio > 1 + high) & (micro.advantages > 0) & counted & clipping

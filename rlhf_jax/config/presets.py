@@ -13,6 +13,14 @@ from rlhf_jax.config.dataclasses import GRPOConfig, StageConfig
 from rlhf_jax.config.values import nearest
 from rlhf_jax.errors import UserError
 
+_REINFORCE_PP = {
+    "loss_type": "bnpo",
+    "scale_rewards": "none",
+    "kl_in_reward": True,
+    "beta": 0.01,
+    "whiten_advantages": True,
+    "whiten_ddof": 0,
+}
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": (
         "DeepSeekMath, arXiv 2402.03300: mean over rows of token means, KL 0.04 in the loss.",
@@ -65,27 +73,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce_pp": (
         "REINFORCE++, arXiv 2501.03262, as OpenRLHF's reinforce: no baseline, KL in the reward of each token, "
         "advantages normalized over all tokens of the batch.",
-        {
-            "loss_type": "bnpo",
-            "baseline": "none",
-            "scale_rewards": "none",
-            "kl_in_reward": True,
-            "beta": 0.01,
-            "whiten_advantages": True,
-            "whiten_ddof": 0,
-        },
+        {**_REINFORCE_PP, "baseline": "none"},
     ),
     "reinforce_pp_baseline": (
         "The same with the mean of the group subtracted first, as OpenRLHF's reinforce_baseline.",
-        {
-            "loss_type": "bnpo",
-            "baseline": "group_mean",
-            "scale_rewards": "none",
-            "kl_in_reward": True,
-            "beta": 0.01,
-            "whiten_advantages": True,
-            "whiten_ddof": 0,
-        },
+        {**_REINFORCE_PP, "baseline": "group_mean"},
     ),
 }
 """(what it is, its options), by name."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
 from rlhf_jax.errors import UserError
 
 MIN_TERMS, MAX_TERMS = 3, 8
@@ -29,7 +30,7 @@ LARGEST_TERM = 9
 LARGEST_RESULT = 99
 """Of a step, wrong ones included."""
 ERROR_RATE = 0.1
-"""Probability that a step of a demonstration has a wrong result, with which the next step goes on."""
+"""Probability that a step of a demonstration has a wrong result, from which the next step continues."""
 ERRORS = (-10, -2, -1, 1, 2, 10)
 """What a wrong result is off by."""
 OTHER_FORMAT_RATE = 0.25
@@ -158,7 +159,6 @@ def load_arithmetic(kind: str, split: str = "train", size: int | None = None, se
     return datasets.Dataset.from_list(_MAKERS[kind](SIZES[split] if size is None else size, split=split, seed=seed))
 
 
-EOS, PAD, UNK = "<|endoftext|>", "[PAD]", "[UNK]"
 _PIECES = r"Compute |:\n|</?think>|\\boxed\{|\}|\d+|[-+=\n]"
 
 
@@ -172,17 +172,4 @@ def vocabulary() -> tuple[str, ...]:
 def build_tokenizer():
     """The tokenizer of the task, a PreTrainedTokenizerFast with one token for each number from 0 to 99; eos has id
     0."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    from rlhf_jax.data.fast_tokenizer import fast_tokenizer
-
-    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary())}, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return fast_tokenizer()(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,
-    )
+    return word_level_tokenizer(vocabulary(), _PIECES)

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
 from rlhf_jax.data.tldr import format_post, parse_post
 from rlhf_jax.errors import UserError
 
@@ -260,7 +261,6 @@ def load_synthetic(kind: Kind, split: str = "train", size: int | None = None, se
     return datasets.Dataset.from_list(_MAKERS[kind](SIZES[split] if size is None else size, split=split, seed=seed))
 
 
-EOS, PAD, UNK = "<|endoftext|>", "[PAD]", "[UNK]"
 _PIECES = r"SUBREDDIT:|TITLE:|POST:|TL;DR:| r/\w+| ?\w+|[.;]|\n\n|\n| "
 
 
@@ -277,17 +277,4 @@ def vocabulary() -> tuple[str, ...]:
 def build_tokenizer():
     """The word-level tokenizer of the task, a PreTrainedTokenizerFast. A word token includes the space before it, so
     that decoding inverts encoding; eos has id 0."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    from rlhf_jax.data.fast_tokenizer import fast_tokenizer
-
-    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary())}, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return fast_tokenizer()(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        clean_up_tokenization_spaces=False,
-    )
+    return word_level_tokenizer(vocabulary(), _PIECES)

@@ -269,9 +269,13 @@ class RolloutStage:
         given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size)
         rollout = build("generate", programs.generate, *given, resident=(policy, policy_base))
         self.scorer.programs(build, rollout, self.group_size)
-        scores, each_reward = rows(b, dtype=jnp.float32), rows(b, len(self.scorer.names), dtype=jnp.float32)
         scored = self.runner.scored_rollout(
-            rollout, scores, rows(b, dtype=bool), None, each_reward, self.scorer.weights, self.group_size
+            rollout,
+            scores=rows(b, dtype=jnp.float32),
+            scorable=rows(b, dtype=bool),
+            each_reward=rows(b, len(self.scorer.names), dtype=jnp.float32),
+            reward_weights=self.scorer.weights,
+            group_size=self.group_size,
         )
         reference = self.runner.reference_params(state)
         given = (state.params, models.base, reference, scored, state.kl_coef)

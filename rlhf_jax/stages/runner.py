@@ -65,26 +65,22 @@ class Runner:
 
     def make_experience(self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int):
         """(experience, metrics) of a scored rollout."""
-        scores = scored.scores, scored.scorable, scored.token_rewards, scored.each_reward, scored.weights
-        batch = self.scored_rollout(rollout, *scores, group_size)
+        batch = self.scored_rollout(
+            rollout,
+            scores=scored.scores,
+            scorable=scored.scorable,
+            token_rewards=scored.token_rewards,
+            each_reward=scored.each_reward,
+            reward_weights=scored.weights,
+            group_size=group_size,
+        )
         return self.programs.experience(
             state.params, self.models.base, self.reference_params(state), batch, state.kl_coef
         )
 
-    def scored_rollout(
-        self, rollout: Rollout, scores, scorable, token_rewards, each_reward, reward_weights, group_size: int
-    ) -> ScoredRollout:
-        """What an algorithm makes experience of."""
-        return ScoredRollout(
-            rollout,
-            scores,
-            scorable,
-            token_rewards,
-            each_reward,
-            eos_ids=self.eos_ids,
-            group_size=group_size,
-            reward_weights=reward_weights,
-        )
+    def scored_rollout(self, rollout: Rollout, **scores: Any) -> ScoredRollout:
+        """What an algorithm makes experience of; `scores` are fields of ScoredRollout."""
+        return ScoredRollout(rollout, eos_ids=self.eos_ids, **scores)
 
     def token_kl(self, policy: Params, rollout: Rollout, state: TrainState | None = None) -> Array:
         """KL of each response token to the reference: [B, T]."""

@@ -236,16 +236,16 @@ both_rloo = pytest.mark.parametrize("config", [RLOO_SEQUENCES, RLOO_TOKENS], ids
 
 
 @functools.cache
-def rloo_program(config):
+def group_program(algorithm, config):
     """rollout, scores, order of groups -> (experience, its metrics, gradients of an update, its metrics)."""
     policy, moved = {"policy": PARAMS["policy"]}, {"policy": MOVED["policy"]}
 
     @quick_jit
     def run(rollout, scores, order):
         batch = scored(rollout, scores, eos_id=EOS, group_size=G)
-        made, found = rloo.make_experience(with_params(MODELS, policy, REF), batch, config=config)
+        made, found = algorithm.make_experience(with_params(MODELS, policy, REF), batch, config=config)
         options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
-        state, learned = rloo.update(MODELS, fresh_state(moved), made, **options)
+        state, learned = algorithm.update(MODELS, fresh_state(moved), made, **options)
         return made, found, state.opt_state, learned
 
     return lambda *given: jax.device_get(run(*given))
@@ -253,7 +253,7 @@ def rloo_program(config):
 
 @both_rloo
 def test_rloo_follows_groups_and_their_rows_whatever_their_order(config):
-    run = rloo_program(config)
+    run = group_program(rloo, config)
 
     @few
     @given(cases(), st.permutations(range(B // G)), st.permutations(range(G)))
@@ -275,7 +275,7 @@ def test_rloo_follows_groups_and_their_rows_whatever_their_order(config):
 
 @both_rloo
 def test_rloo_is_the_same_in_longer_buckets_and_smaller_micro_batches(config):
-    run, cut = rloo_program(config), rloo_program(in_parts(config, micro_batch_size=G))
+    run, cut = group_program(rloo, config), group_program(rloo, in_parts(config, micro_batch_size=G))
 
     @few
     @given(cases())
@@ -319,26 +319,10 @@ GRPO_SEQUENCES = GRPOConfig(
 )
 
 
-@functools.cache
-def grpo_program(config):
-    """As `rloo_program`."""
-    policy, moved = {"policy": PARAMS["policy"]}, {"policy": MOVED["policy"]}
-
-    @quick_jit
-    def run(rollout, scores, order):
-        batch = scored(rollout, scores, eos_id=EOS, group_size=G)
-        made, found = grpo.make_experience(with_params(MODELS, policy, REF), batch, config=config)
-        options = {"config": config, "optimizer": AT_RATE, "key": jax.random.key(0), "orders": order[None]}
-        state, learned = grpo.update(MODELS, fresh_state(moved), made, **options)
-        return made, found, state.opt_state, learned
-
-    return lambda *given: jax.device_get(run(*given))
-
-
 @pytest.mark.parametrize("config", [GRPO_TOKENS, GRPO_SEQUENCES], ids=["tokens", "sequences"])
 def test_grpo_is_the_same_in_longer_buckets_smaller_micro_batches_and_without_shared_prompts(config):
-    run = grpo_program(config)
-    cut = grpo_program(in_parts(config, micro_batch_size=G, shared_prompts=False))
+    run = group_program(grpo, config)
+    cut = group_program(grpo, in_parts(config, micro_batch_size=G, shared_prompts=False))
 
     @few
     @given(cases(shortest=1))

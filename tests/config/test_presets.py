@@ -1,4 +1,4 @@
-"""Presets of GRPO: their options, that flags override them, and what is refused."""
+"""Presets of GRPO: the options that they set, flags that override them, and refusals."""
 
 import dataclasses
 
