@@ -30,8 +30,7 @@ from rlhf_jax.config import (
     validation,
 )
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import memory as dry_run_memory
-from rlhf_jax.dry_run import report
+from rlhf_jax.dry_run import report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
@@ -320,7 +319,7 @@ def finish(
 
 
 def device_count(config: Config) -> int:
-    """The number of devices: those of this run, or of the TPU slice that --topology names.
+    """The number of devices: those of this run, or those that --topology names.
 
     Raises:
       UserError: --topology without --dry_run, or it is not known.
@@ -329,7 +328,7 @@ def device_count(config: Config) -> int:
         return jax.device_count()
     if not config.dry_run:
         raise UserError(f"--topology {config.topology} needs --dry_run: its devices are compiled for, not used")
-    return len(dry_run_memory.topology_devices(config.topology))
+    return len(topologies.topology_devices(config.topology))
 
 
 def saved_options(config: StageConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The memory that a stage needs on each device, by its own programs, which are compiled and never run.
 
-No weights are loaded. With libtpu any Linux machine compiles for any TPU slice.
+No weights are loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +18,10 @@ import jax
 import numpy as np
 
 from rlhf_jax.config import StageConfig, stage_name
-from rlhf_jax.errors import UserError
+from rlhf_jax.dry_run import topologies
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage
-
-GIB = 2**30
-# GiB of high-bandwidth memory that XLA allows, by jax's device kind: libtpu 0.0.51 reports them when a program
-# does not fit. A device of a v4 topology is half a chip.
-HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,44 +53,9 @@ class Program:
         return self.other_resident + self.arguments + self.temporary + self.outputs - self.aliased
 
 
-@functools.cache
-def topology_devices(name: str) -> tuple[Any, ...]:
-    """The devices of a TPU slice to compile for, such as 'v5e:16x16'.
-
-    Raises:
-      UserError: libtpu is not installed, or knows no such slice.
-    """
-    from jax.experimental import topologies
-
-    # Without these libtpu looks for a TPU on the network and lets only one process compile at a time.
-    settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "none", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for variable, value in {**settings, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
-        os.environ.setdefault(variable, value)
-    try:
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(
-            f"--topology {name}: {reason}. Give a TPU name and shape such as v5e:4x4 or v5p:2x2x2; it needs "
-            "pip install '.[tpu-aot]'"
-        ) from error
-
-
-def capacity(device: Any) -> int | None:
-    """Bytes of a device's memory; for a CPU device its share of the machine's; None if unknown."""
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    try:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a described device
-        limit = None
-    known = HBM.get(device.device_kind)
-    return limit if limit is not None or known is None else int(known * GIB)
-
-
 def bytes_on_device(tree: Any) -> int:
     """Bytes on each device of arrays, or shapes, with shardings; arrays in host memory count 0."""
-    on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != sharding.PINNED]
+    on_device = [x for x in jax.tree.leaves(tree) if not sharding.in_host_memory(x)]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in on_device)
 
 
@@ -149,18 +108,21 @@ def programs(
       stage: by `abstract_stage`.
       on_compiled: called with each program as soon as it is compiled.
       only: names of the programs to compile; empty: all.
-      compile_fn: compiles one; default `compile_program`.
+      compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compile_program`, with the options
+        that described devices need.
 
     Returns:
       A Program each, in the order of an update.
     """
     resident_total = sum(resident_bytes(stage).values())
+    options = topologies.compiler_options(stage.mesh.devices.flat[0])
+    compile_fn = compile_fn or functools.partial(compile_program, options=options)
     compiled: list[Program] = []
 
     def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
         if not only or name in only:
             others = resident_total - bytes_on_device(resident)
-            compiled.append((compile_fn or compile_program)(name, program.trace(*args), others))
+            compiled.append(compile_fn(name, program.trace(*args), others))
             on_compiled(compiled[-1])
         return shard_shapes(program.eval_shape(*args), stage.mesh)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.config import StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import memory
+from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import ALGORITHMS
 
@@ -36,7 +36,7 @@ def roles(stage: Any) -> list[tuple[str, int, bool]]:
 
 def mesh_of(config: StageConfig) -> Any:
     """The mesh of a stage: of this machine's devices, or of the TPU slice that --topology names."""
-    devices = None if config.topology is None else memory.topology_devices(config.topology)
+    devices = None if config.topology is None else topologies.topology_devices(config.topology)
     return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
 
 
@@ -56,9 +56,8 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
         for role, count, trained in roles(stage)
     ]
     device, resident = mesh.devices.flat[0], memory.resident_bytes(stage)
-    limit = memory.capacity(device)
-    total = f"{size(limit)} of memory" if limit else "memory unknown"
-    lines.append(f"resident on each device ({device.device_kind}, {total})")
+    limit = topologies.capacity(device)
+    lines.append(f"resident on each device ({device.device_kind}, {usable(device, limit)})")
     lines += [f"  {name:<12} {size(count):>12}" for name, count in resident.items()]
     lines.append(f"  {'total':<12} {size(sum(resident.values())):>12}")
     if stage_name(config) in ALGORITHMS:
@@ -71,8 +70,40 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
         own = size(program.temporary + program.outputs - program.aliased)
         compiled = f"(compiled in {program.seconds:.0f} s)"
         lines.append(f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}")
+    lines += communication_lines(programs, mesh, config)
+    if topologies.compiler_options(device):
+        lines.append(
+            "compiled without Triton's matrix products, which XLA chooses by timing them; a run may use them, with up "
+            "to 32 MiB more or less of workspace. CUDA and NCCL take some hundred MiB of their own"
+        )
     highest = max(programs, key=lambda program: program.peak)
     return [*lines, verdict(highest, limit, any(program.refused for program in programs))]
+
+
+def usable(device: Any, limit: int | None) -> str:
+    """The memory of a device that a run can use, as text."""
+    if limit is None:
+        return "memory unknown"
+    if (gpu := topologies.described_gpu(device)) is None:
+        return f"{size(limit)} of memory"
+    return f"{size(limit)} of memory: the {topologies.preallocated():g} of {size(gpu.memory)} that jax preallocates"
+
+
+def communication_lines(programs: list[memory.Program], mesh: Any, config: StageConfig) -> list[str]:
+    """The bytes that a device sends in each program, by collective; none on one device."""
+    if mesh.size == 1:
+        return []
+    steps = getattr(config, "response_length", 1)  # decoding stops when all rows have ended
+    lines = [f"sent by each device{', responses of full length' if steps > 1 else ''}"]
+    for program in programs:
+        if program.refused:
+            continue
+        sent: dict[str, float] = {}
+        for collective in hlo.collectives(program.compiled.as_text(), steps):
+            sent[collective.kind] = sent.get(collective.kind, 0.0) + collective.sent * collective.times
+        kinds = ", ".join(f"{kind} {size(sent[kind])}" for kind in sorted(sent) if sent[kind] >= UNITS["KiB"])
+        lines.append(f"  {program.name:<12} {size(sum(sent.values())):>12}{': ' if kinds else ''}{kinds}")
+    return lines
 
 
 def verdict(highest: memory.Program, limit: int | None, refused: bool) -> str:

@@ -320,7 +320,8 @@ class Model:
             without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
             rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
             specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
-            params = jax.lax.with_sharding_constraint(params, specs)
+            # Or XLA for GPUs moves the cast behind the gather, which then sends twice the bytes.
+            params = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(params), specs)
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]

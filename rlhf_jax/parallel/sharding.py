@@ -261,6 +261,21 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(put, batch)
 
 
+class HostShape(jax.ShapeDtypeStruct):
+    """An array in the host memory of devices that are only described: these list no memories, and jax then drops the
+    memory from a sharding."""
+
+
+def memory_kinds(device: jax.Device) -> set[str]:
+    """The memories that a device reaches; none of a device that is only described."""
+    return {memory.kind for memory in device.addressable_memories()}
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether an array, or a shape, is in pinned host memory."""
+    return isinstance(x, HostShape) or x.sharding.memory_kind == PINNED
+
+
 def to_host_memory(params: Any, option: str) -> Any:
     """Moves params to the pinned host memory of their devices, with the same sharding; `resident` copies them back.
 
@@ -274,7 +289,9 @@ def to_host_memory(params: Any, option: str) -> Any:
 
     def move(x):
         device = next(iter(x.sharding.device_set))
-        kinds = {memory.kind for memory in device.addressable_memories()}
+        kinds = memory_kinds(device)
+        if not kinds:
+            return HostShape(x.shape, x.dtype, sharding=x.sharding)
         if PINNED not in kinds:
             kinds = ", ".join(sorted(kinds))
             raise UserError(f"--{option}: {device.device_kind} has no {PINNED} memory ({kinds}); remove the option")
@@ -294,7 +311,9 @@ def resident(params: Any) -> Any:
     """Params in device memory: those of `to_host_memory` as copies, which are freed after use."""
 
     def to_device(x):
-        return _to_memory(x, "device") if x.sharding.memory_kind == PINNED else x
+        if isinstance(x, HostShape):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return _to_memory(x, "device") if in_host_memory(x) else x
 
     return jax.tree.map(to_device, params)
 

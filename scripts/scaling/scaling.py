@@ -9,7 +9,7 @@
 
 No weights are created. An update has 512 responses of 53 tokens to prompts of 512, 4 epochs per batch, bfloat16, and
 rematerialized layers; RLOO has 4 responses per prompt. FLOPs are counted in the traced program and divided by the
-number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program (hlo.py). Most
+number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program (rlhf_jax/dry_run/hlo.py). Most
 of a compilation is code generation, which changes none of this (compiling.py).
 """
 
@@ -29,11 +29,10 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "bench"))
 
 import compiling  # noqa: E402
 import count_work  # noqa: E402
-import hlo  # noqa: E402
 
 from rlhf_jax import UserError, data, models
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.dry_run import memory
+from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
 
 # (mesh, micro_batch_size, rollout_batch_size) of each size and slice.
@@ -117,9 +116,9 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
     mesh, micro, rollout = layout
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(algo, checkpoint(size, folder), mesh, micro, rollout, batch)
-        devices = memory.topology_devices(topology)
+        devices = topologies.topology_devices(topology)
         stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        limit = memory.capacity(devices[0])
+        limit = topologies.capacity(devices[0])
         row: dict[str, Any] = {
             "algo": algo,
             "size": size,
@@ -230,10 +229,10 @@ def names() -> list[tuple[str, str, str]]:
 def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned: bool) -> str | None:
     """The smallest larger slice of the same kind on which the row fits; compiles each in turn."""
     kind = topology.split(":")[0]
-    chips = len(memory.topology_devices(topology))
+    chips = len(topologies.topology_devices(topology))
     for shape in LARGER[kind]:
         larger = f"{kind}:{shape}"
-        count = len(memory.topology_devices(larger))
+        count = len(topologies.topology_devices(larger))
         if count <= chips:
             continue
         (_, _, tensor), micro, rollout = LAYOUTS[topology][size]

@@ -29,14 +29,13 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import compiling
-import hlo
 import jax
 import scaling
 
 from rlhf_jax import UserError, data, models
 from rlhf_jax.algorithms import actor_critic
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.dry_run import memory
+from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
 
 GIB, MIB = 2**30, 2**20
@@ -105,14 +104,14 @@ def ppo_config(path: str, shards: int, mesh: tuple[int, int, int]) -> PPOConfig:
 
 def measure(program: str, table: str, model: str, way: str, topology: str) -> dict:
     """One slice: what each chip holds, and one of the programs unless it cannot fit."""
-    devices, spec = memory.topology_devices(topology), TABLES[table]
+    devices, spec = topologies.topology_devices(topology), TABLES[table]
     tensor = min(TENSOR.get((topology.split(":")[0], model), 1), len(devices))
     mesh = (1, len(devices) // tensor, tensor)
     with tempfile.TemporaryDirectory() as folder:
         config = spec.config(checkpoint(model, folder), mesh[1], mesh)
         config = dataclasses.replace(config, **spec.ways[way])
         stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
-        parts, cache, limit = memory.resident_bytes(stage), memory.cache_bytes(stage), memory.capacity(devices[0])
+        parts, cache, limit = memory.resident_bytes(stage), memory.cache_bytes(stage), topologies.capacity(devices[0])
         row = {"topology": topology, "chips": len(devices), "mesh": mesh, "micro": config.micro_batch_size}
         row |= {"rollout": config.rollout_batch_size, "parts": parts, "cache": cache, "limit": limit, "programs": {}}
         row["logits"] = logits(stage.opened.policy, config.micro_batch_size, config.response_length)

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_jax import train
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
-from rlhf_jax.dry_run import memory, report
+from rlhf_jax.dry_run import memory, report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
 
@@ -184,4 +184,4 @@ def test_the_memory_of_a_chip_is_what_it_says_or_what_is_known_of_its_kind(kind,
                 raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
             return {"bytes_limit": says}
 
-    assert memory.capacity(Chip()) == bytes_of_it
+    assert topologies.capacity(Chip()) == bytes_of_it

@@ -21,9 +21,9 @@ NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value"
 def compiled(mesh: tuple[int, int, int], **more) -> dict:
     """Collectives and largest arrays of the programs of a PPO update on a mesh."""
     from rlhf_jax.config import PPOConfig
-    from rlhf_jax.dry_run import memory
+    from rlhf_jax.dry_run import hlo, memory
     from rlhf_jax.parallel import sharding
-    from scripts.scaling import compiling, hlo
+    from scripts.scaling import compiling
 
     config = PPOConfig(
         scratch_model=f"{LAYERS}x{WIDTH}x{HEADS}",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts.scaling import hlo
+from rlhf_jax.dry_run import hlo
 
 LOOP = """HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[64]{0}}
 
