@@ -131,7 +131,8 @@ def _gpus(name: str) -> tuple[Any, ...]:
     match = re.fullmatch(r"(\w+):([1-9]\d*)(?:x([1-9]\d*))?", name.lower())
     if match is None:
         raise UserError(
-            f"--topology {name}: give the GPUs of a machine, and the machines if there are several, as in h100:8 or h100:8x4"
+            f"--topology {name}: give the number of GPUs of a machine, then of machines if there are several, as in "
+            "h100:8 or h100:8x4"
         )
     # jax's plugin asks for all of CUDA's libraries unless told that nothing will run.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -141,8 +142,8 @@ def _gpus(name: str) -> tuple[Any, ...]:
         return tuple(described.devices)
     except Exception as error:
         raise UserError(
-            f"--topology {name}: {_reason(error)}. It needs pip install '.[gpu-aot]', whose plugin must have the version "
-            f"of jax, {jax.__version__}"
+            f"--topology {name}: {_reason(error)}. It needs pip install '.[gpu-aot]', whose plugin must have the "
+            f"version of jax, {jax.__version__}"
         ) from error
 
 

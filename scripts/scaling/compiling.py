@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for TPUs, without the hardware, with the text of the optimized program.
+"""Ahead-of-time compilation for TPUs and GPUs, without the hardware, with the text of the optimized program.
 
 `assigned` stops after XLA's buffer assignment: all passes have run, instructions are scheduled and every array has its
 address. What follows is code generation, which takes from seconds to most of an hour and does not change the text:
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax.dry_run import memory
+from rlhf_jax.dry_run import memory, topologies
 
 _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 _ALLOCATIONS = "after_optimizations-buffer-assignment.txt"
@@ -45,6 +45,17 @@ def whole(name: str, traced: Any, other_resident: int) -> memory.Program:
             return program
         file = _file(folder, "after_codegen.txt")
         return dataclasses.replace(program, text=file.read_text() if file else program.compiled.as_text())
+
+
+def compile_fn_of(device: Any) -> Callable[[str, Any, int], memory.Program]:
+    """`assigned` for TPUs; for GPUs, whose programs take half a minute, the whole compilation with the text."""
+    return for_gpu if topologies.described_gpu(device) else assigned
+
+
+def for_gpu(name: str, traced: Any, other_resident: int) -> memory.Program:
+    """As `memory.compile_program` for a described GPU, with the text."""
+    program = memory.compile_program(name, traced, other_resident, topologies.TRITON_OFF)
+    return dataclasses.replace(program, text=program.compiled.as_text())
 
 
 def assigned(name: str, traced: Any, other_resident: int) -> memory.Program:

@@ -9,8 +9,8 @@
 
 No weights are created. An update has 512 responses of 53 tokens to prompts of 512, 4 epochs per batch, bfloat16, and
 rematerialized layers; RLOO has 4 responses per prompt. FLOPs are counted in the traced program and divided by the
-number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program (rlhf_jax/dry_run/hlo.py). Most
-of a compilation is code generation, which changes none of this (compiling.py).
+number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program
+(rlhf_jax/dry_run/hlo.py). Most of a compilation is code generation, which changes none of this (compiling.py).
 """
 
 from __future__ import annotations

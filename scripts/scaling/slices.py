@@ -1,7 +1,9 @@
-"""The smallest TPU slices on which models can be trained, from programs that XLA compiles for them.
+"""The smallest TPU slices, and the smallest numbers of GPUs, on which models can be trained, from programs that XLA
+compiles for them.
 
-    pip install '.[tpu-aot]'
+    pip install '.[tpu-aot]' '.[gpu-aot]'
     python scripts/scaling/slices.py                                     # compiles what is missing, writes the pages
+    python scripts/scaling/slices.py --tables gpus_ppo gpus_rloo         # these tables
     python scripts/scaling/slices.py --only Qwen2.5-0.5B Gemma-3-1b      # these models
     python scripts/scaling/slices.py --print                             # prints the tables without compiling
 
@@ -9,8 +11,8 @@ TABLES lists the tables of docs/scaling.md and docs/lora.md. Models are shapes: 
 Pythia size. Slices are tried from small to large until all programs fit. One on which the models, the cache and the
 sampler's weights alone are too large is not compiled. The updates of all models come first, half a minute each, then
 generation, minutes each, because it has no loop over layers. Every slice that was tried is kept in
-docs/scaling/slices.json, so that an interrupted call resumes; delete its line to compile it again. A compilation stops
-after buffer assignment (compiling.py).
+docs/scaling/slices.json, so that an interrupted call resumes; delete its line to compile it again. A compilation for
+TPUs stops after buffer assignment (compiling.py).
 """
 
 from __future__ import annotations
@@ -43,6 +45,13 @@ HERE, DOCS = pathlib.Path(__file__).resolve().parent, scaling.ROWS.parent
 SHAPES = json.loads((HERE / "models.json").read_text())
 V5E = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16")
 V5P = ("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4")
+# Of each kind of GPU: one if it suffices, else the smallest number; the same of machines of eight.
+CARDS = ("a100", "h100", "h200")
+GPUS = tuple(
+    tuple(f"{card}:{count}" for count in counts)
+    for card in CARDS
+    for counts in (("1", "2", "4"), ("8", "8x2", "8x4", "8x8"))
+)
 # Sampling gathers the policy's bfloat16 weights over `fsdp`: where they leave a v5e no room, `tensor` shards them.
 TENSOR = {("v5e", "Qwen3-4B"): 4, ("v5e", "Qwen2.5-7B"): 4, ("v5e", "Llama-3.1-8B"): 4, ("v5e", "6.9b"): 4}
 PROGRAMS = ("update", "generate")
@@ -102,6 +111,11 @@ def ppo_config(path: str, shards: int, mesh: tuple[int, int, int]) -> PPOConfig:
     return scaling.config_of("ppo", path, mesh, max(16, shards), max(64, shards))
 
 
+def gpu_ppo_config(path: str, shards: int, mesh: tuple[int, int, int]) -> PPOConfig:
+    """The update of scaling.py; a GPU has 8 rows of a micro-batch and samples 32 at a time."""
+    return scaling.config_of("ppo", path, mesh, min(8 * shards, 512), min(32 * shards, 512))
+
+
 def measure(program: str, table: str, model: str, way: str, topology: str) -> dict:
     """One slice: what each chip holds, and one of the programs unless it cannot fit."""
     devices, spec = topologies.topology_devices(topology), TABLES[table]
@@ -117,7 +131,7 @@ def measure(program: str, table: str, model: str, way: str, topology: str) -> di
         row["logits"] = logits(stage.opened.policy, config.micro_batch_size, config.response_length)
         row["least"] = sum(parts.values()) + cache + sampler_bytes(stage)
         if row["least"] <= limit:
-            (compiled,) = memory.programs(stage, only=(program,), compile_fn=compiling.assigned)
+            (compiled,) = memory.programs(stage, only=(program,), compile_fn=compiling.compile_fn_of(devices[0]))
             row["programs"][program] = entry = {"peak": compiled.peak, "refused": compiled.refused}
             entry |= {"seconds": round(compiled.seconds), "largest": hlo.largest_array(compiled.text)}
             print(f"  {program}: {entry['seconds']} s, peak {compiled.peak / GIB:.1f} GiB {compiled.refused}")
@@ -235,6 +249,32 @@ def adapters_line(model: str, way: str, found: list[dict | None]) -> str:
     return f"| {model} | {way} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {where} |"
 
 
+def gpus_line(model: str, way: str, found: list[dict | None]) -> str:
+    """A line for one GPU and one for eight of each kind."""
+    lines = []
+    for single, machine in zip(found[::2], found[1::2], strict=True):
+        larger = machine if machine is not None and machine["fits"] else None
+        for row, count, next_row in ((single, 1, larger), (machine, 8, None)):
+            if row is not None:
+                lines.append(_gpus_line(model, way, row, count, next_row))
+    return "\n".join(lines)
+
+
+def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None) -> str:
+    """Of the smallest number of GPUs that fits, from `count` on; else what `count` would need."""
+    card = row["topology"].split(":")[0]
+    head = f"| {model} | {way} | {card}:{count} "
+    smallest = row if row["fits"] else larger
+    if row["fits"] and row["chips"] == count:
+        update, generate = (row["programs"].get(program) for program in PROGRAMS)
+        sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
+        sizes = [sum(row["parts"].values()), row["cache"]]
+        held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
+        return f"{head}| {row['micro']} | {held} | {sampling} | {update['peak'] / GIB:.1f} | {row['limit'] / GIB:.1f} |"
+    fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
+    return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
+
+
 TABLES = {
     "rloo": Table(
         page="scaling.md",
@@ -245,6 +285,24 @@ TABLES = {
         head="| model | vocabulary | trained | slice | mesh | rows | models | cache | generation | update | of "
         "| logits | block | largest array of the update |",
         line=rloo_line,
+    ),
+    "gpus_ppo": Table(
+        page="scaling.md",
+        models=("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b"),
+        ways={"full": {}},
+        kinds=GPUS,
+        config=gpu_ppo_config,
+        head="| model | trained | GPUs | rows | models | cache | generation | update | of |",
+        line=gpus_line,
+    ),
+    "gpus_rloo": Table(
+        page="scaling.md",
+        models=tuple(SHAPES),
+        ways={"full": {}, "LoRA": LORA},
+        kinds=GPUS,
+        config=rloo_config,
+        head="| model | trained | GPUs | rows | models | cache | generation | update | of |",
+        line=gpus_line,
     ),
     "adapters": Table(
         page="lora.md",

@@ -130,8 +130,8 @@ def on_a_mesh(mesh, entries):
     """Log-probabilities, entropies, and gradients of params of a small Qwen2 with tied embeddings; the collectives of
     its compiled program."""
     from rlhf_jax import models
-    from rlhf_jax.parallel import sharding
     from rlhf_jax.dry_run import hlo
+    from rlhf_jax.parallel import sharding
 
     config = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 640, "tie_word_embeddings": True}
