@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs; extras:
-test, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot."""
+test, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
 
 import pathlib
 
@@ -70,5 +70,7 @@ setup(
         "cuda12": ["jax[cuda12]"],
         "tpu": ["jax[tpu]"],
         "tpu-aot": ["libtpu>=0.0.51,<0.1"],
+        # jax's plugin of its own version, and NVIDIA's compiler: enough to compile for GPUs, not to run on them.
+        "gpu-aot": ["jax[cuda13-local]", "nvidia-cuda-nvcc>=13,<14"],
     },
 )

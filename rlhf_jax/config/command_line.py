@@ -232,8 +232,8 @@ Every field of a config is an option. To list them with defaults and help texts:
 {commands}
 
 Options of the run itself: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (print the config, the
-batch arithmetic, the mesh and the memory of compiled programs, then exit; with --topology v5e:4x4 for TPUs you do
-not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names: docs/migrating.md.
+batch arithmetic, the mesh and the memory of compiled programs, then exit; with --topology v5e:4x4 or h100:8 for
+TPUs or GPUs you do not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names: docs/migrating.md.
 
 --preset {"|".join(PRESETS)} sets options of grpo (docs/options.md); other
 flags override it."""

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.processes
 NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value": "shared", "load_in_8bit": True}
 
 
-def compiled(mesh: tuple[int, int, int], **more) -> dict:
-    """Collectives and largest arrays of the programs of a PPO update on a mesh."""
+def compiled(mesh: tuple[int, int, int], devices=None, compile_fn=None, **more) -> dict:
+    """Collectives and largest arrays of the programs of a PPO update on a mesh, by default of this machine's devices."""
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.dry_run import hlo, memory
     from rlhf_jax.parallel import sharding
@@ -41,9 +41,9 @@ def compiled(mesh: tuple[int, int, int], **more) -> dict:
         **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
         **more,
     )
-    stage = memory.abstract_stage(config, sharding.make_mesh(*mesh))
+    stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
     found = {}
-    for program in memory.programs(stage, only=("generate", "update"), compile_fn=compiling.whole):
+    for program in memory.programs(stage, only=("generate", "update"), compile_fn=compile_fn or compiling.whole):
         text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {
@@ -67,19 +67,20 @@ def summed(size: float, devices: int) -> float:
     return 2 * gathered(size, devices)
 
 
-def update_needs(data: int, fsdp: int, tensor: int) -> float:
+def update_needs(data: int, fsdp: int, tensor: int, *, reduce_scatters: bool = False) -> float:
     """Bytes a device must send in an update, micro-batch by micro-batch, of policy and value model.
 
     fsdp: a layer's kernels are gathered for the forward and again for the backward pass; embeddings and hidden states
     are dealt out between the devices' columns and their rows. tensor: activations are summed twice a layer forward and
     twice backward. Gradients are summed over all rows. XLA has no reduce-scatter for CPUs: it sums whole gradients over
-    fsdp and keeps a part, where others send half.
+    fsdp and keeps a part, where others, `reduce_scatters`, send half.
     """
+    kernel_gradient = gathered if reduce_scatters else summed
     rows = MICRO // (data * fsdp)
     states = rows * (COLUMNS + T) * WIDTH
     both = 2 * (  # policy and value model
         2 * LAYERS * gathered(LAYER / tensor, fsdp)
-        + LAYERS * (summed(LAYER / tensor, fsdp) + summed(LAYER / tensor / fsdp, data))
+        + LAYERS * (kernel_gradient(LAYER / tensor, fsdp) + summed(LAYER / tensor / fsdp, data))
         + LAYERS * summed(SMALL, data * fsdp)
         + 4 * LAYERS * summed(states, tensor)
         + 2 * gathered(states, fsdp)  # of the embedding, forward and backward

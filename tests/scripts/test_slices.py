@@ -119,3 +119,31 @@ def test_the_smallest_slice_that_fits_becomes_the_row():
     found = slices.best(rows, "rloo", "Gemma-3-1b", "LoRA")
     assert [row["topology"] for row in found] == ["v5e:2x2", "v5p:2x2x1"]
     assert "Not compiled: SmolLM2-135M (full)" in slices.table_of(rows, "rloo")[-1]
+
+
+def test_a_kind_of_gpu_has_a_line_for_one_and_for_eight():
+    one, eight = row(topology="h100:1", chips=1), row(topology="h100:8", chips=8, micro=64)
+    lines = slices.gpus_line("1b", "full", [None, None, one, eight]).splitlines()
+    assert lines == [
+        "| 1b | full | h100:1 | 16 | 3.5 | 1.0 | 6.0 | 9.0 | 16.0 |",
+        "| 1b | full | h100:8 | 64 | 3.5 | 1.0 | 6.0 | 9.0 | 16.0 |",
+    ]
+    assert {line.count("|") for line in lines} == {slices.TABLES["gpus_ppo"].head.count("|")}
+
+
+@pytest.mark.parametrize(
+    "single, machine, fits",
+    [
+        (row(topology="h100:2", chips=2), row(topology="h100:8", chips=8), ("h100:2", None)),
+        (row(topology="h100:4", chips=4, fits=False), row(topology="h100:8", chips=8), ("h100:8", None)),
+        (row(topology="h100:4", fits=False), row(topology="h100:8x2", chips=16), ("h100:8x2", "h100:8x2")),
+        (row(topology="h100:4", fits=False), row(topology="h100:8x8", chips=64, fits=False), ("none", "none")),
+    ],
+)
+def test_a_model_that_is_too_large_names_the_smallest_number_of_gpus_that_fits(single, machine, fits):
+    lines = slices.gpus_line("12b", "full", [single, machine]).splitlines()
+    assert [line.split(" | ")[2] for line in lines] == ["h100:1", "h100:8"]
+    for line, which in zip(lines, fits):
+        assert ("**too much**" in line) == (which is not None)
+        assert which is None or f"; fits {which}" in line
+        assert line.count("|") == slices.TABLES["gpus_ppo"].head.count("|")
