@@ -3,9 +3,9 @@
     python scripts/accelerator_day.py --out day.json [--minutes 9] [--wheels DIR] [--prompts FILE --tokenizer DIR]
 
 Nothing is downloaded: weights are random, of the published shapes. The parts run one after another, each in a process
-of its own, and the result of each is written to --out at once. A part that fails is reported with the end of its log,
-and a part whose packages are missing is skipped. Run the command again to continue after the last complete part;
---again NAME repeats a part.
+of its own. The result of each is written to --out at once, and the tables of docs/benchmarks.md to the same name with
+.md. A part that fails is reported with the end of its log, and a part whose packages are missing is skipped. Run the
+command again to continue after the last complete part; --again NAME repeats a part.
 
 Packages that are missing can come from a folder of wheels, without a network: --wheels DIR. They are installed into a
 folder beside --out.
@@ -39,6 +39,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+
+import accelerator_tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS_SCRIPT = ROOT / "scripts/bench/accelerator_parts.py"
@@ -235,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         results[name] = run_part(parts[name], args, left)
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        args.out.with_suffix(".md").write_text(accelerator_tables.markdown(results), encoding="utf-8")
         print(summary(name, results[name]) + "\n", flush=True)
     return int(any(outcome["status"] == "failed" for outcome in results.values()))
 

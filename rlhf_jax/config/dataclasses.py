@@ -52,7 +52,7 @@ class StageConfig:
     dry_run: bool = False
     """Print the resolved config, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
     topology: str | None = None
-    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (needs the extra tpu-aot or gpu-aot)."""
+    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (extra tpu-aot or gpu-aot)."""
     seed: Seed = 42
     """Random seed; every key is a function of the seed, the step and the row."""
     report_to: tuple[str, ...] = ("tensorboard",)
@@ -722,7 +722,7 @@ class Pipeline:
     dry_run: bool = False
     """Print the resolved configs, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
     topology: str | None = None
-    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (needs the extra tpu-aot or gpu-aot)."""
+    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (extra tpu-aot or gpu-aot)."""
     distributed: str = "auto"
     """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
     num_processes: int | None = None

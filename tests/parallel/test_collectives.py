@@ -19,7 +19,7 @@ NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value"
 
 
 def compiled(mesh: tuple[int, int, int], devices=None, compile_fn=None, **more) -> dict:
-    """Collectives and largest arrays of the programs of a PPO update on a mesh, by default of this machine's devices."""
+    """Collectives and largest arrays of the programs of a PPO update on a mesh, by default of all devices."""
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.dry_run import hlo, memory
     from rlhf_jax.parallel import sharding

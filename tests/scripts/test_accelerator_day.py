@@ -37,6 +37,20 @@ def test_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
     assert results["resume"]["result"]["different"] == []
     assert results["memory"]["result"]["programs"]["update"]["peak"] > 0
     assert "--xla_gpu_autotune_level=0" in results["deterministic"]["result"]["flags"]
+    tables = out.with_suffix(".md").read_text()
+    for line in ("| ppo_410m | 4, 4 |", "| logits |", "| ours |", "| update |", "ppo_small replays", "none differs"):
+        assert line in tables
+
+
+def test_tables_name_what_was_not_measured_and_rows_have_all_their_cells():
+    update = {"updates": [9.0, 2.0, 2.0], "micro": 16, "peak_mib": 1000.0}
+    pairs = [{"ours": update, "trl": {**update, "updates": [3.0, 4.0, 4.0], "micro": 32}}]
+    phase = {"phase": "generate", "system": "ours", "seconds": 0.5, "mfu": 0.25, "bandwidth_share": 0.5}
+    results = {"ppo_1b": {"status": "done", "result": {"pairs": pairs, "phases": [phase]}}}
+    lines = day.accelerator_tables.markdown({**results, "memory": {"status": "cut"}}).splitlines()
+    assert "| ppo_1b | 16, 32 | 2.00, 2.00 | 4.00, 4.00 | 2.00 | 1,000 | 1,000 |" in lines
+    assert "| ppo_1b | generate | ours | 0.500 | 25.0% | 50% |" in lines
+    assert lines[-1] == "Not measured: memory (cut)."
 
 
 def part(*words, **fields):
