@@ -94,11 +94,12 @@ def test_part_is_cut_at_the_end_of_the_time_with_its_children(args, tmp_path):
 
 
 def test_complete_parts_are_not_run_again_unless_asked(args, tmp_path, monkeypatch, capsys):
-    args.out.write_text(json.dumps({"environment": {"status": "done", "result": {}}, "greedy": {"status": "cut"}}))
+    machine = {"devices": ["cpu:0"], "kind": "cpu", "versions": {}, "flops_per_second": {"bandwidth": 1.0}}
+    results = {"environment": {"status": "done", "seconds": 0, "result": machine}}
+    args.out.write_text(json.dumps({**results, "greedy": {"status": "cut"}}))
+    results["greedy"] = {"status": "done", "seconds": 0, "result": {}}
     ran = []
-    monkeypatch.setattr(
-        day, "run_part", lambda part, *_: ran.append(part.name) or {"status": "done", "seconds": 0, "result": {}}
-    )
+    monkeypatch.setattr(day, "run_part", lambda part, *_: ran.append(part.name) or results[part.name])
     assert day.main(["--out", str(args.out), "--only", "environment", "greedy"]) == 0
     assert ran == ["greedy"]
     assert day.main(["--out", str(args.out), "--only", "environment", "--again", "environment"]) == 0
