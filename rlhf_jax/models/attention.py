@@ -137,8 +137,9 @@ def causal_attention(
     query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key h // (H
     / KV). With `window` W position i sees i - W < j <= i; with `segment_ids` [B, S] int32 it sees its own segment only.
     Queries go in blocks, and a block skips the keys after its last query, which are all masked: nearly half of the work
-    of long rows. `drop` takes a block's weights [B, H, Q, S'] and its first query. Without it the backward pass recomputes the weights from their log-sum-exp, so that none are
-    kept (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
+    of long rows. `drop` takes a block's weights [B, H, Q, S'] and its first query. Without it the backward pass
+    recomputes the weights from their log-sum-exp, so that none are kept (Dao et al. 2022, arXiv:2205.14135, algorithm
+    4); it has no forward-mode derivative.
     """
     if key.shape[2] != query.shape[2]:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
@@ -161,9 +162,7 @@ def _query_blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
     return [(start, stop, stop + keys - queries) for start, stop in ends]
 
 
-def causal_mask(
-    mask: Array, queries: int, seen: int, window: Array | int | None, segment_ids: Array | None
-) -> Array:
+def causal_mask(mask: Array, queries: int, seen: int, window: Array | int | None, segment_ids: Array | None) -> Array:
     """The keys before column `seen` that each of the last `queries` of these columns sees: bool [B, 1, Q, seen]."""
     keep = causal_keep(jnp.arange(seen - queries, seen), jnp.arange(seen), window)
     keep = mask[:, None, None, :seen] & keep[None, None]

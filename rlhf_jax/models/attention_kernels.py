@@ -54,7 +54,7 @@ def unsupported(
 
 
 def _refused_by_jax(config: DecoderConfig) -> str | None:
-    """Why jax refuses to trace cuDNN's attention and its gradient: no cuDNN, or a head size that the GPU does not take."""
+    """Why jax refuses to trace cuDNN's attention and its gradient: no cuDNN, or the head size. None: it does not."""
     query = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE, config.num_attention_heads, config.head_dim), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE, config.num_key_value_heads, config.head_dim), jnp.bfloat16)
     mask = jax.ShapeDtypeStruct((1, CUDNN_MULTIPLE), jnp.bool_)
@@ -66,7 +66,7 @@ def _refused_by_jax(config: DecoderConfig) -> str | None:
     try:
         jax.eval_shape(gradients, query, key, key, mask)
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return f"jax refuses it: {str(error).splitlines()[0]}"
+        return f"jax refuses it: {str(error).splitlines()[0].rstrip('.')}"
     return None
 
 
@@ -209,7 +209,7 @@ def splash_attention(
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    (_, queries, heads, size), keys = query.shape, key.shape[1]
+    (_, queries, heads, _), keys = query.shape, key.shape[1]
     ids = jnp.where(mask, jnp.zeros(mask.shape, jnp.int32) if segment_ids is None else segment_ids, -1)
     padded_queries, padded_keys = _round_up(queries, SPLASH_BLOCKS[-1]), _round_up(keys, SPLASH_BLOCKS[-1])
     # Padding on the left: every query has a key at its own position.
