@@ -170,7 +170,11 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
         name, translations = answer.renamed.to, answer.renamed.values or {}
     if translations:
         words = [translations.get(word.lower(), word) for word in (words or ["true"])]
-    return dataclasses.replace(config, **{name: value_from_words(f"--{prefix}{name}", hints[name], words)})
+    try:
+        value = value_from_words(f"--{prefix}{name}", hints[name], words)
+    except UserError as error:
+        raise (UserError(f"{error} Note: {answer.text}.") if answer.kind == "same" and answer.text else error) from None
+    return dataclasses.replace(config, **{name: value})
 
 
 def _with_batches(config: StageConfig, name: str, words: Sequence[str], prefix: str) -> StageConfig:

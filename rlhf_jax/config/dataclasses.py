@@ -96,6 +96,10 @@ class StageConfig:
     """Tokenizer, if not the model's own; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and reductions stay float32."""
+    attn_implementation: Literal["auto", "blocked", "cudnn", "splash"] = "auto"
+    """Attention over whole rows: blocked: in blocks of queries, compiled by XLA, on every device; cudnn: cuDNN's flash
+    attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: blocked, until another is
+    measured to be faster. Decoding is the same with all."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     gradient_checkpointing_policy: Literal["full", "dots"] = "full"

@@ -130,23 +130,25 @@ def causal_attention(
     *,
     window: Array | int | None = None,
     drop: Callable[[Array, int], Array] | None = None,
+    segment_ids: Array | None = None,
 ) -> Array:
     """Attention of the last Q of S positions to the unmasked positions up to themselves.
 
     query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key h // (H
-    / KV). With `window` W position i sees i - W < j <= i. Queries go in blocks, and a block skips the keys after its
-    last query, which are all masked: nearly half of the work of long rows. `drop` takes a block's weights [B, H, Q, S']
-    and its first query. Without it the backward pass recomputes the weights from their log-sum-exp, so that none are
-    kept (Dao et al. 2022, arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
+    / KV). With `window` W position i sees i - W < j <= i; with `segment_ids` [B, S] int32 it sees its own segment only.
+    Queries go in blocks, and a block skips the keys after its last query, which are all masked: nearly half of the work
+    of long rows. `drop` takes a block's weights [B, H, Q, S'] and its first query. Without it the backward pass
+    recomputes the weights from their log-sum-exp, so that none are kept (Dao et al. 2022, arXiv:2205.14135, algorithm
+    4); it has no forward-mode derivative.
     """
     if key.shape[2] != query.shape[2]:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     if drop is None:
-        return _causal(score, query, key, value, mask, window)
+        return _causal(score, query, key, value, mask, window, segment_ids)
     query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
     out = []
     for start, stop, seen in _query_blocks(query.shape[2], key.shape[2]):
-        keep = _causal_mask(mask, stop - start, seen, window)
+        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
         part = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], keep)
         out.append(attend(*part, lambda weights, start=start: drop(weights, start), score))
     return jnp.concatenate(out, axis=2).swapaxes(1, 2)
@@ -160,9 +162,14 @@ def _query_blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
     return [(start, stop, stop + keys - queries) for start, stop in ends]
 
 
-def _causal_mask(mask: Array, queries: int, seen: int, window: Array | int | None = None) -> Array:
+def causal_mask(mask: Array, queries: int, seen: int, window: Array | int | None, segment_ids: Array | None) -> Array:
+    """The keys before column `seen` that each of the last `queries` of these columns sees: bool [B, 1, Q, seen]."""
     keep = causal_keep(jnp.arange(seen - queries, seen), jnp.arange(seen), window)
-    return mask[:, None, None, :seen] & keep[None, None]
+    keep = mask[:, None, None, :seen] & keep[None, None]
+    if segment_ids is None:
+        return keep
+    own, of_keys = segment_ids[:, seen - queries : seen], segment_ids[:, :seen]
+    return keep & (own[:, None, :, None] == of_keys[:, None, None, :])
 
 
 def causal_keep(queries: Array, keys: Array, window: Array | int | None) -> Array:
@@ -224,25 +231,25 @@ def _keys_last(x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _causal(score, query: Array, key: Array, value: Array, mask: Array, window: Array | int | None) -> Array:
-    return _causal_forward(score, query, key, value, mask, window)[0]
+def _causal(score, query, key, value, mask, window, segment_ids) -> Array:
+    return _causal_forward(score, query, key, value, mask, window, segment_ids)[0]
 
 
-def _causal_forward(score, query, key, value, mask, window) -> tuple[Array, tuple]:
+def _causal_forward(score, query, key, value, mask, window, segment_ids) -> tuple[Array, tuple]:
     queries, keys, values = _keys_last(_scale(score, query)), _keys_last(key), value.swapaxes(1, 2)
     outs, sums = [], []
     for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
-        keep = _causal_mask(mask, stop - start, seen, window)
+        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
         scores = _scores(score, queries[..., start:stop], keys[..., :seen], keep)
         out, logsumexp = _softmax_weighted_mean(scores, values[:, :, :seen])
         outs.append(out)
         sums.append(logsumexp)
     out = jnp.concatenate(outs, axis=2).swapaxes(1, 2).astype(value.dtype)
-    return out, (query, key, value, mask, window, out, jnp.concatenate(sums, axis=2))
+    return out, (query, key, value, mask, window, segment_ids, out, jnp.concatenate(sums, axis=2))
 
 
-def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None, None]:
-    query, key, value, mask, window, out, logsumexp = residuals
+def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array | None, ...]:
+    query, key, value, mask, window, segment_ids, out, logsumexp = residuals
     query_rows, keys, values = _scale(score, query).swapaxes(1, 2), _keys_last(key), _keys_last(value)
     queries, key_rows = query_rows.swapaxes(2, 3), key.swapaxes(1, 2)
     dot = _row_dot(out, d_out)
@@ -251,7 +258,7 @@ def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array, Arra
     d_query = []
     d_key = d_value = jnp.zeros(keys.shape, jnp.float32)
     for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
-        keep = _causal_mask(mask, stop - start, seen, window)
+        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
         scores = _scores(score, queries[..., start:stop], keys[..., :seen], keep)
         part = (logsumexp[:, :, start:stop], d_outs[..., start:stop], values[..., :seen], dot[:, :, start:stop])
         weights, d_scores = _score_gradient(score, scores, *part)
@@ -260,7 +267,7 @@ def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array, Arra
         d_value = d_value.at[..., :seen].add(_sum_over_queries(weights, d_out_rows[:, :, start:stop]))
     d_query = _scale(score, jnp.concatenate(d_query, axis=2)).swapaxes(1, 2).astype(query.dtype)
     d_key, d_value = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (d_key, d_value))
-    return d_query, d_key, d_value, None, None
+    return d_query, d_key, d_value, None, None, None
 
 
 def _row_dot(out: Array, d_out: Array) -> Array:

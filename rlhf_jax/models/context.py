@@ -149,6 +149,7 @@ class Context:
     dtype: Any = jnp.float32
     layout: Layout | None = None  # None: one device
     lora: Lora | None = None  # kernels are frozen, and params may hold adapters (see `lora.with_lora`)
+    attn_implementation: str = "blocked"  # of attention over whole rows: 'blocked', 'cudnn' or 'splash'
     dropout: Dropout | None = None
     layer: int | Array = 0
     last: int | None = None  # the layer returns only so many last columns; None: all

@@ -18,7 +18,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_attention, causal_keep, last_columns
+from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_keep, last_columns
+from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import MLP, norm
@@ -203,7 +204,7 @@ def hidden(
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dropped = drop if drops_weights else None
-            return causal_attention(query, key, value, mask, config.score_function, window=window, drop=dropped), None
+            return row_attention(context, query, key, value, mask, window=window, drop=dropped), None
 
         return Block(at_layer).apply({"params": params}, x, rope, attend_fn)[0]
 
@@ -242,7 +243,7 @@ def hidden_after_prompts(
         prefix_window = None if window is None else causal_keep(columns, prompt_columns, window)
 
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
-            out = causal_attention(query, key, value, prompt_mask, config.score_function, window=window)
+            out = row_attention(context, query, key, value, prompt_mask, window=window)
             return out, (key.swapaxes(1, 2), value.swapaxes(1, 2))
 
         at_layer = context.at_layer(index, 1 if is_last else None)
@@ -288,7 +289,7 @@ def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> t
         rope, window = _at_layer(config, ropes, index)
 
         def attend_fn(query: Array, key: Array, value: Array, window: int | None = window) -> tuple[Array, Params]:
-            out = causal_attention(query, key, value, mask, config.score_function, window=window)
+            out = row_attention(context, query, key, value, mask, window=window)
             return out, {"k": to_cache(key), "v": to_cache(value)}
 
         x, layer = block.apply({"params": params}, x, rope, attend_fn)

@@ -137,9 +137,12 @@ class Model:
     """How its arrays are split over the mesh; None: one device."""
     lora: lora.Lora | None = None
     """Its adapters: kernels are frozen, and its params are those of `with_lora`. None: trained in full."""
+    attn_implementation: str = "blocked"
+    """Of attention over whole rows: see `attention_kernels`."""
 
     def _context(self, dtype: Any) -> Context:
-        return Context(self.family.decoder_config(self.config), dtype, self.layout, self.lora)
+        config = self.family.decoder_config(self.config)
+        return Context(config, dtype, self.layout, self.lora, attn_implementation=self.attn_implementation)
 
     def with_lora(self, base: Params, adapters: Params) -> Params:
         """`base` with `adapters` put into it, see `lora.with_lora`. A model without `lora` has no base: its full params

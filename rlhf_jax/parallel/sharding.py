@@ -97,6 +97,13 @@ def partition_rules(names: Sequence[tuple[str, tuple[str | None, ...]]], folded:
     return tuple((pattern, spec([_mesh_axes(name, folded) for name in row])) for pattern, row in names)
 
 
+def fitting_axes(layout: Layout, name: str | None, size: int) -> tuple[str, ...] | None:
+    """The mesh axes of a logical axis of that size; None: it does not divide by them."""
+    choices = [_mesh_axes(name, layout.folded)] + ([ROWS[0]] if name in ("rows", "draws") else [])
+    fits = (axes for axes in choices if size % math.prod(layout.mesh.shape[axis] for axis in axes) == 0)
+    return next(fits, None)
+
+
 def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
     """A sharding constraint, inside jit, from the logical axes of an array.
 
@@ -113,9 +120,8 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
         return x
     entries: list[Any] = []
     for size, name in zip(x.shape, names, strict=False):
-        choices = [_mesh_axes(name, layout.folded)] + ([ROWS[0]] if name in ("rows", "draws") else [])
-        fitting = [axes for axes in choices if size % math.prod(layout.mesh.shape[axis] for axis in axes) == 0]
-        entries.append((fitting[0] or None) if fitting else P.UNCONSTRAINED)
+        axes = fitting_axes(layout, name, size)
+        entries.append(P.UNCONSTRAINED if axes is None else axes or None)
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
 
 

@@ -48,14 +48,15 @@ class OpenedModels:
 
 def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone."""
-    config, messages = context.config, []
+    config, messages = context.config, [context.attention_message]
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
         model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length)
     else:
         model = hf.load_model(config.sft_model_path, revision=config.model_revision)
         tokenizer = open_tokenizer(config, config.sft_model_path, model.config.vocab_size)
-    policy, opened = context.on_mesh(model, "causal"), None
+    path, dropout = config.sft_model_path or config.scratch_model, not getattr(config, "disable_dropout", True)
+    policy, opened = context.on_mesh(model, "causal", path, dropout=dropout), None
     if config.use_peft:
         opened = adapters.open_adapters(context, policy, algorithm.continues_adapter)
         form = opened.trained[0] if opened.trained else adapters.lora_form(config, policy, "causal")
@@ -70,8 +71,8 @@ def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
         reference = dataclasses.replace(policy, lora=opened.reference[0])
     if config.ref_model_path is not None:
         reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision)
-        reference = context.on_mesh(reference, "causal")
-    check_sequence_length(config, policy, config.sft_model_path or config.scratch_model)
+        reference = context.on_mesh(reference, "causal", config.ref_model_path)
+    check_sequence_length(config, policy, path)
     check_same_ids(config, tokenizer, reference, "ref_model_path")
     return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages))
 
@@ -80,7 +81,7 @@ def open_reward_models(context: StageContext, tokenizer, conversational: bool) -
     """The reward models on the mesh, without params."""
     config, reward_models = context.config, []
     for reader in scoring.open_models(config, tokenizer, conversational):
-        reader = dataclasses.replace(reader, model=context.on_mesh(reader.model, "scalar"))
+        reader = dataclasses.replace(reader, model=context.on_mesh(reader.model, "scalar", reader.path))
         if reader.tokenizer is None:
             check_sequence_length(config, reader.model, f"reward model {reader.path}")
         reward_models.append(reader)
@@ -97,7 +98,7 @@ def open_value_model(
     first = reward_models[0] if reward_models else None
     if config.value_model_path is not None:
         value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
-        value = context.on_mesh(value, "scalar")
+        value = context.on_mesh(value, "scalar", config.value_model_path)
     elif first is not None and first.tokenizer is not None:
         raise UserError(
             f"the value model starts from the reward model {first.path}, which reads text by a tokenizer of its own, "

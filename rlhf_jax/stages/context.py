@@ -16,7 +16,7 @@ from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.config import batch_sizes
 from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import quantization
+from rlhf_jax.models import attention_kernels, quantization
 from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import local_rows, multihost, sharding
@@ -66,11 +66,39 @@ class StageContext:
         """Placed params in `frozen_dtype`; the same buffers where they have it already."""
         return self.weights.transform_placed(model, self.cast_frozen_fn(model), params)
 
-    def on_mesh(self, model, *heads: str):
-        """The model on the mesh; UserError with the param and the numbers where a dimension does not divide."""
+    def on_mesh(self, model, head: str, path: str, *, dropout: bool = False):
+        """The model on the mesh, with the config's attention.
+
+        Args:
+          model: without params.
+          head: causal or scalar.
+          path: where the model comes from, for errors.
+          dropout: whether it is trained with its dropout.
+
+        Raises:
+          UserError: a dimension does not divide, or attn_implementation does not support the model or the devices.
+        """
         model = model.on(self.mesh)
-        self.weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0)))
-        return model
+        self.weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0)))
+        name, config = self.attn_implementation, model.family.decoder_config(model.config)
+        platform = self.mesh.devices.flat[0].platform
+        if reason := attention_kernels.unsupported(name, config, self.config.dtype, platform, dropout=dropout):
+            raise UserError(
+                f"--attn_implementation {name} cannot compute the attention of {path}: {reason}. "
+                f"Give --attn_implementation auto"
+            )
+        return dataclasses.replace(model, attn_implementation=name)
+
+    @property
+    def attn_implementation(self) -> str:
+        """That of every model of the run: `auto` is blocked, as long as no kernel is measured to be faster."""
+        name = self.config.attn_implementation
+        return "blocked" if name == "auto" else name
+
+    @property
+    def attention_message(self) -> str:
+        """A line on the attention of the run."""
+        return f"attention over whole rows: {self.attn_implementation}"
 
     def place_params(self, model, params: Params) -> Params:
         """Params on the host onto the mesh by the family's rules."""

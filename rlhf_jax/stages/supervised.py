@@ -200,7 +200,7 @@ class SupervisedStage:
 
 def open_model(context: StageContext, head: str) -> tuple[Any, Any, list[str]]:
     """(model, tokenizer, messages), by its config alone: bad data is refused before a weight is read."""
-    config, messages = context.config, []
+    config, messages = context.config, [context.attention_message]
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
         model = scratch_model(config, tokenizer.vocab_size, config.max_length)
@@ -208,7 +208,8 @@ def open_model(context: StageContext, head: str) -> tuple[Any, Any, list[str]]:
         model = hf.load_model(config.model_name_or_path, revision=config.model_revision)
         check_context(model, config.max_length, "--max_length", config.model_name_or_path)
         tokenizer = open_tokenizer(config, config.model_name_or_path, model.config.vocab_size)
-    model = context.on_mesh(model, head)
+    path = config.scratch_model or config.model_name_or_path
+    model = context.on_mesh(model, head, path, dropout=not config.disable_dropout)
     if config.use_peft:
         model = dataclasses.replace(model, lora=adapters.lora_form(config, model, head))
         messages.append(adapters.describe("a new adapter", model.lora, config))

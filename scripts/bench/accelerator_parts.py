@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -255,24 +256,17 @@ def lines(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def attention_as(name: str) -> Iterator[None]:
-    """Replaces causal attention by a variant while programs are traced."""
-    import jax
-    import jax.numpy as jnp
-
-    from rlhf_jax.models import attention
+    """Replaces blocked attention by a variant that no option names while programs are traced."""
+    from rlhf_jax.models import attention, attention_kernels
 
     ours, block = attention._causal, attention.QUERY_BLOCK
 
-    def library(score: Any, query: Any, key: Any, value: Any, mask: Any, window: Any) -> Any:
-        if query.shape[1] != key.shape[1]:  # the last layer, whose queries are the last positions
-            return ours(score, query, key, value, mask, window)
-        kind = {"implementation": name, "is_causal": True, "scale": score.scale}
-        rows, length = mask.shape
-        keep = jnp.broadcast_to(mask[:, None, None, :], (rows, 1, length, length))  # cuDNN does not broadcast it
-        return jax.nn.dot_product_attention(query, key, value, mask=keep, **kind)
+    def library(score: Any, query: Any, key: Any, value: Any, mask: Any, window: Any, segment_ids: Any) -> Any:
+        options = {"window": window, "segment_ids": segment_ids, "implementation": "xla"}
+        return attention_kernels.cudnn_attention(query, key, value, mask, score, **options)
 
     try:
-        if name in ("cudnn", "xla"):
+        if name == "xla":
             attention._causal = library
         elif name == "one block":
             attention.QUERY_BLOCK = 4096
@@ -289,8 +283,8 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from rlhf_jax import models
     from rlhf_jax.algorithms.actor_critic import response_hidden, response_logprobs
     from rlhf_jax.config import PPOConfig
-    from rlhf_jax.models import attention as layers
-    from rlhf_jax.models.context import ScoreFunction
+    from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
+    from rlhf_jax.models.context import Context
 
     small = args.small
     model, rows, length, new = shape_of(args)[0], 2, 40, 8
@@ -302,15 +296,18 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     heads, size = model.config.num_attention_heads, model.config.head_dim
     qkv = [jax.random.normal(jax.random.key(i), (rows, length, heads, size), jnp.bfloat16) for i in range(4)]
     result: dict[str, Any] = {"rows": rows, "tokens": length, "heads": heads, "head size": size}
-    for name in ("ours", "one block", "xla", *(("cudnn",) if jax.default_backend() == "gpu" else ())):
+    kernels = [name for name, platform in PLATFORMS.items() if platform == jax.default_backend()]
+    for name in ("ours", "one block", "xla", *kernels):
+        variant = dataclasses.replace(model, attn_implementation=name if name in kernels else "blocked")
+        decoder = variant.family.decoder_config(variant.config)
+        context = Context(decoder, attn_implementation=variant.attn_implementation)
 
-        def loss(params: Any) -> Any:
+        def loss(params: Any, model: Any = variant) -> Any:
             hidden = response_hidden(model, params, tokens, mask, new, config)
             return response_logprobs(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
 
-        def alone(q: Any, k: Any, v: Any, d: Any) -> Any:
-            score = ScoreFunction(size**-0.5)
-            out, pull = jax.vjp(lambda q, k, v: layers.causal_attention(q, k, v, jnp.asarray(mask), score), q, k, v)
+        def alone(q: Any, k: Any, v: Any, d: Any, context: Any = context) -> Any:
+            out, pull = jax.vjp(lambda q, k, v: row_attention(context, q, k, v, jnp.asarray(mask)), q, k, v)
             return out, pull(d)
 
         gradient = jax.jit(jax.value_and_grad(loss))

@@ -33,6 +33,32 @@ def test_causal_attention_is_the_formula_in_value_and_gradient(length):
         assert jnp.abs(found - gradient).max() < 1e-6 if length == 1 else distance(found, gradient) < 2e-6
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_of_several_segments_are_their_segments_in_value_and_gradient(drops):
+    first, length, shape = 130, 300, (2, 300, 2, 8)
+    arguments, upstream = [normal(i, *shape) for i in range(3)], normal(9, *shape)
+    mask = jnp.ones((2, length), bool).at[1, 140:150].set(False)
+    upstream = jnp.where(mask[:, :, None, None], upstream, 0)
+    ids = jnp.broadcast_to((jnp.arange(length) >= first).astype(jnp.int32) + 5, (2, length))
+    drop = (lambda weights, start: weights) if drops else None  # attention with dropout is differentiated by JAX
+
+    def packed(*args):
+        return attention.causal_attention(*args, mask, SCORE, segment_ids=ids, drop=drop, window=90)
+
+    def apart(*args):
+        parts = [
+            attention.causal_attention(*(x[:, cut] for x in args), mask[:, cut], SCORE, window=90)
+            for cut in (slice(first), slice(first, length))
+        ]
+        return jnp.concatenate(parts, axis=1)
+
+    ours, wanted = value_and_vjp(packed, arguments, upstream), value_and_vjp(apart, arguments, upstream)
+    keep = mask[:, :, None, None]
+    assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-6
+    for found, gradient in zip(ours[1], wanted[1], strict=True):
+        assert distance(found, gradient) < 2e-6
+
+
 def test_causal_attention_keeps_no_weights_for_the_backward_pass():
     length, mask = 300, jnp.ones((2, 300), bool)
 

@@ -62,6 +62,7 @@ IRRELEVANT = (
     "num_sample_generations",
     "max_grad_norm",
     "gradient_checkpointing",
+    "attn_implementation",
     "use_cpu",
     "report_to",
     "save_strategy",

@@ -1,0 +1,220 @@
+"""Attention by kernels: the values and gradients of blocked attention, and refusals of what a kernel does not support.
+
+Splash runs in Pallas' interpreter here; cuDNN's arguments go to XLA's attention in its place.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlhf_jax.dry_run import topologies
+from rlhf_jax.errors import UserError
+from rlhf_jax.models import attention, attention_kernels, custom_shape
+from rlhf_jax.models.context import Context, ScoreFunction
+from rlhf_jax.parallel import sharding
+from tests.helpers.arrays import distance, normal, value_and_vjp
+from tests.helpers.children import child, last_line
+from tests.helpers.models_common import padded_rows, random_params
+
+splash = functools.partial(attention_kernels.splash_attention, interpret=True)
+cudnn = functools.partial(attention_kernels.cudnn_attention, implementation="xla")
+
+
+def assert_equal_to_blocked(kernel, queries, keys, heads, own, size, *, window=None, softcap=None, segments=False):
+    """Of a left-padded and a right-padded row of two; nothing comes from padding, whose output is finite."""
+    shapes = ((2, queries, heads, size), (2, keys, own, size), (2, keys, own, size))
+    arguments = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    columns = jnp.arange(keys)[None, :]
+    mask = (columns >= jnp.array([keys // 3, 0])[:, None]) & (columns < jnp.array([keys, keys - 3])[:, None])
+    ids = jnp.broadcast_to((columns >= keys // 2).astype(jnp.int32), mask.shape) if segments else None
+    keep = mask[:, -queries:, None, None]
+    upstream = jnp.where(keep, normal(9, *shapes[0]), 0)
+    score = ScoreFunction(size**-0.5, softcap)
+
+    def outputs(attend):
+        return value_and_vjp(
+            lambda *qkv: attend(*qkv, mask, score, window=window, segment_ids=ids), arguments, upstream
+        )
+
+    ours, wanted = outputs(kernel), outputs(attention.causal_attention)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(ours))
+    assert distance(jnp.where(keep, ours[0], 0), jnp.where(keep, wanted[0], 0)) < 1e-5
+    for found, gradient in zip(ours[1], wanted[1], strict=True):
+        assert distance(found, gradient) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((40, 40, 4, 2, 64), {}),
+        ((150, 150, 2, 1, 128), {"window": 33, "softcap": 5.0}),
+        ((21, 165, 2, 2, 64), {"window": 50, "segments": True}),
+    ],
+    ids=str,
+)
+def test_splash_is_blocked_attention_in_value_and_gradient(shape, options):
+    assert_equal_to_blocked(splash, *shape, **options)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((37, 37, 4, 2, 64), {}),
+        ((150, 150, 2, 1, 16), {"window": 33}),
+        ((21, 165, 2, 2, 64), {"window": 50, "segments": True}),
+    ],
+    ids=str,
+)
+def test_arguments_of_cudnn_are_blocked_attention_in_value_and_gradient(shape, options):
+    assert_equal_to_blocked(cudnn, *shape, **options)
+
+
+def decoder_config(shape="2x64x1", **fields):
+    model = custom_shape(shape, 64)
+    return dataclasses.replace(model.family.decoder_config(model.config), **fields)
+
+
+@pytest.mark.parametrize(
+    "implementation, platform, dtype, fields, reason",
+    [
+        ("cudnn", "cpu", "bfloat16", {}, "devices of the platform gpu, and the mesh has devices of the platform cpu"),
+        ("cudnn", "tpu", "bfloat16", {}, "platform gpu"),
+        ("splash", "gpu", "bfloat16", {}, "platform tpu"),
+        ("cudnn", "gpu", "float32", {}, "bfloat16, and --dtype is float32"),
+        ("cudnn", "gpu", "bfloat16", {"attention_softcap": 50.0}, "attention_softcap is 50"),
+        ("cudnn", "gpu", "bfloat16", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("splash", "tpu", "float32", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("splash", "tpu", "float32", {"layer_window": (None, 8)}, "one window for all layers"),
+        ("splash", "tpu", "float32", {"layer_window": (8, 8), "attention_softcap": 50.0}, None),
+        ("blocked", "cpu", "float32", {"layer_window": (None, 8), "attention_dropout": 0.1}, None),
+    ],
+)
+def test_what_a_kernel_does_not_support_has_a_reason(implementation, platform, dtype, fields, reason):
+    arguments = (implementation, decoder_config(**fields), dtype, platform)
+    found = attention_kernels.unsupported(*arguments, dropout=True)
+    assert found is None if reason is None else reason in found
+
+
+def test_without_cudnn_or_with_a_head_size_that_it_does_not_take_jax_gives_the_reason():
+    reason = attention_kernels.unsupported("cudnn", decoder_config("llama:1x20x1"), "bfloat16", "gpu")
+    assert reason.startswith("jax refuses it: ")
+
+
+def test_models_are_built_with_blocked_attention():
+    assert custom_shape("1x8x1", 64).attn_implementation == Context(decoder_config()).attn_implementation == "blocked"
+
+
+# --- whole models
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    use_on_cpu(monkeypatch.setattr)
+
+
+def use_on_cpu(setattr=setattr):
+    """Splash in Pallas' interpreter."""
+    setattr(attention_kernels, "PLATFORMS", {"splash": "cpu"})
+    setattr(attention_kernels, "splash_attention", splash)
+
+
+def forward(model, params, tokens, mask, dtype=jnp.float32):
+    """Everything that attends whole rows, and the gradient of the params."""
+    width = tokens.shape[1]
+
+    def loss(params):
+        hidden = model.hidden(params, tokens, mask, dtype=dtype)
+        last = model.hidden(params, tokens, mask, dtype=dtype, last=5)
+        prompts = model.hidden_after_prompts(params, *rows, dtype=dtype)
+        return sum(jnp.square(jnp.where(m[..., None], x, 0)).sum() for m, x in parts(hidden, last, prompts))
+
+    def parts(hidden, last, prompts):
+        return (mask, hidden), (mask[:, -5:], last), (mask[:, -8:], prompts[1])
+
+    rows = (tokens[:, : width - 8], mask[:, : width - 8], tokens[:, -8:], mask[:, -8:])
+    prefilled = model.prefill(model.unstack(params, dtype), tokens, mask, dtype)[0]
+    return jax.value_and_grad(loss)(params), prefilled
+
+
+def test_a_model_is_the_same_with_splash(on_cpu):
+    model = custom_shape("llama:1x64x4x2", 61)
+    params, (tokens, mask) = random_params(model), padded_rows([20, 24], [4, 0], 24)
+    wanted = jax.jit(forward, static_argnums=0)(model, params, tokens, mask)
+    splashed = dataclasses.replace(model, attn_implementation="splash")
+    assert distance(jax.jit(forward, static_argnums=0)(splashed, params, tokens, mask), wanted) < 1e-5
+
+
+SHAPES = {"llama:2x64x4x2": (2, 2, 2), "2x64x2": (1, 1, 8)}  # copied heads; heads that do not divide: folded
+
+
+def on_mesh(shape, sizes, rows):
+    """How far a model with splash on a mesh is from one with blocked attention on one device."""
+    model, mesh = custom_shape(shape, 64), sharding.make_mesh(*sizes)
+    params, (tokens, mask) = random_params(model), padded_rows([20] * rows, [4] * rows, 24)
+    wanted = jax.jit(forward, static_argnums=0)(model, params, tokens, mask)
+    splashed = dataclasses.replace(model.on(mesh), attn_implementation="splash")
+    placed = sharding.place(params, sharding.shardings(params, splashed.param_rules, mesh))
+    placed_rows = sharding.place((tokens, mask), sharding.replicated(mesh))
+    return distance(sharding.fetch(jax.jit(forward, static_argnums=0)(splashed, placed, *placed_rows)), wanted)
+
+
+@pytest.mark.processes
+def test_devices_compute_their_rows_and_heads():
+    assert all(gap < 1e-5 for gap in last_line(child(__name__, devices=8)).values())
+
+
+# --- compiled for accelerators
+
+
+def gradients(kernel, model, rows, length):
+    """The program of attention and its gradient in bfloat16, and the shapes of its arguments."""
+    config = model.family.decoder_config(model.config)
+    context = Context(config, jnp.bfloat16, model.layout, attn_implementation=kernel)
+
+    def program(query, key, value, mask):
+        attend = functools.partial(attention_kernels.row_attention, context, mask=mask)
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv), query, key, value)
+        return out, pull(out)
+
+    heads = (config.num_attention_heads, context.held_heads, context.held_heads)
+    shapes = [jax.ShapeDtypeStruct((rows, length, h, config.head_dim), jnp.bfloat16) for h in heads]
+    return jax.jit(program), (*shapes, jax.ShapeDtypeStruct((rows, length), jnp.bool_))
+
+
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_splash_has_a_lowering_for_tpus(size):
+    program, shapes = gradients("splash", custom_shape(f"llama:1x{4 * size}x4x2", 64), 2, 165)
+    text = program.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    for kernel in ("splash_mha_fwd_segmented_residuals", "splash_mha_dq_segmented", "splash_mha_dkv_segmented"):
+        assert kernel in text
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes):
+    pytest.importorskip("jax_cuda13_plugin")
+    try:
+        devices = topologies.topology_devices(f"h100:{sizes[0] ** 3}")
+    except UserError as error:
+        pytest.skip(str(error))
+    mesh = sharding.make_mesh(*sizes, devices=devices)
+    model = custom_shape("llama:1x256x4x2", 64).on(mesh)
+    reason = attention_kernels.unsupported("cudnn", model.config, "bfloat16", devices[0].platform)
+    if reason is not None and "cuDNN not found" in reason:
+        pytest.skip(reason)
+    assert reason is None
+    program, shapes = gradients("cudnn", model, 8, 165)
+    split = sharding.batch_sharding(mesh)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in shapes]
+    compiled = program.trace(*shapes).lower().compile(compiler_options=topologies.compiler_options(devices[0]))
+    assert "__cudnn$fmhaScaleBiasSoftmax" in compiled.as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compiled.as_text()
+
+
+if __name__ == "__main__":
+    use_on_cpu()
+    print(json.dumps({f"{shape} {rows}": on_mesh(shape, SHAPES[shape], rows) for shape in SHAPES for rows in (8, 3)}))
