@@ -165,7 +165,8 @@ _NEUTRAL = {
     **dict.fromkeys(("whiten_rewards", "gradient_checkpointing", "log_completions"), False),
     **{"batch_size": 64, "num_mini_batches": 1, "eval_steps": 0, "offload_frozen": "none"},
     **{"value_model": "shared_backbone", "value_model_path": None, "reward_failure": "raise", "on_nonfinite": "stop"},
-    **{"use_peft": False, "load_in_8bit": False, "lora_value": "full", "start_adapter": "auto", "adapters": ()},
+    **{"use_peft": False, "load_in_8bit": False, "load_in_4bit": False, "lora_value": "full"},
+    **{"start_adapter": "auto", "adapters": ()},
     **dict.fromkeys(("lora_target_modules", "modules_to_save", "model_adapter_name", "ref_adapter_name")),
 }
 """Training options without effect on an evaluation, at values that pass validation."""
