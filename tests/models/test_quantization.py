@@ -107,6 +107,9 @@ def test_blocks_have_64_rows_or_the_largest_power_of_two_that_divides(rows, size
     assert quantization.block_size(rows) == size and found.scale.shape == (2, rows // size, 3)
     blocks = kernel.reshape(2, rows // size, size, 3)
     np.testing.assert_array_equal(found.scale, np.abs(blocks).max(axis=2))
+    if rows % 64 == 0:  # bitsandbytes: 64 consecutive weights of torch's flattened [F, D]
+        flat = kernel.transpose(0, 2, 1).reshape(2, -1, 64)
+        np.testing.assert_array_equal(found.scale.transpose(0, 2, 1).reshape(2, -1), np.abs(flat).max(axis=-1))
 
 
 @settings(deadline=None, max_examples=30)
