@@ -139,15 +139,19 @@ def _dequantize_nf4(kernel: NF4Kernel) -> Array:
     """[..., D, F] float32."""
     *layers, blocks, columns = kernel.scale.shape
     packed = kernel.qvalue.reshape(*layers, blocks, -1, columns)
-    values = jnp.concatenate([_nf4_values(packed & 15), _nf4_values(packed >> 4)], axis=-2)
+    # The gradient of a scan moves what does not depend on the layer out of the loop, such as constants broadcast to the
+    # kernel's shape. Behind the barrier they depend on it.
+    constants = [jnp.float32(value) for value in NF4_VALUES], [jnp.uint8(1 << bit) for bit in range(8)]
+    packed, (values, bits) = jax.lax.optimization_barrier((packed, constants))
+    values = jnp.concatenate([_lookup(packed, bits[:4], values), _lookup(packed, bits[4:], values)], axis=-2)
     return (values * jnp.expand_dims(kernel.scale, -2)).reshape(kernel.shape)
 
 
-def _nf4_values(codes: Array) -> Array:
-    """`NF4_VALUES` of codes 0 to 15, float32, by a tree of selects: it fuses, where a gather is slow on TPUs."""
-    values: list[Any] = [jnp.float32(value) for value in NF4_VALUES]
-    for bit in range(4):
-        is_set = (codes >> bit) & 1 == 1
+def _lookup(packed: Array, bits: Sequence[Array], values: Sequence[Array]) -> Array:
+    """The values whose numbers are in four bits of each byte, by a tree of selects: it fuses, where a gather is slow on
+    TPUs."""
+    for bit in bits:
+        is_set = (packed & bit).astype(bool)
         values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2])]
     return values[0]
 
