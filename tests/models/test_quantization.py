@@ -16,6 +16,7 @@ from rlhf_jax.config import RLOOConfig, SFTConfig, validation
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora, quantization
 from rlhf_jax.models.io import hf
+from rlhf_jax.models.linear import frozen_product
 from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages.context import StageContext
@@ -182,6 +183,20 @@ def test_a_model_on_quantized_kernels_and_its_gradients_are_those_of_the_rounded
     assert abs(found[0] / wanted[0] - 1) < 1e-6
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         assert distance(a, b) < 1e-5
+
+
+def test_the_gradient_of_a_scan_makes_no_array_of_a_kernels_size_outside_the_loop():
+    """Such as constants, which it would hold in float32."""
+    kernels = quantization.quantize_nf4(jnp.ones((3, 64, 256)))
+
+    def loss(x):
+        layer = lambda x, kernel: (frozen_product(None, (None, None), jnp.float32, x, kernel, None)[:, :64], None)  # noqa: E731
+        return jax.lax.scan(layer, x, kernels)[0].sum()
+
+    outside = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 64))).eqns
+    assert [eqn.primitive.name for eqn in outside].count("scan") == 2
+    sizes = [var.aval.size for eqn in outside for var in eqn.outvars if eqn.primitive.name != "scan"]
+    assert max(sizes) < 32 * 256
 
 
 def test_merged_and_unstacked_kernels_are_plain_and_hold_the_adapter(parts):
