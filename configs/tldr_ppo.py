@@ -4,7 +4,7 @@ from rlhf_jax.config import PPOConfig
 
 # Size: rows a micro-batch, rows a rollout, mesh (data, fsdp, tensor), for 8 devices of 80 GB (12b: 16); data: the rest.
 VARIANTS = {
-    "1b": (128, 512, (-1, 1, 1)),
+    "1b": (64, 512, (-1, 1, 1)),
     "2.8b": (32, 256, (-1, 8, 1)),
     "6.9b": (8, 32, (-1, 8, 1)),
     "12b": (8, 32, (-1, 8, 2)),

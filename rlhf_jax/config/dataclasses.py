@@ -125,6 +125,8 @@ class StageConfig:
     embed_in, final_layer_norm, embed_out); score heads always are."""
     load_in_8bit: bool = False
     """With use_peft: keep the layers' frozen kernels in int8, with one scale per column (needs the extra int8)."""
+    load_in_4bit: bool = False
+    """With use_peft: keep them in 4 bits (NF4, as QLoRA), with one scale per 64 rows of a column."""
     export_merged: bool = True
     """Also export the model with its adapter merged, as a checkpoint that needs no PEFT."""
 

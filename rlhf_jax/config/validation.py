@@ -133,12 +133,14 @@ def _scratch(config: StageConfig) -> Iterator[str]:
 def _adapters(config: StageConfig) -> Iterator[str]:
     if not config.use_peft:
         unused = ("adapters", "model_adapter_name", "ref_adapter_name", "lora_target_modules", "modules_to_save")
-        given = [name for name in (*unused, "load_in_8bit") if getattr(config, name, None)]
+        given = [name for name in (*unused, "load_in_8bit", "load_in_4bit") if getattr(config, name, None)]
         given += ["start_adapter"] if getattr(config, "start_adapter", "auto") != "auto" else []
         given += ["lora_value"] if getattr(config, "lora_value", "full") != "full" else []
         if given:
             yield f"{given[0]} {getattr(config, given[0])!r} needs use_peft: without it there are no adapters."
         return
+    if config.load_in_8bit and config.load_in_4bit:
+        yield "load_in_8bit and load_in_4bit are both set: frozen kernels have one form. Remove one of them."
     if isinstance(config, PolicyConfig) and config.ref_adapter_name is not None and config.ref_model_path is not None:
         yield "ref_adapter_name and ref_model_path both set the reference: remove one of them."
     if isinstance(config, GroupConfig) and config.sync_ref_model:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rlhf_jax.config import StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import hlo, memory, topologies
+from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import ALGORITHMS
 
@@ -30,7 +31,8 @@ def missing_start(config: StageConfig) -> str | None:
 def roles(stage: Any) -> list[tuple[str, int, bool]]:
     """(role, parameters, trained) of every model of an abstract stage."""
     trained, frozen = stage.state.params, stage.frozen()
-    count = lambda params: sum(math.prod(x.shape) for x in jax.tree.leaves(params))  # noqa: E731
+    leaves = lambda params: jax.tree.leaves(params, is_leaf=is_quantized)  # noqa: E731
+    count = lambda params: sum(math.prod(x.shape) for x in leaves(params))  # noqa: E731
     return [(role, count(params), role in trained) for role, params in {**trained, **frozen}.items()]
 
 

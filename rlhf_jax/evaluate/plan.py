@@ -166,7 +166,8 @@ _NEUTRAL = {
     **{"batch_size": 64, "num_mini_batches": 1, "eval_steps": 0, "offload_frozen": "none"},
     **{"value_model": "shared_backbone", "value_model_path": None, "reward_failure": "raise", "on_nonfinite": "stop"},
     "attn_implementation": "auto",
-    **{"use_peft": False, "load_in_8bit": False, "lora_value": "full", "start_adapter": "auto", "adapters": ()},
+    **{"use_peft": False, "load_in_8bit": False, "load_in_4bit": False, "lora_value": "full"},
+    **{"start_adapter": "auto", "adapters": ()},
     **dict.fromkeys(("lora_target_modules", "modules_to_save", "model_adapter_name", "ref_adapter_name")),
 }
 """Training options without effect on an evaluation, at values that pass validation."""

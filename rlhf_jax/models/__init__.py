@@ -1,4 +1,4 @@
-"""Models: one decoder for all families, LoRA, int8, Hugging Face checkpoints in and out."""
+"""Models: one decoder for all families, LoRA, quantized kernels, Hugging Face checkpoints in and out."""
 
 from rlhf_jax.models.registry import FAMILIES, HEADS, Family, Model, custom_shape, pythia
 

@@ -17,6 +17,7 @@ from rlhf_jax.models.context import Context, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL, frozen_product, product
 from rlhf_jax.models.lora import A, B
+from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel.sharding import constrain
 from rlhf_jax.types import Array
 
@@ -36,7 +37,9 @@ class Dense(nn.Module):
         """x [..., D] -> [..., F]."""
         context, dtype = self.context, jnp.dtype(self.context.dtype)
         std = context.config.initializer_range
-        kernel = self.param("kernel", functools.partial(normal, std=std), (x.shape[-1], self.features))
+        kernel = self.get_variable("params", "kernel")
+        if not is_quantized(kernel):  # else Linen would compare the shape of its first array with the kernel's
+            kernel = self.param("kernel", functools.partial(normal, std=std), (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
         x = x.astype(dtype)
         multiply = product if context.lora is None else frozen_product

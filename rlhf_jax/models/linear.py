@@ -1,4 +1,4 @@
-"""Matrix products of linear layers, with their gradients: kernels split over the mesh, frozen kernels, int8 kernels.
+"""Matrix products of linear layers, with their gradients: kernels split over the mesh, frozen and quantized kernels.
 
 Shape letters: B batch, D input features, F output features.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.quantization import dequantize, is_int8
+from rlhf_jax.models.quantization import dequantize, is_quantized
 from rlhf_jax.parallel.sharding import Layout, constrain
 from rlhf_jax.types import Array
 
@@ -34,7 +34,7 @@ def product(
 
 def _gather_fsdp(layout: Layout | None, names: tuple[str | None, ...], kernel: Any, dtype: Any) -> Array:
     names = tuple(None if name == "fsdp" else name for name in names)
-    if is_int8(kernel):  # gathered as int8
+    if is_quantized(kernel):  # gathered as it is stored
         return dequantize(jax.tree.map(lambda part: constrain(layout, part, *names), kernel), dtype)
     return constrain(layout, kernel.astype(dtype), *names)
 
@@ -76,7 +76,7 @@ product.defvjp(_product_forward, _product_backward)
 def frozen_product(
     layout: Layout | None, names: tuple[str | None, ...], dtype: Any, x: Array, kernel: Any, bias: Array | None
 ) -> Array:
-    """`product` without gradients of kernel (float or int8) and bias; x is not kept for the backward pass."""
+    """`product` without gradients of kernel (float or quantized) and bias; x is not kept for the backward pass."""
     return _product_forward(layout, names, dtype, x, kernel, bias)[0]
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.quantization import dequantize, is_int8
+from rlhf_jax.models.quantization import dequantize, is_quantized
 from rlhf_jax.types import Array, Params
 
 A, B = "lora_a", "lora_b"
@@ -201,13 +201,13 @@ def _overlay(base: Any, new: Any, scale: float) -> Any:
 
 def merge_lora(params: Params, dtype: Any = jnp.float32) -> Params:
     """Params of `with_lora` as plain params: kernel + A B, added in float32 and returned in the kernel's dtype, or in
-    `dtype` where the kernel is int8."""
+    `dtype` where the kernel is quantized."""
     if A in params:
         rest = {key: value for key, value in params.items() if key not in (A, B)}
         a, b = params[A].astype(jnp.float32), params[B].astype(jnp.float32)
         delta = jnp.einsum("...dr,...rf->...df", a, b, preferred_element_type=jnp.float32)
         kernel = params["kernel"]
-        dtype = dtype if is_int8(kernel) else kernel.dtype
+        dtype = dtype if is_quantized(kernel) else kernel.dtype
         return {**rest, "kernel": (dequantize(kernel, jnp.float32) + delta).astype(dtype)}
     merged = {key: merge_lora(value, dtype) if isinstance(value, dict) else value for key, value in params.items()}
-    return {key: dequantize(value, dtype) if is_int8(value) else value for key, value in merged.items()}
+    return {key: dequantize(value, dtype) if is_quantized(value) else value for key, value in merged.items()}

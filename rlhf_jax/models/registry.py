@@ -300,20 +300,20 @@ class Model:
         """Params with matrices in `dtype`: what a forward pass in `dtype` casts them to in any case.
 
         Norms and the scalar head keep their dtype: the forward pass uses them in float32. So do adapters, which are
-        small and are added to their kernels in float32, and int8 kernels.
+        small and are added to their kernels in float32, and quantized kernels.
         """
 
         def cast(path: tuple, leaf: Array) -> Array:
             names = [getattr(entry, "key", "") for entry in path]
             keep = "score" in names or any("norm" in name or name in (lora.A, lora.B) for name in names)
-            return leaf if keep or quantization.is_int8(leaf) else leaf.astype(dtype)
+            return leaf if keep or quantization.is_quantized(leaf) else leaf.astype(dtype)
 
-        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=quantization.is_int8)
+        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=quantization.is_quantized)
 
-    def quantize_int8(self, params: Params, dtype: Any) -> Params:
-        """`cast_params` with the layers' kernels in int8, as the frozen base of adapters."""
+    def quantize(self, params: Params, dtype: Any, kind: quantization.Kind) -> Params:
+        """`cast_params` with the layers' kernels in int8 or NF4, as the frozen base of adapters."""
         paths = [("backbone", *path) for path in self.family.linears.values()]
-        return self.cast_params(quantization.quantize_int8(params, paths), dtype)
+        return self.cast_params(quantization.quantize(params, paths, kind), dtype)
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
         """`cast_params` with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is

@@ -23,7 +23,7 @@ class Tensor:
 
 
 def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
-    """Rules of a layer's linear layer: kernel (float or int8), its scale, bias and adapter, stacked over layers.
+    """Rules of a layer's linear layer: kernel (float or quantized), its scale, bias and adapter, stacked over layers.
 
     Args:
       path: of the linear layer.
@@ -32,7 +32,8 @@ def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
     rows, columns = names
     return (
         (rf"(^|/){path}/kernel(/qvalue)?$", (None, rows, columns)),
-        (rf"(^|/){path}/kernel/scale$", (None, None, columns)),
+        (rf"(^|/){path}/kernel/scale$", (None, rows, columns)),
+        (rf"(^|/){path}/kernel/scale$", (None, None, columns)),  # where the blocks of a column do not divide
         (rf"(^|/){path}/bias$", (None, "tensor") if columns == "tensor" else ()),
         (rf"(^|/){path}/{A}$", (None, rows, None)),
         (rf"(^|/){path}/{B}$", (None, None, columns)),

@@ -130,7 +130,8 @@ def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> 
 
     A path is the leaf's keys joined by '/'. The pattern is searched in it, and `^` matches at the start of any of its
     parts, so that rules of a model also apply inside a TrainState or an optimizer state ('0/mu/policy/backbone/...').
-    Leaves of a single element (counters, scales) are replicated and need no rule.
+    Leaves of a single element (counters, scales) are replicated and need no rule. Where a leaf's sizes do not divide by
+    the mesh axes of its rule, the next rule that matches is used, if there is one.
 
     Args:
       tree: pytree of arrays or ShapeDtypeStructs.
@@ -154,15 +155,27 @@ def param_specs(tree: Any, rules: Rules, mesh: Mesh, *, strict: bool = True) -> 
             return P()
         parts = name.split("/")
         tails = ["/".join(parts[i:]) for i in range(len(parts))]
-        for pattern, spec in compiled:
-            if any(pattern.search(tail) for tail in tails):
-                if not strict and len(spec) > len(shape):
-                    return P()
-                _check_spec(name, shape, spec, mesh)
-                return spec
-        raise UserError(f"no sharding rule matches {name} {shape}: add one to the family's param_rules")
+        matching = [spec for pattern, spec in compiled if any(pattern.search(tail) for tail in tails)]
+        if not matching:
+            raise UserError(f"no sharding rule matches {name} {shape}: add one to the family's param_rules")
+        if not strict and len(matching[0]) > len(shape):
+            return P()
+        spec = next((spec for spec in matching if _divides(shape, spec, mesh)), matching[0])
+        _check_spec(name, shape, spec, mesh)
+        return spec
 
     return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+
+def _spec_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _divides(shape: tuple[int, ...], spec: P, mesh: Mesh) -> bool:
+    """Whether each size divides by the devices on the mesh axes of its dimension."""
+    parts = [math.prod(mesh.shape.get(axis, 1) for axis in _spec_axes(entry)) for entry in spec]
+    return all(size % count == 0 for size, count in zip(shape, parts, strict=False))
 
 
 def _check_spec(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
@@ -171,7 +184,7 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
         raise UserError(f"{name} {shape} has {len(shape)} axes, but its sharding rule {spec} names {len(spec)}")
     used: set[str] = set()
     for dimension, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = _spec_axes(entry)
         for axis in axes:
             if axis not in mesh.shape:
                 raise UserError(

@@ -12,10 +12,11 @@ from rlhf_jax.errors import UserError
 
 # Options that lower the memory of a phase, the cheapest first.
 _ACTIVATIONS = ("micro_batch_size", "gradient_checkpointing", "length_buckets", "dtype")
-_WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", "load_in_8bit")
+_QUANTIZED = ("load_in_8bit", "load_in_4bit")
+_WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", *_QUANTIZED)
 LOWERS = {
-    "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", "load_in_8bit"),
-    "generate": ("rollout_batch_size", "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", "load_in_8bit"),
+    "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", *_QUANTIZED),
+    "generate": ("rollout_batch_size", "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", *_QUANTIZED),
     "score": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "experience": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "update": (*_ACTIVATIONS, *_WEIGHTS),
@@ -57,7 +58,9 @@ def message(config, phase: str, error: str) -> str:
         needed = f" (allocating {float(request[1]) / 2**30:,.1f} GiB)"
     elif request:
         needed = f" (allocating {request[1]} {request[2]})"
-    names = [name for name in LOWERS[phase] if hasattr(config, name) and (name != "load_in_8bit" or config.use_peft)]
+    no_help = set() if config.use_peft else set(_QUANTIZED)
+    no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
+    names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in no_help]
     lowers = [f"{name} (now {getattr(config, name)})" for name in names]
     return (
         f"out of memory in {phase}{needed}. Options that need less: {', '.join(lowers)}. "

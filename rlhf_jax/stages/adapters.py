@@ -13,6 +13,7 @@ from rlhf_jax.data import save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.quantization import Kind
 from rlhf_jax.parallel import multihost
 from rlhf_jax.stages.context import StageContext, save_stop_ids
 from rlhf_jax.types import Params
@@ -120,11 +121,18 @@ def origin_of(path: str | None, revision: str | None) -> Origin | None:
     return path, revision
 
 
+def quantized_kind(config) -> Kind | None:
+    """How the layers' frozen kernels are stored; None: in the compute dtype."""
+    return "int8" if config.load_in_8bit else "nf4" if config.load_in_4bit else None
+
+
 def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Params]:
-    """Casts params to those of an adapter's frozen base; with load_in_8bit the layers' kernels become int8."""
-    if not context.config.load_in_8bit:
+    """Casts params to those of an adapter's frozen base; with load_in_8bit or load_in_4bit the layers' kernels
+    are quantized."""
+    kind = quantized_kind(context.config)
+    if kind is None:
         return context.cast_frozen_fn(model)
-    return lambda params: model.quantize_int8(params, context.frozen_dtype)
+    return lambda params: model.quantize(params, context.frozen_dtype, kind)
 
 
 def cast_base(context: StageContext, model: Model, params: Params) -> Params:
@@ -141,8 +149,8 @@ def new_adapter(context: StageContext, model: Model, base: Params, number: int) 
 def describe(what: str, form: lora.Lora, config) -> str:
     """One line on what is trained."""
     line = f"trains {what} of rank {form.r} on {', '.join(form.target_modules)}"
-    if config.load_in_8bit and not config.export_merged:
-        line += "; the exported adapter is for the checkpoint, not for its int8 form (export_merged false)"
+    if (kind := quantized_kind(config)) is not None and not config.export_merged:
+        line += f"; the exported adapter is for the checkpoint, not for its {kind} form (export_merged false)"
     return line
 
 

@@ -313,6 +313,7 @@ TABLES = {
             "LoRA, value on the reward model": {**LORA, "lora_value": "own"},
             "LoRA, value on the policy's base": {**LORA, "lora_value": "shared"},
             "LoRA, value on the policy's base, in int8": {**LORA, "lora_value": "shared", "load_in_8bit": True},
+            "LoRA, value on the policy's base, in 4 bits": {**LORA, "lora_value": "shared", "load_in_4bit": True},
         },
         kinds=(V5E,),
         config=ppo_config,

@@ -16,6 +16,7 @@ UPDATES, BATCH, EVALUATED = 3, 16, 10
 ONE, DATA, FSDP, TENSOR, MIXED = "1x1x1", "8x1x1", "1x8x1", "1x1x8", "2x2x2"
 MANY = (DATA, FSDP, TENSOR, MIXED)
 ADAPTED = (ONE, MIXED)  # where PPO trains adapters too
+BASES = {"lora": {}, "int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True}}
 QKV = "policy/backbone/layers/attention/query_key_value/kernel"  # [L, D, 3D], D = 64, 8 heads
 VALUE = QKV.replace("policy", "value")  # D = 32, 4 heads: over 8 devices on `tensor` it is folded into `fsdp`
 
@@ -96,10 +97,10 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
     rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
     found["rloo"] = found.pop("samples")
     before = {key: found[key] for key in ("shapes", "shards", "programs")}
-    for kind, narrow in (("lora", False), ("int8", True)) if mesh in ADAPTED else ():
+    for kind, narrow in BASES.items() if mesh in ADAPTED else ():
         found |= {"samples": [], "shapes": {}, "shards": {}, "programs": {}}
         adapters = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("all-linear",), "lora_value": "own"}
-        adapters["load_in_8bit"] = narrow
+        adapters |= narrow
         config = dataclasses.replace(ppo, run_dir=str(folder / f"{kind}-{mesh}"), **adapters)
         rlhf_jax.run(config, reward_funcs=brevity, callbacks=[Look()])
         found[kind] = {key: found[key] for key in ("samples", *before)}
@@ -260,7 +261,7 @@ def test_grpo_with_a_moving_reference_and_entropy_control_does_not_depend_on_the
     assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("kind", ["lora", "int8"])
+@pytest.mark.parametrize("kind", BASES)
 def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as_their_kernels(folder, kind):
     import numpy as np
 
@@ -275,8 +276,9 @@ def test_adapters_on_a_shared_base_do_not_depend_on_the_devices_and_are_split_as
     for name, whole, held in (("lora_a", [2, 64, 4], [2, 32, 4]), ("lora_b", [2, 4, 192], [2, 4, 96])):
         copies = [x for x in many["shapes"] if x.endswith(QKV.replace("kernel", name))]
         assert len(copies) == 3 and all(many["shards"][x] == [held] and many["shapes"][x] == whole for x in copies)
-    base = f"base/{QKV}/qvalue" if kind == "int8" else f"base/{QKV}"
-    assert (many["shapes"][base], many["shards"][base]) == ([2, 64, 192], [[2, 32, 96]])
+    base = f"base/{QKV}/qvalue" if BASES[kind] else f"base/{QKV}"
+    rows = 32 if kind == "nf4" else 64  # two in a byte
+    assert (many["shapes"][base], many["shards"][base]) == ([2, rows, 192], [[2, rows // 2, 96]])
     for name, head in (("policy_adapter", "causal"), ("value", "scalar")):
         ours, expected = (flat(hf.load(folder / f"{kind}-{mesh}" / name, kind=head)[1]) for mesh in (MIXED, ONE))
         assert np.linalg.norm(ours - expected) <= 1e-4 * np.linalg.norm(expected)

@@ -15,7 +15,7 @@ MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 pytestmark = pytest.mark.processes
 
 
-NARROW = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value": "shared", "load_in_8bit": True}
+ADAPTERS = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_value": "shared"}
 
 
 def compiled(mesh: tuple[int, int, int], devices=None, compile_fn=None, **more) -> dict:
@@ -132,16 +132,20 @@ def test_under_fsdp_training_makes_no_array_larger_than_a_layer_or_the_activatio
     assert found["1x8x1"]["update"]["largest"] < whole
 
 
-def test_kernels_of_an_int8_base_are_sent_as_int8(found):
-    kernels = {f"{WIDTH},{3 * WIDTH}", f"{WIDTH},{WIDTH}", f"{WIDTH},{4 * WIDTH}", f"{4 * WIDTH},{WIDTH}"}
+@pytest.mark.parametrize(("kind", "dtype", "packed"), [("int8", "s8", 1), ("nf4", "u8", 2)])
+def test_kernels_of_a_quantized_base_are_sent_as_they_are_stored(found, kind, dtype, packed):
+    shapes = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+    kernels = {f"{rows // packed},{columns}" for rows, columns in shapes}
+    every = kernels | {f"{rows},{columns}" for rows, columns in shapes}
     for program, layers in (("update", 1), ("generate", LAYERS)):
-        sent = found["int8"][program]["gathered"]
-        assert {f"s8[{layers},{kernel}]" for kernel in kernels} <= set(sent)
-        assert not [
-            shape for shape in sent if any(shape.endswith(f",{kernel}]") for kernel in kernels) and "s8" not in shape
-        ]
+        sent = found[kind][program]["gathered"]
+        assert {f"{dtype}[{layers},{kernel}]" for kernel in kernels} <= set(sent)
+        wide = [shape for shape in sent if any(shape.endswith(f",{kernel}]") for kernel in every)]
+        assert not [shape for shape in wide if not shape.startswith(dtype)]
 
 
 if __name__ == "__main__":
     everywhere = {name_of(mesh): compiled(mesh) for mesh in MESHES}
-    print(json.dumps({**everywhere, "int8": compiled((1, 8, 1), **NARROW)}))
+    for kind, option in (("int8", "load_in_8bit"), ("nf4", "load_in_4bit")):
+        everywhere[kind] = compiled((1, 8, 1), **ADAPTERS, **{option: True})
+    print(json.dumps(everywhere))

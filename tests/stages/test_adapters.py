@@ -191,14 +191,15 @@ def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_pa
     assert "library_name: peft" in card and "AutoPeftModelForCausalLM" in card
 
 
-def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(models):
+@pytest.mark.parametrize(("option", "share"), [("load_in_8bit", 0.35), ("load_in_4bit", 0.24)])
+def test_a_quantized_base_is_policy_and_reference_and_each_program_compiles_once(models, option, share):
     held = lambda base: sum(x.nbytes for x in jax.tree.leaves(base["policy"]["backbone"]["layers"]))  # noqa: E731
     plain = ppo_stage(models, lora_value="shared")
-    stages = [ppo_stage(models, lora_value="shared", load_in_8bit=True) for _ in range(2)]
+    stages = [ppo_stage(models, lora_value="shared", **{option: True}) for _ in range(2)]
     for first, second in zip(*(leaves(stage.models.base) for stage in stages), strict=True):
         np.testing.assert_array_equal(first, second)  # what a continued run stands on
     stage = stages[0]
-    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < 0.35 * held(plain.models.base)
+    assert set(stage.models.base) == {"policy"} and held(stage.models.base) < share * held(plain.models.base)
     base, before = leaves(stage.models.base), leaves(stage.state.params)
     state, metrics, _ = stage.train_step(stage.state, 0)
     assert abs(float(metrics["val/first_ratio_error"])) < 1e-5 and abs(float(metrics["objective/kl"])) < 1e-4
@@ -210,10 +211,13 @@ def test_an_int8_base_is_policy_and_reference_and_each_program_compiles_once(mod
     assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
 
 
-@pytest.mark.parametrize("value", ["full", "own", "shared"])
-def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(models, value):
+@pytest.mark.parametrize(
+    ("value", "option"),
+    [("full", "load_in_8bit"), ("own", "load_in_8bit"), ("shared", "load_in_8bit"), ("shared", "load_in_4bit")],
+)
+def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(models, value, option):
     """Though the frozen ones are rounded as they are read."""
-    stage = ppo_stage(models, lora_value=value, dtype="bfloat16", load_in_8bit=True, modules_to_save=("embed_in",))
+    stage = ppo_stage(models, lora_value=value, dtype="bfloat16", modules_to_save=("embed_in",), **{option: True})
     policy, reward = (hf.load(models / name, kind=kind)[1] for name, kind in (("base", "causal"), ("reward", "scalar")))
     started = jax.device_get(stage.state.params)
     embedding = ("backbone", "embed_in", "embedding")
@@ -229,8 +233,9 @@ def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(mod
     assert [x.dtype for x in frozen] == ["bfloat16"]
 
 
-def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
-    given = {**OPTIONS, "run_dir": str(tmp_path), "max_train_samples": 16, "total_episodes": 8, "load_in_8bit": True}
+@pytest.mark.parametrize(("option", "kind", "error"), [("load_in_8bit", "int8", 0.02), ("load_in_4bit", "nf4", 0.12)])
+def test_what_a_run_on_a_quantized_base_writes_is_what_it_trained(models, tmp_path, option, kind, error):
+    given = {**OPTIONS, "run_dir": str(tmp_path), "max_train_samples": 16, "total_episodes": 8, option: True}
     given |= {"reward_model_path": str(models / "reward"), "value_model_path": str(models / "reward")}
     # The start is an adapter, merged: what the new one stands on is written beside it, as it stood there.
     config = checked(PPOConfig(**{**given, "sft_model_path": str(models / "one"), "lora_value": "own"}))
@@ -241,9 +246,9 @@ def test_what_a_run_on_an_int8_base_writes_is_what_it_trained(models, tmp_path):
     path = ("backbone", "layers", "mlp", "dense_h_to_4h", "kernel")
     model, params = hf.load(models / "one")
     exact, base = lora.get_path(params, path), lora.get_path(hf.load(paths["policy_base"])[1], path)
-    stood = lora.merge_lora(model.quantize_int8(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32))
+    stood = lora.merge_lora(model.quantize(jax.tree.map(jax.numpy.asarray, params), jax.numpy.float32, kind))
     np.testing.assert_allclose(base, lora.get_path(stood, path), rtol=1e-6, atol=1e-8)
-    assert 1e-4 < distance(base, exact) < 0.02
+    assert 1e-4 < distance(base, exact) < error
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
