@@ -1,5 +1,6 @@
 """Devices that are described: names, memory, and what is missing to compile for them."""
 
+import importlib.util
 import sys
 
 import jax
@@ -8,7 +9,6 @@ import pytest
 from rlhf_jax import train
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
-from tests.helpers.optional import optional
 
 GIB = 2**30
 
@@ -38,7 +38,7 @@ def test_an_unknown_accelerator_names_those_that_are_known(monkeypatch):
         topologies.topology_devices("b100:4")
 
 
-@pytest.mark.skipif(bool(optional("jax_cuda13_plugin")), reason="jax's CUDA plugin is installed")
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA plugin is installed")
 def test_without_the_plugin_a_topology_of_gpus_names_the_extra(capsys):
     assert train.main(["--config", "quickstart.py", "--topology", "h100:8", "--dry_run"]) == 2
     error = capsys.readouterr().err

@@ -12,17 +12,19 @@ from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFT
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
 from scripts.scaling import compiling
-from tests.dry_run.test_memory import POLICY, TINY
-from tests.parallel import test_collectives as collectives
+from tests.helpers import collectives
 
 pytest.importorskip("jax_cuda13_plugin")
 pytestmark = pytest.mark.gpu_aot
 MIB = 2**20
+TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
+POLICY = {"sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
+POLICY |= {"batch_size": 16, "micro_batch_size": 8, **TINY}
 
 
 @pytest.mark.parametrize("topology, mesh", [("h100:1", "1"), ("h100:8", "4"), ("a100:4", "1")])
 def test_a_dry_run_says_what_each_gpu_holds_and_sends(topology, mesh, tmp_path, capsys):
-    flags = [f"--{name}={value}" for name, value in POLICY.items() if name != "dry_run" and value is not None]
+    flags = [f"--{name}={value}" for name, value in POLICY.items() if value is not None]
     (tmp_path / "tiny.py").write_text(
         "from rlhf_jax.config import PPOConfig\n\n\ndef get_config(variant=None):\n"
         "    return PPOConfig(sft_model_path=None, reward_model_path=None)\n"
