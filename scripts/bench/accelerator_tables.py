@@ -31,9 +31,9 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
             lines += ["", *section(done[name])]
     for name in ("resume", "resume_deterministic"):
         if name in done:
-            count, different = done[name]["files"], done[name]["different"]
-            verdict = f"{len(different)} differ: {', '.join(different)}" if different else "none differs"
-            lines += ["", f"{name}: a killed run was continued; of {count} files {verdict}."]
+            updates, different = done[name]["killed after updates"], done[name]["different"]
+            verdict = f"{len(different)} files differ: {', '.join(different)}" if different else "no file differs"
+            lines += ["", f"{name}: a run was killed after {updates} updates and continued; {verdict}."]
     if "replay" in done:
         verdicts = [line for line in done["replay"].splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
         lines += ["", f"Recorded runs, float32 in its highest precision: {'; '.join(verdicts)}."]
