@@ -32,7 +32,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     for name in ("resume", "resume_deterministic"):
         if name in done:
             updates, different = done[name]["killed after updates"], done[name]["different"]
-            verdict = f"{len(different)} files differ: {', '.join(different)}" if different else "no file differs"
+            verdict = f"{len(different)} differences: {', '.join(different)}" if different else "no file differs"
             lines += ["", f"{name}: a run was killed after {updates} updates and continued; {verdict}."]
     if "replay" in done:
         verdicts = [line for line in done["replay"].splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
