@@ -2,20 +2,25 @@
 
 from rlhf_jax.config import RLOOConfig
 
-# Qwen2.5's size: rows a micro-batch, rows generated at a time, mesh (data, fsdp, tensor) of devices with 80 GB
+ADAPTERS = {"use_peft": True, "learning_rate": 1e-5}
+# Qwen2.5's size: rows a micro-batch, rows generated at a time, mesh (data, fsdp, tensor), other options. The first four
+# are for devices of 80 GB, the others for one GPU of the named memory.
 VARIANTS = {
-    "0.5b": (8, 64, (-1, 1, 1)),
-    "1.5b": (8, 64, (-1, 1, 1)),
-    "7b": (8, 64, (-1, 8, 1)),
-    "lora": (8, 64, (-1, 1, 1)),  # 7B, adapters only
+    "0.5b": (8, 64, (-1, 1, 1), {}),
+    "1.5b": (8, 64, (-1, 1, 1), {}),
+    "7b": (8, 64, (-1, 8, 1), {}),
+    "lora": (8, 64, (-1, 1, 1), ADAPTERS),  # 7B, adapters only
+    "0.5b_24gb": (4, 16, (1, 1, 1), {}),
+    "1.5b_48gb": (4, 16, (1, 1, 1), {}),
+    "7b_lora_48gb": (4, 16, (1, 1, 1), {**ADAPTERS, "load_in_4bit": True}),
 }
 
 
 def get_config(variant: str | None = None) -> RLOOConfig:
     """The config of one variant (default 0.5b)."""
     variant = variant or "0.5b"
-    micro_batch_size, rollout_batch_size, (data, fsdp, tensor) = VARIANTS[variant]
-    size, adapters = ("7B", {"use_peft": True, "learning_rate": 1e-5}) if variant == "lora" else (variant.upper(), {})
+    micro_batch_size, rollout_batch_size, (data, fsdp, tensor), options = VARIANTS[variant]
+    size = "7B" if variant == "lora" else variant.split("_")[0].upper()
     return RLOOConfig(
         run_dir=f"runs/rloo_deepmath_{variant}",  # folder
         sft_model_path=f"Qwen/Qwen2.5-{size}-Instruct",  # hub name or folder
@@ -37,7 +42,7 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         epsilon=0.2,  # clip range of that ratio
         kl_estimator="k1",  # summed over the response, subtracted from its score
         beta=0.05,  # reward units per nat of KL
-        **{"learning_rate": 1e-6, **adapters},  # linear decay to 0
+        **{"learning_rate": 1e-6, **options},  # linear decay to 0
         lr_scheduler_unit="optimizer_step",  # unit of a schedule step
         max_grad_norm=1.0,  # gradient clipping
         response_length=256,  # tokens

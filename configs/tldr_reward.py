@@ -2,22 +2,27 @@
 
 from rlhf_jax.config import RewardConfig
 
-# Size: pairs a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes the remaining devices.
+# Size: pairs a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB, or one GPU of the named memory; data
+# takes the remaining devices.
 VARIANTS = {
     "1b": (64, (-1, 1, 1)),
     "2.8b": (32, (-1, 8, 1)),
     "6.9b": (8, (-1, 8, 1)),
     "12b": (8, (-1, 8, 1)),
+    "410m_24gb": (4, (1, 1, 1)),
 }
 
 
 def get_config(variant: str | None = None) -> RewardConfig:
     """The config of one size (default 1b)."""
-    size = variant or "1b"
-    sft = f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr" if size != "12b" else "runs/tldr_sft_12b/policy"
-    micro_batch_size, (data, fsdp, tensor) = VARIANTS[size]
+    variant = variant or "1b"
+    size = variant.split("_")[0]
+    sft = f"cleanrl/EleutherAI_pythia-{size}-deduped__sft__tldr"
+    if size in ("410m", "12b"):  # not on the hub: train it by tldr_sft.py, same variant
+        sft = f"runs/tldr_sft_{variant}/policy"
+    micro_batch_size, (data, fsdp, tensor) = VARIANTS[variant]
     return RewardConfig(
-        run_dir=f"runs/tldr_reward_{size}",  # folder
+        run_dir=f"runs/tldr_reward_{variant}",  # folder
         model_name_or_path=sft,  # hub name; or tldr_sft's RUN/policy
         dataset_name="trl-lib/tldr-preference",  # hub name; 92,858 pairs
         query_length=512,  # tokens of the post

@@ -2,21 +2,24 @@
 
 from rlhf_jax.config import SFTConfig
 
-# Size: rows a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB; data takes the remaining devices.
+# Size: rows a micro-batch, mesh (data, fsdp, tensor), for 8 devices of 80 GB, or one GPU of the named memory; data
+# takes the remaining devices.
 VARIANTS = {
     "1b": (128, (-1, 1, 1)),
     "2.8b": (32, (-1, 8, 1)),
     "6.9b": (8, (-1, 8, 1)),
     "12b": (8, (-1, 8, 1)),
+    "410m_24gb": (8, (1, 1, 1)),
 }
 
 
 def get_config(variant: str | None = None) -> SFTConfig:
     """The config of one size (default 1b)."""
-    size = variant or "1b"
-    micro_batch_size, (data, fsdp, tensor) = VARIANTS[size]
+    variant = variant or "1b"
+    size = variant.split("_")[0]
+    micro_batch_size, (data, fsdp, tensor) = VARIANTS[variant]
     return SFTConfig(
-        run_dir=f"runs/tldr_sft_{size}",  # folder
+        run_dir=f"runs/tldr_sft_{variant}",  # folder
         model_name_or_path=f"EleutherAI/pythia-{size}-deduped",  # hub name
         dataset_name="trl-lib/tldr",  # hub name; 116,722 posts
         query_length=512,  # tokens of the post; longer posts lose trailing paragraphs

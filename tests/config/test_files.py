@@ -33,9 +33,17 @@ def config_file(folder, body: str) -> str:
 
 VARIANTS = (
     "tldr_sft:2.8b",
+    "tldr_sft:410m_24gb",
     "tldr_reward:6.9b",
+    "tldr_reward:410m_24gb",
     "tldr_ppo:6.9b",
     "tldr_ppo:12b",
+    "tldr_ppo:410m_24gb",
+    "tldr_ppo:1b_lora_24gb",
+    "tldr_ppo:2.8b_lora_48gb",
+    "tldr_ppo:6.9b_lora_80gb",
+    "rloo_deepmath:0.5b_24gb",
+    "rloo_deepmath:7b_lora_48gb",
     "ppo_llama:3b",
     "rloo_deepmath:1.5b",
     "rloo_deepmath:7b",
