@@ -12,7 +12,7 @@ VARIANTS = {
     "lora": (8, 64, (-1, 1, 1), ADAPTERS),  # 7B, adapters only
     "0.5b_24gb": (4, 16, (1, 1, 1), {}),
     "1.5b_48gb": (4, 16, (1, 1, 1), {}),
-    "7b_lora_48gb": (4, 16, (1, 1, 1), {**ADAPTERS, "load_in_4bit": True}),
+    "7b_lora_48gb": (4, 16, (1, 1, 1), ADAPTERS),
 }
 
 
