@@ -105,7 +105,8 @@ def table(rows: dict[str, dict]) -> list[str]:
 
 
 def _cell(tried: list[tuple[str, dict | None]]) -> str:
-    fits = [f"{model}: {row['peak'] / GIB:.1f}" for model, row in tried if row and row["fits"]]
+    complete = [(model, row) for model, row in tried if row and row["fits"] and set(row["programs"]) == set(PROGRAMS)]
+    fits = [f"{model}: {row['peak'] / GIB:.1f}" for model, row in complete]
     return fits[0] if fits else "none" if all(row for _, row in tried) else ""
 
 

@@ -55,7 +55,9 @@ def test_the_search_ends_at_the_first_model_that_fits(tmp_path, monkeypatch):
 
 
 def test_a_cell_names_the_largest_that_fits_none_or_nothing_where_not_all_were_tried():
-    fits, too_large = ({"fits": fits, "peak": 6 * GIB} for fits in (True, False))
+    programs = dict.fromkeys(cards.PROGRAMS, {})
+    fits, too_large = ({"fits": fits, "peak": 6 * GIB, "programs": programs} for fits in (True, False))
     assert cards._cell([("2.8b", too_large), ("1b", fits), ("410m", None)]) == "1b: 6.0"
     assert cards._cell([("2.8b", too_large), ("1b", too_large)]) == "none"
     assert cards._cell([("2.8b", too_large), ("1b", None)]) == ""
+    assert cards._cell([("1b", {**fits, "programs": {"update": {}}}), ("410m", None)]) == ""
