@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent / "bench"))
 
-import accelerator_tables  # noqa: E402
+from accelerator_tables import markdown, verdicts  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS_SCRIPT = ROOT / "scripts/bench/accelerator_parts.py"
@@ -176,11 +176,6 @@ def run_part(part: Part, args: argparse.Namespace, limit: float) -> dict[str, An
     return {**outcome, "result": json.loads(text.strip().splitlines()[-1])}
 
 
-def verdicts(text: str) -> list[str]:
-    """The lines of a replay that say whether a recorded run replays."""
-    return [line for line in text.splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
-
-
 def json_file(part: Part) -> str:
     """The file that the part's --json names."""
     return part.words[part.words.index("--json") + 1]
@@ -239,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         results[name] = run_part(parts[name], args, left)
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        args.out.with_suffix(".md").write_text(accelerator_tables.markdown(results), encoding="utf-8")
+        args.out.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
         print(summary(name, results[name]) + "\n", flush=True)
     return int(any(outcome["status"] == "failed" for outcome in results.values()))
 

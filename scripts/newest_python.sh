@@ -161,7 +161,7 @@ else
   attempt "tests: processes" .venv/bin/python -m pytest -q -m processes -n 0
 fi
 
-step "GPUs that are not there"
+step "compiling for GPUs"
 .venv/bin/pip install -q '.[gpu-aot]'
 attempt "dry runs for GPUs" .venv/bin/python -m pytest -q -m gpu_aot -n 0 tests/dry_run/test_topologies_gpus.py -k dry_run_says
 

@@ -37,7 +37,7 @@ def roles(stage: Any) -> list[tuple[str, int, bool]]:
 
 
 def mesh_of(config: StageConfig) -> Any:
-    """The mesh of a stage: of this machine's devices, or of the TPU slice that --topology names."""
+    """The mesh of a stage: of this machine's devices, or of those that --topology names."""
     devices = None if config.topology is None else topologies.topology_devices(config.topology)
     return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
 

@@ -1,4 +1,4 @@
-"""Devices that are described, not there: TPU slices and NVIDIA GPUs to compile for, and what memory they have.
+"""TPU slices and NVIDIA GPUs to compile for without having them: their descriptions and their memory.
 
 Any Linux machine compiles for TPUs with libtpu, and for GPUs with jax's CUDA plugin and ptxas, without a driver.
 """
@@ -21,8 +21,8 @@ GIB = 2**30
 # does not fit. A device of a v4 topology is half a chip.
 HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
 TRITON_OFF = {"xla_gpu_enable_triton_gemm": False}
-"""Compiler options for a GPU that is not there. With one XLA times Triton's matrix products and drops those that do not
-compile; without one it takes their default tiles, which it then refuses for some programs."""
+"""Compiler options for a described GPU. On a real GPU XLA times Triton's matrix products and drops those that do not
+compile. Without one it takes their default tiles, which fail to compile in some programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def compiler_options(device: Any) -> dict[str, Any] | None:
 
 
 def described_gpu(device: Any) -> Gpu | None:
-    """The description of a GPU that is not there; None for other devices."""
+    """The description of a GPU that is only compiled for; None for other devices."""
     if device.platform != "gpu" or sharding.memory_kinds(device):
         return None
     return next((gpu for gpu in GPUS.values() if gpu.kind == device.device_kind), None)

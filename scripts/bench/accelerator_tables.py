@@ -35,12 +35,16 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
             verdict = f"{len(different)} differences: {', '.join(different)}" if different else "no file differs"
             lines += ["", f"{name}: a run was killed after {updates} updates and continued; {verdict}."]
     if "replay" in done:
-        verdicts = [line for line in done["replay"].splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
-        lines += ["", f"Recorded runs, float32 in its highest precision: {'; '.join(verdicts)}."]
+        lines += ["", f"Recorded runs, float32 in its highest precision: {'; '.join(verdicts(done['replay']))}."]
     missing = [f"{name} ({part['status']})" for name, part in results.items() if part["status"] != "done"]
     if missing:
         lines += ["", f"Not measured: {', '.join(missing)}."]
     return "\n".join(lines).strip() + "\n"
+
+
+def verdicts(text: str) -> list[str]:
+    """The lines of a replay that say whether a recorded run replays."""
+    return [line for line in text.splitlines() if line.endswith((" replays", "DOES NOT REPLAY"))]
 
 
 def _machine(environment: dict[str, Any] | None) -> Iterator[str]:

@@ -45,15 +45,14 @@ FAMILIES = {
     "Gemma 3": ("Gemma-3-1b", "Gemma-3-270m"),
     "SmolLM2": ("SmolLM2-135M",),
 }
-LORA = {"use_peft": True, "lora_target_modules": ("all-linear",), "lora_dropout": 0.0}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("ppo", {}),
-    "PPO, LoRA": ("ppo", {**LORA, "lora_value": "shared"}),
-    "PPO, LoRA, int8": ("ppo", {**LORA, "lora_value": "shared", "load_in_8bit": True}),
-    "PPO, LoRA, 4 bits": ("ppo", {**LORA, "lora_value": "shared", "load_in_4bit": True}),
+    "PPO, LoRA": ("ppo", {**slices.LORA, "lora_value": "shared"}),
+    "PPO, LoRA, int8": ("ppo", {**slices.LORA, "lora_value": "shared", "load_in_8bit": True}),
+    "PPO, LoRA, 4 bits": ("ppo", {**slices.LORA, "lora_value": "shared", "load_in_4bit": True}),
     "RLOO": ("rloo", {}),
-    "RLOO, LoRA": ("rloo", LORA),
-    "RLOO, LoRA, 4 bits": ("rloo", {**LORA, "load_in_4bit": True}),
+    "RLOO, LoRA": ("rloo", slices.LORA),
+    "RLOO, LoRA, 4 bits": ("rloo", {**slices.LORA, "load_in_4bit": True}),
 }
 PROGRAMS = ("update", "generate")
 PATH = scaling.ROWS / "cards.json"

@@ -249,6 +249,9 @@ def adapters_line(model: str, way: str, found: list[dict | None]) -> str:
     return f"| {model} | {way} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {where} |"
 
 
+GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | update | of |"
+
+
 def gpus_line(model: str, way: str, found: list[dict | None]) -> str:
     """A line for one GPU and one for eight of each kind."""
     lines = []
@@ -292,7 +295,7 @@ TABLES = {
         ways={"full": {}},
         kinds=GPUS,
         config=gpu_ppo_config,
-        head="| model | trained | GPUs | rows | models | cache | generation | update | of |",
+        head=GPUS_HEAD,
         line=gpus_line,
     ),
     "gpus_rloo": Table(
@@ -301,7 +304,7 @@ TABLES = {
         ways={"full": {}, "LoRA": LORA},
         kinds=GPUS,
         config=rloo_config,
-        head="| model | trained | GPUs | rows | models | cache | generation | update | of |",
+        head=GPUS_HEAD,
         line=gpus_line,
     ),
     "adapters": Table(

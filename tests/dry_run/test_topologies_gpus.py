@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that are not there: dry runs, memory and collectives by the programs that XLA compiles for them. Needs
+"""Dry runs, memory and collectives for NVIDIA GPUs that the machine lacks, by the programs that XLA compiles. Needs
 the extra `gpu-aot`: `pytest -m gpu_aot`."""
 
 import jax

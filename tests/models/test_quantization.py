@@ -1,4 +1,4 @@
-"""Frozen kernels in int8 and NF4: their numbers, what a model with adapters on them computes, what is refused."""
+"""Frozen kernels in int8 and NF4: their values, the outputs of models with adapters on them, and refused options."""
 
 import dataclasses
 import importlib.util

@@ -47,7 +47,7 @@ def test_tables_name_what_was_not_measured_and_rows_have_all_their_cells():
     pairs = [{"ours": update, "trl": {**update, "updates": [3.0, 4.0, 4.0], "micro": 32}}]
     phase = {"phase": "generate", "system": "ours", "seconds": 0.5, "mfu": 0.25, "bandwidth_share": 0.5}
     results = {"ppo_1b": {"status": "done", "result": {"pairs": pairs, "phases": [phase]}}}
-    lines = day.accelerator_tables.markdown({**results, "memory": {"status": "cut"}}).splitlines()
+    lines = day.markdown({**results, "memory": {"status": "cut"}}).splitlines()
     assert "| ppo_1b | 16, 32 | 2.00, 2.00 | 4.00, 4.00 | 2.00 | 1,000 | 1,000 |" in lines
     assert "| ppo_1b | generate | ours | 0.500 | 25.0% | 50% |" in lines
     assert lines[-1] == "Not measured: memory (cut)."
