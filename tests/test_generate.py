@@ -136,9 +136,9 @@ def test_the_loop_ends_when_every_row_has_ended(model, params):
         def next_logits(self, params, hidden):
             return super().next_logits(params, hidden) + jnp.where(jnp.arange(V) == 5, 50.0, 0.0)[None]
 
-        def decode(self, *args):
+        def decode(self, *args, **options):
             jax.debug.callback(lambda: calls.append(1))
-            return super().decode(*args)
+            return super().decode(*args, **options)
 
     calls = []
     certain_model = Certain(model.family, model.config)

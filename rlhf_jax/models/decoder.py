@@ -20,6 +20,15 @@ import jax.numpy as jnp
 
 from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_keep, last_columns
 from rlhf_jax.models.attention_kernels import row_attention
+from rlhf_jax.models.cached_attention import (
+    SCALES,
+    Columns,
+    attend_cached,
+    newest_positions,
+    prefix_first,
+    ring_columns,
+    write,
+)
 from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import MLP, norm
@@ -117,6 +126,11 @@ def _at_layer(config: DecoderConfig, ropes: Ropes, layer: int | Array) -> tuple[
     if len(windows) < 2:
         return rope, next(iter(windows), None)
     return rope, _pick(tuple(ALL_KEYS if window is None else window for window in config.layer_window), layer)
+
+
+def _window(config: DecoderConfig, layer: int) -> int | None:
+    """Keys that a layer's queries see; None: all."""
+    return config.layer_window[layer] if config.layer_window else None
 
 
 def _pick(values: tuple[int, ...], layer: int | Array) -> int | Array:
@@ -269,7 +283,7 @@ def hidden_after_prompts(
 class Prefix(NamedTuple):
     """Keys and values of prompts."""
 
-    layers: list[Params]  # {"k", "v"} [P, KV, C, K] each
+    layers: list[Params]  # {"k", "v"} [P, KV, C, K] each; of a layer with a window W its last min(W, C) columns
     mask: Array  # [P, C] bool
 
 
@@ -282,27 +296,41 @@ def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> t
     config, ropes = context.config, _ropes(context.config, positions)
     x, layers, block = _embed(context, backbone, masked, positions, sharded_table=False), [], Block(context)
 
-    def to_cache(x: Array) -> Array:
-        return constrain(context.layout, x.swapaxes(1, 2), "rows", "tensor")
+    def to_cache(x: Array, window: int | None) -> Array:
+        kept = x if window is None else x[:, -min(window, x.shape[1]) :]
+        return constrain(context.layout, kept.swapaxes(1, 2), "rows", "tensor")
 
     for index, params in enumerate(backbone["layers"]):
-        rope, window = _at_layer(config, ropes, index)
+        rope, window = _at_layer(config, ropes, index)[0], _window(config, index)
 
         def attend_fn(query: Array, key: Array, value: Array, window: int | None = window) -> tuple[Array, Params]:
             out = row_attention(context, query, key, value, mask, window=window)
-            return out, {"k": to_cache(key), "v": to_cache(value)}
+            return out, {"k": to_cache(key, window), "v": to_cache(value, window)}
 
         x, layer = block.apply({"params": params}, x, rope, attend_fn)
         layers.append(layer)
     return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
 
 
-def empty_cache(context: Context, rows: int, slots: int) -> list[Params]:
-    """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K], zero."""
-    config = context.config
-    shape = (rows, context.held_heads, slots, config.head_dim)
-    empty = constrain(context.layout, jnp.zeros(shape, context.dtype), "rows", "tensor")
-    return [{"k": empty, "v": empty} for _ in range(config.num_hidden_layers)]
+def empty_cache(
+    context: Context, rows: int, columns: int, *, queries: int = 1, block: int | None = None, int8: bool = False
+) -> list[Params]:
+    """Room for `columns` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K], zero.
+
+    A layer with a window holds a ring of it, for steps of at most `queries` tokens. With `int8` keys and values are
+    int8, with the scales of `cached_attention.SCALES`.
+    """
+    config, layers = context.config, []
+    for index in range(config.num_hidden_layers):
+        window = _window(config, index)
+        size = columns if window is None else ring_columns(window, queries, block or columns, columns)
+        shape = (rows, context.held_heads, size)
+        empty = jnp.zeros((*shape, config.head_dim), jnp.int8 if int8 else context.dtype)
+        layer = {"k": empty, "v": empty}
+        if int8:
+            layer |= dict.fromkeys(SCALES, jnp.zeros(shape, jnp.float32))
+        layers.append(jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), layer))
+    return layers
 
 
 def decode(
@@ -313,23 +341,49 @@ def decode(
     tokens: Array,
     positions: Array,
     index: Array,
+    *,
+    end: Array | None = None,
+    active: Array | None = None,
+    block: int | None = None,
 ) -> tuple[Array, list[Params]]:
-    """One token a row: tokens [B] and rotary positions [B] int32, written to cache slot `index` (a scalar).
+    """Q tokens a row, each of which sees the row's prompt and the tokens before it.
 
-    Row i answers prompt i // (B / P) of `prefix`. Slots up to `index` are attended. Returns the hidden states [B, D]
-    and the cache with the slot filled.
+    Args:
+      context, backbone: `backbone["layers"]` a list.
+      prefix: row i answers its prompt i // (B / P).
+      cache: of `empty_cache`.
+      tokens, positions: [B, Q] int32; rotary positions.
+      index: [] or [B] int32, the place of the first of them in the response, whose earlier tokens are cached.
+      end: [] int32, the number of cached tokens of the longest row that matters, new ones included; default: of all.
+      active: [B] bool, the rows that are written to the cache; None: all.
+      block: columns that are read at a time; None: all.
+
+    Returns:
+      (hidden states [B, Q, D], the cache with the tokens). Tokens past the cache's end are dropped.
     """
     config, ropes = context.config, _ropes(context.config, positions)
-    x, new_cache, block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
-    slots, columns = jnp.arange(cache[0]["k"].shape[2]), jnp.arange(prefix.mask.shape[1])
-    query_column = prefix.mask.shape[1] + jnp.asarray(index)[None]
-
-    def write(buffer: Array, new: Array) -> Array:
-        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new[:, :, None].astype(buffer.dtype), index, axis=2)
-        return constrain(context.layout, buffer, "rows", "tensor")
+    x, new_cache, layer_block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
+    places = jnp.atleast_1d(index)[:, None] + jnp.arange(tokens.shape[1])[None]  # [1 or B, Q]
+    end = jnp.max(places) + 1 if end is None else end
+    first, prompt_columns = prefix_first(prefix.mask), prefix.mask.shape[1]
 
     for layer_index, (params, prompt, old) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
-        rope, window = _at_layer(config, ropes, layer_index)
+        rope, window = _at_layer(config, ropes, layer_index)[0], _window(config, layer_index)
+        size, skipped = old["k"].shape[2], prompt_columns - prompt["k"].shape[2]
+
+        def own_keep(columns: Array, size: int = size, window: int | None = window) -> Array:
+            if window is None:
+                return (columns[None, None] <= places[..., None])[:, None]
+            held = newest_positions(columns, places[:, -1], size)[:, None]  # [1 or B, 1, s]
+            return ((held >= 0) & (held <= places[..., None]) & (held > places[..., None] - window))[:, None]
+
+        def prefix_keep(columns: Array, skipped: int = skipped, window: int | None = window) -> Array:
+            columns = columns + skipped
+            keep = jnp.take(prefix.mask, columns, axis=1)[:, None, None]
+            if window is None:
+                return keep
+            seen = columns[None, None] > (prompt_columns + places - window)[..., None]  # [1 or B, Q, s]
+            return keep & seen.reshape(-1 if len(places) == 1 else len(keep), len(places), *seen.shape[1:])
 
         def attend_fn(
             query: Array,
@@ -338,17 +392,16 @@ def decode(
             prompt: Params = prompt,
             old: Params = old,
             window: int | None = window,
+            keeps: tuple[Callable, Callable] = (prefix_keep, own_keep),
+            skipped: int = skipped,
         ) -> tuple[Array, Params]:
-            new = {"k": write(old["k"], key), "v": write(old["v"], value)}
-            keep = (slots <= index)[None, None, None, :]
-            in_window = None
-            if window is not None:
-                keep = keep & (slots > index - window)[None, None, None, :]
-                in_window = causal_keep(query_column, columns, window)
-            attended = (prompt["k"], prompt["v"], prefix.mask, config.score_function)
-            out = attend_after_prefix(query[:, :, None], new["k"], new["v"], keep, *attended, prefix_window=in_window)
-            return out[:, :, 0], new
+            new = write(old, key, value, index, ring=window is not None, active=active)
+            new = jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), new)
+            held = prompt["k"].shape[2]
+            before = Columns(prompt, keeps[0], jnp.maximum(first - skipped, 0), held)
+            own = Columns(new, keeps[1], 0, jnp.minimum(end, new["k"].shape[2]))
+            return attend_cached(query, before, own, config.score_function, block), new
 
-        x, layer = block.apply({"params": params}, x, rope, attend_fn)
+        x, layer = layer_block.apply({"params": params}, x, rope, attend_fn)
         new_cache.append(layer)
     return _final_norm(context, backbone, x), new_cache

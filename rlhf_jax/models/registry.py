@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from rlhf_jax.models.families import (
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import product
 from rlhf_jax.models.tensor_table import PARAM_RULES, ParamRule
-from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, shardings
+from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, row_axes, shardings
 from rlhf_jax.types import Array, Params
 
 HEADS = ("causal", "scalar")
@@ -342,9 +343,10 @@ class Model:
         """Heads of keys and values in a cache, copies included: see `Context.held_heads`."""
         return self._context(jnp.float32).held_heads
 
-    def empty_cache(self, rows: int, slots: int, dtype: Any = jnp.float32) -> list[Params]:
-        """Room for `slots` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K]."""
-        return decoder.empty_cache(self._context(dtype), rows, slots)
+    def empty_cache(self, rows: int, columns: int, dtype: Any = jnp.float32, **options: Any) -> list[Params]:
+        """Room for `columns` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K]; `options` are
+        those of `decoder.empty_cache`."""
+        return decoder.empty_cache(self._context(dtype), rows, columns, **options)
 
     def decode(
         self,
@@ -355,12 +357,40 @@ class Model:
         positions: Array,
         index: Array,
         dtype: Any = jnp.float32,
+        **options: Any,
     ) -> tuple[Array, list[Params]]:
-        """One token a row into cache slot `index`: tokens, positions [B] -> [B, D], cache.
-
-        B is a multiple of P: row i answers prompt i // (B / P)."""
+        """Q tokens a row into the cache from place `index` on: tokens, positions [B, Q], index [] or [B] -> [B, Q, D],
+        cache. B is a multiple of P: row i answers prompt i // (B / P). `options` are those of `decoder.decode`."""
         step = (prefix, cache, tokens, positions, index)
-        return decoder.decode(self._context(dtype), unstacked["backbone"], *step)
+        return decoder.decode(self._context(dtype), unstacked["backbone"], *step, **options)
+
+    def map_row_shards(self, function: Callable, params: Params, rows: Any, *, units: int) -> Any:
+        """`function(model, params, rows)` on each shard of the rows by itself: no collective but those of the axis
+        `tensor`, and loops that end when the shard's own rows have ended.
+
+        Args:
+          function: (Model, params, pytree of [b, ...]) -> pytree of [b, ...].
+          params: of `unstack`.
+          rows: pytree of [B, ...].
+          units: a number that every leading dimension of `rows` is a multiple of; where it does not divide by the
+            devices that rows are split over, `function` is called once for all rows.
+        """
+        layout = self.layout
+        if layout is None or layout.mesh.size == 1:
+            return function(self, params, rows)
+        axes = row_axes(layout)
+        shards = math.prod(layout.mesh.shape[axis] for axis in axes)
+        if shards == 1 or units % shards:
+            return function(self, params, rows)
+        local = dataclasses.replace(self, layout=dataclasses.replace(layout, manual=True))
+        return jax.shard_map(
+            lambda params, rows: function(local, params, rows),
+            mesh=layout.mesh,
+            in_specs=(P(), P(axes)),
+            out_specs=P(axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )(params, rows)
 
     @property
     def param_rules(self) -> tuple[tuple[str, P], ...]:

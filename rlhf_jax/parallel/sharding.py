@@ -73,10 +73,17 @@ class Layout:
     Attributes:
       mesh: of the run.
       folded: whether the model's heads do not divide by `tensor`; that axis then shards params and rows like `fsdp`.
+      manual: whether arrays are those of one shard of the rows, inside `jax.shard_map` over `row_axes`.
     """
 
     mesh: Mesh
     folded: bool = False
+    manual: bool = False
+
+
+def row_axes(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes that rows are split over."""
+    return _mesh_axes("rows", layout.folded)
 
 
 def _mesh_axes(name: str | None, folded: bool) -> tuple[str, ...]:
@@ -100,6 +107,8 @@ def partition_rules(names: Sequence[tuple[str, tuple[str | None, ...]]], folded:
 def fitting_axes(layout: Layout, name: str | None, size: int) -> tuple[str, ...] | None:
     """The mesh axes of a logical axis of that size; None: it does not divide by them."""
     choices = [_mesh_axes(name, layout.folded)] + ([ROWS[0]] if name in ("rows", "draws") else [])
+    if layout.manual:
+        choices = [tuple(axis for axis in axes if axis not in row_axes(layout)) for axes in choices]
     fits = (axes for axes in choices if size % math.prod(layout.mesh.shape[axis] for axis in axes) == 0)
     return next(fits, None)
 
@@ -122,6 +131,8 @@ def constrain(layout: Layout | None, x: Any, *names: str | None) -> Any:
     for size, name in zip(x.shape, names, strict=False):
         axes = fitting_axes(layout, name, size)
         entries.append(P.UNCONSTRAINED if axes is None else axes or None)
+    if layout.manual:
+        return jax.lax.with_sharding_constraint(x, P(*entries))  # of the mesh that shard_map has set
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
 
 

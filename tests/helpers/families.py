@@ -244,8 +244,8 @@ def _decoded(model, params, tokens, mask, context):
 
     def step(cache, slot):
         column = context + slot
-        out, cache = model.decode(unstacked, prefix, cache, tokens[:, column], positions[:, column], slot)
-        return cache, out
+        out, cache = model.decode(unstacked, prefix, cache, tokens[:, column, None], positions[:, column, None], slot)
+        return cache, out[:, 0]
 
     _, rest = jax.lax.scan(step, cache, jnp.arange(count))
     return jnp.concatenate([jnp.repeat(hidden, 2, axis=0)[:, None], rest.swapaxes(0, 1)], axis=1)

@@ -71,10 +71,10 @@ def test_prefill_and_decode_equal_the_full_forward(parallel):
     cache = model.empty_cache(3, total - context)
     decode = jax.jit(model.decode)
     for slot in range(context, total):
-        positions = jnp.asarray(mask[:, :slot].sum(axis=1))
+        positions = jnp.asarray(mask[:, :slot].sum(axis=1))[:, None]
         index = jnp.int32(slot - context)
-        hidden, cache = decode(unstacked, prefix, cache, tokens[:, slot], positions, index)
-        assert distance(hidden, full[:, slot]) < 1e-6
+        hidden, cache = decode(unstacked, prefix, cache, tokens[:, slot, None], positions, index)
+        assert distance(hidden[:, 0], full[:, slot]) < 1e-6
 
 
 def grouped(seed=0, group=3, context=7, length=5):
@@ -116,10 +116,10 @@ def test_decoding_after_a_shared_prefix_equals_decoding_after_a_copy_of_it():
     unstacked = MODEL.unstack(PARAMS)
     hidden, prefix = MODEL.prefill(unstacked, prompts, prompt_mask)
     copied = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), prefix)
-    positions = jnp.repeat(prompt_mask.sum(axis=1), 3)
+    positions = jnp.repeat(prompt_mask.sum(axis=1), 3)[:, None]
     ours, theirs = MODEL.empty_cache(6, 5), MODEL.empty_cache(6, 5)
     for t in range(5):
-        tokens = responses[:, t]
+        tokens = responses[:, t, None]
         a, ours = MODEL.decode(unstacked, prefix, ours, tokens, positions + t, jnp.int32(t))
         b, theirs = MODEL.decode(unstacked, copied, theirs, tokens, positions + t, jnp.int32(t))
         assert distance(a, b) < 1e-6

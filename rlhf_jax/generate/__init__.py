@@ -1,0 +1,135 @@
+"""Sampling: prompts in, a `Rollout` out, prefill and decoding in one compiled program.
+
+Every row samples with its own key, `fold_in(fold_in(key, row), t)`, so samples depend neither on the other rows of the
+batch, nor on slots, chunks or the number of devices.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.generate.chunks import map_in_chunks
+from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
+from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows
+from rlhf_jax.types import Array, PromptBatch, Rollout
+
+__all__ = [
+    "Decoding",
+    "Sampling",
+    "Steps",
+    "draw",
+    "generate",
+    "generate_unstacked",
+    "map_in_chunks",
+    "process_logits",
+]
+
+
+def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling, *, dtype=jnp.float32, **options):
+    """Samples responses to prompts. Pure; jit it with model, sampling, group, decoding and dtype static.
+
+    Args:
+      model: a `models.Model` with a causal head.
+      params: its params, layers stacked; they are sliced into layers once, here.
+      prompts, key, sampling, dtype, options: see `generate_unstacked`.
+
+    Returns:
+      As `generate_unstacked`.
+    """
+    return generate_unstacked(model, model.unstack(params, dtype), prompts, key, sampling, dtype=dtype, **options)
+
+
+def generate_unstacked(
+    model,
+    unstacked,
+    prompts: PromptBatch,
+    key: Array,
+    sampling: Sampling,
+    *,
+    group: int = 1,
+    rows: Array | None = None,
+    dtype=jnp.float32,
+    decoding: Decoding = Decoding(),
+    limits: Array | None = None,
+    expected: Array | None = None,
+    return_steps: bool = False,
+):
+    """`generate` with params from `model.unstack`, for a rollout of several chunks that unstacks only once.
+
+    Args:
+      model: a `models.Model` with a causal head.
+      unstacked: its params.
+      prompts: tokens [P, C] left-padded, lengths [P]; each is computed once for all of its responses.
+      key: typed PRNG key of this rollout.
+      sampling: what is sampled.
+      group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
+      rows: [B] int32 index of each row in the global batch (default 0..B-1), folded into its key.
+      dtype: compute dtype; logits and log-probabilities are float32.
+      decoding: how rows are decoded.
+      limits: [B] int32, most tokens of each row, 1 to T; None: T.
+      expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
+      return_steps: whether to return what decoding took.
+
+    Returns:
+      Rollout of B rows with T = sampling.max_new_tokens; with `return_steps` (Rollout, Steps), a count of each shard of
+      the rows.
+    """
+    prompts = jax.tree.map(jnp.asarray, prompts)
+    c, b, t_max = prompts.tokens.shape[1], prompts.tokens.shape[0] * group, sampling.max_new_tokens
+    rows = jnp.arange(b) if rows is None else rows
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    limits = jnp.full(b, t_max, jnp.int32) if limits is None else jnp.minimum(limits, t_max).astype(jnp.int32)
+    expected = jnp.zeros(b, jnp.float32) if expected is None else expected
+    prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
+
+    def prefill(part):
+        return model.prefill(unstacked, *part, dtype)
+
+    slots = decoding.slots
+    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask), slots and max(slots // group, 1))
+    queue = Rows(
+        response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
+        logprobs=jnp.zeros((b, t_max), jnp.float32),
+        lengths=jnp.ones(b, jnp.int32),
+        ended=jnp.zeros(b, bool),
+        keys=keys,
+        limits=limits,
+        expected=expected,
+        active=jnp.ones(b, bool),
+    )
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
+
+    def first(part):
+        hidden, keys, seen = part
+        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
+
+    token, logprob = map_in_chunks(first, (jnp.repeat(hidden, group, axis=0), keys, seen), slots)
+    queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
+    for stop in sampling.stop_ids:
+        queue = queue._replace(ended=queue.ended | (token == stop))
+
+    def decode(model, unstacked, work):
+        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=decoding, dtype=dtype)
+
+    work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)
+    queue, steps = model.map_row_shards(decode, unstacked, work, units=prompts.tokens.shape[0])
+    rollout = Rollout(
+        prompt_tokens=jnp.repeat(prompts.tokens, group, axis=0),
+        prompt_lengths=jnp.repeat(prompts.lengths, group),
+        response=queue.response,
+        lengths=queue.lengths,
+        ended=queue.ended,
+        logprobs=queue.logprobs,
+        response_mask=jnp.ones((b, t_max), bool),
+    )
+    return (rollout, steps) if return_steps else rollout
+
+
+def prompt_tokens_seen(tokens: Array, mask: Array, vocabulary: int) -> Array:
+    """[P, C] tokens, those that `mask` has -> [P, V] bool."""
+    # Index V is out of bounds and dropped: padding is not a seen token.
+    tokens = jnp.where(mask, tokens, vocabulary)
+    return jnp.zeros((len(tokens), vocabulary), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")
