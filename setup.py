@@ -52,6 +52,7 @@ setup(
             "peft>=0.21,<0.22",
             "qwix>=0.1.8,<0.2",
             "requests>=2.30,<3",
+            "psutil>=7,<8",
             "matplotlib>=3.9,<4",
             "rouge-score>=0.1.2,<0.2",
             "math-verify>=0.9,<0.10",
