@@ -6,10 +6,12 @@ batch, nor on slots, chunks or the number of devices.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.generate.chunks import map_in_chunks
+from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
 from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
 from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows
 from rlhf_jax.types import Array, PromptBatch, Rollout
@@ -86,8 +88,9 @@ def generate_unstacked(
     def prefill(part):
         return model.prefill(unstacked, *part, dtype)
 
-    slots = decoding.slots
-    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask), slots and max(slots // group, 1))
+    slots = decoding.slots or b
+    at_once = largest_divisor(b // group, slots // group)
+    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask), at_once)
     queue = Rows(
         response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
         logprobs=jnp.zeros((b, t_max), jnp.float32),
@@ -106,13 +109,15 @@ def generate_unstacked(
         hidden, keys, seen = part
         return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
 
-    token, logprob = map_in_chunks(first, (jnp.repeat(hidden, group, axis=0), keys, seen), slots)
+    token, logprob = map_in_chunks(first, (jnp.repeat(hidden, group, axis=0), keys, seen), at_once * group)
     queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
     for stop in sampling.stop_ids:
         queue = queue._replace(ended=queue.ended | (token == stop))
 
     def decode(model, unstacked, work):
-        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=decoding, dtype=dtype)
+        shards = b // work[1].lengths.shape[0]
+        own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
+        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=own, dtype=dtype)
 
     work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)
     queue, steps = model.map_row_shards(decode, unstacked, work, units=prompts.tokens.shape[0])

@@ -25,3 +25,8 @@ def map_in_chunks(function, batch, rows_per_chunk: int | None):
     chunks = jax.tree.map(lambda x: x.reshape((rows_per_chunk, n) + x.shape[1:]).swapaxes(0, 1), batch)
     out = jax.lax.map(function, chunks)
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape((b,) + x.shape[2:]), out)
+
+
+def largest_divisor(total: int, most: int) -> int:
+    """The largest divisor of `total` that is at most `most`, at least 1."""
+    return max(n for n in range(1, max(min(total, most), 1) + 1) if total % n == 0)

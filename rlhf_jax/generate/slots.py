@@ -33,7 +33,7 @@ class Decoding:
     Attributes:
       block: columns of the cache that are read at a time; only blocks that hold tokens are. None: all columns.
       shrink: whether live rows move together into half of the slots when half of the rows have ended.
-      slots: rows that are decoded at a time, of each shard of the rows; None: all.
+      slots: rows that are decoded at a time, over all devices; None: all.
       refill: share of the slots that are idle before they take rows of the queue.
       draft: 'ngram' proposes tokens that followed the last two before; None: one token a step.
       draft_tokens: tokens that are proposed in a step.

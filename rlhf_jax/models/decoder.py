@@ -383,7 +383,7 @@ def decode(
             if window is None:
                 return keep
             seen = columns[None, None] > (prompt_columns + places - window)[..., None]  # [1 or B, Q, s]
-            return keep & seen.reshape(-1 if len(places) == 1 else len(keep), len(places), *seen.shape[1:])
+            return keep & seen.reshape(min(len(places), len(keep)), -1, *seen.shape[1:])
 
         def attend_fn(
             query: Array,
