@@ -1,4 +1,4 @@
-"""scripts/bench/rollouts.py: forced lengths on all sides, simulated steps, its tables, and a small case held to its bound."""
+"""scripts/bench/rollouts.py: forced lengths on all sides, simulated steps, tables, and a small case with its bound."""
 
 import dataclasses
 import json
