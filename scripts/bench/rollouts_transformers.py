@@ -104,7 +104,8 @@ def continuous(rollouts: Rollouts) -> Iterator[Callable[[list[int]], list[int]]]
                 output = manager.get_result(timeout=1)
                 if output is None:
                     if not manager.is_running():
-                        raise RuntimeError("the thread of continuous batching ended")
+                        why = manager.background_thread_status.fatal_error
+                        raise RuntimeError(f"the thread of continuous batching ended: {why}")
                     continue
                 if output.error is not None:
                     raise RuntimeError(output.error)
