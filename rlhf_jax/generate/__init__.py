@@ -137,4 +137,6 @@ def prompt_tokens_seen(tokens: Array, mask: Array, vocabulary: int) -> Array:
     """[P, C] tokens, those that `mask` has -> [P, V] bool."""
     # Index V is out of bounds and dropped: padding is not a seen token.
     tokens = jnp.where(mask, tokens, vocabulary)
-    return jnp.zeros((len(tokens), vocabulary), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")
+    return (
+        jnp.zeros((len(tokens), vocabulary), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")
+    )

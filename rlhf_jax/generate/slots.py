@@ -21,6 +21,8 @@ from rlhf_jax.generate.drafts import ngram_drafts
 from rlhf_jax.generate.sampling import Sampling, sample
 from rlhf_jax.types import Array, Params
 
+RESTART_TOKENS = 128
+"""Tokens of a row that an earlier call left unfinished whose keys and values are computed at a time."""
 LEAST_ROWS = 8
 """Rows of the smallest loop: fewer cost nearly as much, and each loop is compiled."""
 
@@ -31,7 +33,8 @@ class Decoding:
     an int8 cache does.
 
     Attributes:
-      block: columns of the cache that are read at a time; only blocks that hold tokens are. None: all columns.
+      block: columns of the first segment of the cache; only segments that hold tokens are read (see
+        models.cached_attention). None: an eighth of the columns, at least 128.
       shrink: whether live rows move together into half of the slots when half of the rows have ended.
       slots: rows that are decoded at a time, over all devices; None: all.
       refill: share of the slots that are idle before they take rows of the queue.
@@ -41,7 +44,7 @@ class Decoding:
       max_steps: decode steps of one call, after which rows are left unfinished; None: no limit.
     """
 
-    block: int | None = 128
+    block: int | None = None
     shrink: bool = False
     slots: int | None = None
     refill: float = 0.125
@@ -90,7 +93,7 @@ class _Slots(NamedTuple):
     token: Array  # [S] int32, the last of them
     seen: Array | None  # [S, V] bool
     prefix: Any  # of S rows, or of P prompts where slot i holds row i
-    cache: list[Params]
+    cache: Any  # of `model.empty_cache`
 
 
 class _Loop(NamedTuple):
@@ -179,7 +182,7 @@ class _Decoder:
 
     # --- slots
 
-    def _empty_cache(self) -> list[Params]:
+    def _empty_cache(self) -> Any:
         decoding = self.decoding
         queries = max(decoding.queries, self._restart_width if self.started else 1)
         options = {"queries": queries, "block": decoding.block, "int8": decoding.cache_dtype == "int8"}
@@ -242,8 +245,7 @@ class _Decoder:
 
     @property
     def _restart_width(self) -> int:
-        """Tokens of unfinished rows whose keys and values are computed at a time."""
-        return min(self.decoding.block or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
+        return min(RESTART_TOKENS, self.sampling.max_new_tokens)
 
     def _restarted(self, slots: _Slots, rows: Rows, takes: Array) -> _Slots:
         """Keys and values of all but the last token of the rows that slots have just taken."""
@@ -252,21 +254,19 @@ class _Decoder:
         offsets = jnp.arange(width)
         prompt_lengths = self.prompts.lengths[own // self.group]
 
-        def body(state: tuple[Array, list[Params]]) -> tuple[Array, list[Params]]:
+        def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
             start, cache = state
             columns = jnp.minimum(start + offsets, rows.response.shape[1] - 1)
             tokens, active = rows.response[own][:, columns], held > start
             positions = prompt_lengths[:, None] + start + offsets[None]
             index = jnp.full(len(own), start)
-            options = {"active": active, "end": start + width, "block": self.decoding.block}
+            options = {"active": active, "end": start + width}
             _, cache = self.model.decode(
                 self.params, slots.prefix, cache, tokens, positions, index, self.dtype, **options
             )
             return start + width, cache
 
-        _, cache = jax.lax.while_loop(
-            lambda state: jnp.any(held > state[0]), body, (jnp.int32(0), slots.cache)
-        )
+        _, cache = jax.lax.while_loop(lambda state: jnp.any(held > state[0]), body, (jnp.int32(0), slots.cache))
         return slots._replace(cache=cache)
 
     def _compacted(self, loop: _Loop, size: int) -> _Loop:
@@ -298,7 +298,9 @@ class _Decoder:
         tokens = slots.token[:, None]
         if queries > 1:
             tokens = jnp.concatenate([tokens, self._drafts(slots, rows, own)], axis=1)
-        t = jnp.broadcast_to(slots.t, (size,))[:, None] + jnp.arange(queries)[None]  # places of the tokens that are sampled
+        t = (
+            jnp.broadcast_to(slots.t, (size,))[:, None] + jnp.arange(queries)[None]
+        )  # places of the tokens that are sampled
         positions = self.prompts.lengths[own // self.group][:, None] + t - 1
         end = jnp.max(jnp.where(live, slots.t, 1)) + queries - 1
         hidden, cache = self.model.decode(
@@ -310,7 +312,6 @@ class _Decoder:
             slots.t - 1,
             self.dtype,
             end=end,
-            block=self.decoding.block,
         )
         sampled, logprobs = self._sample(hidden, rows.keys[own], t, tokens, slots.seen)
 
@@ -351,7 +352,9 @@ class _Decoder:
         size, queries = t.shape
         if seen is not None and queries > 1:
             vocabulary = self.model.config.vocab_size
-            drafted = jax.vmap(lambda q: mark_seen(seen, jnp.where((jnp.arange(queries) <= q)[None], tokens, vocabulary)))
+            drafted = jax.vmap(
+                lambda q: mark_seen(seen, jnp.where((jnp.arange(queries) <= q)[None], tokens, vocabulary))
+            )
             seen = drafted(jnp.arange(queries)).swapaxes(0, 1).reshape(size * queries, -1)
         keys = jnp.repeat(keys, queries, axis=0)
         out = sample(

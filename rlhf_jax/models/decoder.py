@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_keep, last_columns
 from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.cached_attention import (
-    SCALES,
-    Columns,
+    Segment,
     attend_cached,
+    columns_of,
+    empty_segments,
     newest_positions,
-    prefix_first,
-    ring_columns,
+    segment_sizes,
     write,
 )
 from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
@@ -283,7 +283,7 @@ def hidden_after_prompts(
 class Prefix(NamedTuple):
     """Keys and values of prompts."""
 
-    layers: list[Params]  # {"k", "v"} [P, KV, C, K] each; of a layer with a window W its last min(W, C) columns
+    layers: list[Params]  # "k" [P, KV, K, C], "v" [P, KV, C, K] each; with a window W the last min(W, C) columns
     mask: Array  # [P, C] bool
 
 
@@ -296,39 +296,41 @@ def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> t
     config, ropes = context.config, _ropes(context.config, positions)
     x, layers, block = _embed(context, backbone, masked, positions, sharded_table=False), [], Block(context)
 
-    def to_cache(x: Array, window: int | None) -> Array:
+    def to_cache(x: Array, window: int | None, *axes: int) -> Array:
         kept = x if window is None else x[:, -min(window, x.shape[1]) :]
-        return constrain(context.layout, kept.swapaxes(1, 2), "rows", "tensor")
+        return constrain(context.layout, kept.transpose(axes), "rows", "tensor")
 
     for index, params in enumerate(backbone["layers"]):
         rope, window = _at_layer(config, ropes, index)[0], _window(config, index)
 
         def attend_fn(query: Array, key: Array, value: Array, window: int | None = window) -> tuple[Array, Params]:
             out = row_attention(context, query, key, value, mask, window=window)
-            return out, {"k": to_cache(key, window), "v": to_cache(value, window)}
+            return out, {"k": to_cache(key, window, 0, 2, 3, 1), "v": to_cache(value, window, 0, 2, 1, 3)}
 
         x, layer = block.apply({"params": params}, x, rope, attend_fn)
         layers.append(layer)
     return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
 
 
+Cache = list[list[Params]]
+"""Of each layer the segments of `cached_attention`."""
+
+
 def empty_cache(
     context: Context, rows: int, columns: int, *, queries: int = 1, block: int | None = None, int8: bool = False
-) -> list[Params]:
-    """Room for `columns` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K], zero.
+) -> Cache:
+    """Room for `columns` tokens of each of `rows` responses, zero.
 
-    A layer with a window holds a ring of it, for steps of at most `queries` tokens. With `int8` keys and values are
-    int8, with the scales of `cached_attention.SCALES`.
+    A layer with a window holds a ring of it, for steps of at most `queries` tokens: those that are written first must
+    not overwrite keys that the first of them sees. `block`: see `cached_attention.segment_sizes`. With `int8` keys and
+    values are int8, with a scale for each.
     """
     config, layers = context.config, []
     for index in range(config.num_hidden_layers):
         window = _window(config, index)
-        size = columns if window is None else ring_columns(window, queries, block or columns, columns)
-        shape = (rows, context.held_heads, size)
-        empty = jnp.zeros((*shape, config.head_dim), jnp.int8 if int8 else context.dtype)
-        layer = {"k": empty, "v": empty}
-        if int8:
-            layer |= dict.fromkeys(SCALES, jnp.zeros(shape, jnp.float32))
+        held = columns if window is None else min(window + queries - 1, columns)
+        shape = (rows, context.held_heads, config.head_dim)
+        layer = empty_segments(shape, segment_sizes(held, block), context.dtype, int8)
         layers.append(jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), layer))
     return layers
 
@@ -337,15 +339,14 @@ def decode(
     context: Context,
     backbone: Params,
     prefix: Prefix,
-    cache: list[Params],
+    cache: Cache,
     tokens: Array,
     positions: Array,
     index: Array,
     *,
     end: Array | None = None,
     active: Array | None = None,
-    block: int | None = None,
-) -> tuple[Array, list[Params]]:
+) -> tuple[Array, Cache]:
     """Q tokens a row, each of which sees the row's prompt and the tokens before it.
 
     Args:
@@ -356,52 +357,63 @@ def decode(
       index: [] or [B] int32, the place of the first of them in the response, whose earlier tokens are cached.
       end: [] int32, the number of cached tokens of the longest row that matters, new ones included; default: of all.
       active: [B] bool, the rows that are written to the cache; None: all.
-      block: columns that are read at a time; None: all.
 
     Returns:
       (hidden states [B, Q, D], the cache with the tokens). Tokens past the cache's end are dropped.
     """
     config, ropes = context.config, _ropes(context.config, positions)
-    x, new_cache, layer_block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
+    x, new_cache, block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
     places = jnp.atleast_1d(index)[:, None] + jnp.arange(tokens.shape[1])[None]  # [1 or B, Q]
     end = jnp.max(places) + 1 if end is None else end
-    first, prompt_columns = prefix_first(prefix.mask), prefix.mask.shape[1]
 
     for layer_index, (params, prompt, old) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
         rope, window = _at_layer(config, ropes, layer_index)[0], _window(config, layer_index)
-        size, skipped = old["k"].shape[2], prompt_columns - prompt["k"].shape[2]
-
-        def own_keep(columns: Array, size: int = size, window: int | None = window) -> Array:
-            if window is None:
-                return (columns[None, None] <= places[..., None])[:, None]
-            held = newest_positions(columns, places[:, -1], size)[:, None]  # [1 or B, 1, s]
-            return ((held >= 0) & (held <= places[..., None]) & (held > places[..., None] - window))[:, None]
-
-        def prefix_keep(columns: Array, skipped: int = skipped, window: int | None = window) -> Array:
-            columns = columns + skipped
-            keep = jnp.take(prefix.mask, columns, axis=1)[:, None, None]
-            if window is None:
-                return keep
-            seen = columns[None, None] > (prompt_columns + places - window)[..., None]  # [1 or B, Q, s]
-            return keep & seen.reshape(min(len(places), len(keep)), -1, *seen.shape[1:])
+        before = Segment(prompt, _keep_of_prompt(prefix.mask, prompt["v"].shape[2], places, window), True)
+        keeps = _keep_of_cache([columns_of(segment) for segment in old], places, window)
 
         def attend_fn(
             query: Array,
             key: Array,
             value: Array,
-            prompt: Params = prompt,
-            old: Params = old,
-            window: int | None = window,
-            keeps: tuple[Callable, Callable] = (prefix_keep, own_keep),
-            skipped: int = skipped,
-        ) -> tuple[Array, Params]:
-            new = write(old, key, value, index, ring=window is not None, active=active)
+            before: Segment = before,
+            old: list[Params] = old,
+            keeps: list[Array] = keeps,
+            ring: bool = window is not None,
+        ) -> tuple[Array, list[Params]]:
+            new = write(old, key, value, index, ring=ring, active=active)
             new = jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), new)
-            held = prompt["k"].shape[2]
-            before = Columns(prompt, keeps[0], jnp.maximum(first - skipped, 0), held)
-            own = Columns(new, keeps[1], 0, jnp.minimum(end, new["k"].shape[2]))
-            return attend_cached(query, before, own, config.score_function, block), new
+            own, start = [], 0
+            for segment, keep in zip(new, keeps, strict=True):
+                own.append(Segment(segment, keep, end > start if start else True))
+                start += columns_of(segment)
+            return attend_cached(query, before, own, config.score_function), new
 
-        x, layer = layer_block.apply({"params": params}, x, rope, attend_fn)
+        x, layer = block.apply({"params": params}, x, rope, attend_fn)
         new_cache.append(layer)
     return _final_norm(context, backbone, x), new_cache
+
+
+def _keep_of_prompt(mask: Array, held: int, places: Array, window: int | None) -> Array:
+    """Which of the last `held` columns of [P, C] prompts each token sees: bool [P, G or 1, Q or 1, held]."""
+    first = mask.shape[1] - held
+    keep = mask[:, None, None, first:]
+    if window is None:
+        return keep
+    columns = jnp.arange(first, mask.shape[1])
+    seen = columns[None, None] > (mask.shape[1] + places - window)[..., None]  # [1 or B, Q, held]
+    return keep & seen.reshape(min(len(places), len(keep)), -1, *seen.shape[1:])
+
+
+def _keep_of_cache(sizes: list[int], places: Array, window: int | None) -> list[Array]:
+    """Which columns of each segment each token sees: bool [1 or B, 1, Q, size] each."""
+    keeps, total, start = [], sum(sizes), 0
+    for size in sizes:
+        columns = jnp.arange(start, start + size)
+        if window is None:
+            keep = columns[None, None] <= places[..., None]
+        else:
+            held = newest_positions(columns, places[:, -1:], total)  # [1 or B, 1, size]
+            keep = (held >= 0) & (held <= places[..., None]) & (held > places[..., None] - window)
+        keeps.append(keep[:, None])
+        start += size
+    return keeps

@@ -343,22 +343,21 @@ class Model:
         """Heads of keys and values in a cache, copies included: see `Context.held_heads`."""
         return self._context(jnp.float32).held_heads
 
-    def empty_cache(self, rows: int, columns: int, dtype: Any = jnp.float32, **options: Any) -> list[Params]:
-        """Room for `columns` tokens of each of `rows` responses: per layer {"k", "v"} [B, KV, T, K]; `options` are
-        those of `decoder.empty_cache`."""
+    def empty_cache(self, rows: int, columns: int, dtype: Any = jnp.float32, **options: Any) -> decoder.Cache:
+        """Room for `columns` tokens of each of `rows` responses; `options` are those of `decoder.empty_cache`."""
         return decoder.empty_cache(self._context(dtype), rows, columns, **options)
 
     def decode(
         self,
         unstacked: Params,
         prefix: decoder.Prefix,
-        cache: list[Params],
+        cache: decoder.Cache,
         tokens: Array,
         positions: Array,
         index: Array,
         dtype: Any = jnp.float32,
         **options: Any,
-    ) -> tuple[Array, list[Params]]:
+    ) -> tuple[Array, decoder.Cache]:
         """Q tokens a row into the cache from place `index` on: tokens, positions [B, Q], index [] or [B] -> [B, Q, D],
         cache. B is a multiple of P: row i answers prompt i // (B / P). `options` are those of `decoder.decode`."""
         step = (prefix, cache, tokens, positions, index)
