@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
 from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
-from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows
+from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows, mark_seen
 from rlhf_jax.types import Array, PromptBatch, Rollout
 
 __all__ = [
@@ -52,7 +52,7 @@ def generate_unstacked(
     group: int = 1,
     rows: Array | None = None,
     dtype=jnp.float32,
-    decoding: Decoding = Decoding(),
+    decoding: Decoding | None = None,
     limits: Array | None = None,
     expected: Array | None = None,
     return_steps: bool = False,
@@ -68,7 +68,7 @@ def generate_unstacked(
       group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
       rows: [B] int32 index of each row in the global batch (default 0..B-1), folded into its key.
       dtype: compute dtype; logits and log-probabilities are float32.
-      decoding: how rows are decoded.
+      decoding: how rows are decoded; None: `Decoding()`.
       limits: [B] int32, most tokens of each row, 1 to T; None: T.
       expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
       return_steps: whether to return what decoding took.
@@ -77,7 +77,7 @@ def generate_unstacked(
       Rollout of B rows with T = sampling.max_new_tokens; with `return_steps` (Rollout, Steps), a count of each shard of
       the rows.
     """
-    prompts = jax.tree.map(jnp.asarray, prompts)
+    prompts, decoding = jax.tree.map(jnp.asarray, prompts), decoding or Decoding()
     c, b, t_max = prompts.tokens.shape[1], prompts.tokens.shape[0] * group, sampling.max_new_tokens
     rows = jnp.arange(b) if rows is None else rows
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
@@ -137,6 +137,4 @@ def prompt_tokens_seen(tokens: Array, mask: Array, vocabulary: int) -> Array:
     """[P, C] tokens, those that `mask` has -> [P, V] bool."""
     # Index V is out of bounds and dropped: padding is not a seen token.
     tokens = jnp.where(mask, tokens, vocabulary)
-    return (
-        jnp.zeros((len(tokens), vocabulary), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")
-    )
+    return mark_seen(jnp.zeros((len(tokens), vocabulary), bool), tokens)

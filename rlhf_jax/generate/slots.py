@@ -298,9 +298,8 @@ class _Decoder:
         tokens = slots.token[:, None]
         if queries > 1:
             tokens = jnp.concatenate([tokens, self._drafts(slots, rows, own)], axis=1)
-        t = (
-            jnp.broadcast_to(slots.t, (size,))[:, None] + jnp.arange(queries)[None]
-        )  # places of the tokens that are sampled
+        # Places of the tokens that are sampled.
+        t = jnp.broadcast_to(slots.t, (size,))[:, None] + jnp.arange(queries)[None]
         positions = self.prompts.lengths[own // self.group][:, None] + t - 1
         end = jnp.max(jnp.where(live, slots.t, 1)) + queries - 1
         hidden, cache = self.model.decode(
@@ -352,10 +351,9 @@ class _Decoder:
         size, queries = t.shape
         if seen is not None and queries > 1:
             vocabulary = self.model.config.vocab_size
-            drafted = jax.vmap(
-                lambda q: mark_seen(seen, jnp.where((jnp.arange(queries) <= q)[None], tokens, vocabulary))
-            )
-            seen = drafted(jnp.arange(queries)).swapaxes(0, 1).reshape(size * queries, -1)
+            before = jnp.tri(queries, dtype=bool)[:, None]  # of each token those up to it
+            drafted = jax.vmap(mark_seen, (None, 0))(seen, jnp.where(before, tokens[None], vocabulary))
+            seen = drafted.swapaxes(0, 1).reshape(size * queries, -1)
         keys = jnp.repeat(keys, queries, axis=0)
         out = sample(
             self.model, self.params, hidden.reshape(size * queries, -1), keys, t.reshape(-1), seen, self.sampling

@@ -331,8 +331,12 @@ def empty_cache(
         held = columns if window is None else min(window + queries - 1, columns)
         shape = (rows, context.held_heads, config.head_dim)
         layer = empty_segments(shape, segment_sizes(held, block), context.dtype, int8)
-        layers.append(jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), layer))
+        layers.append(_by_rows_and_heads(context, layer))
     return layers
+
+
+def _by_rows_and_heads(context: Context, layer: list[Params]) -> list[Params]:
+    return jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), layer)
 
 
 def decode(
@@ -381,7 +385,7 @@ def decode(
             ring: bool = window is not None,
         ) -> tuple[Array, list[Params]]:
             new = write(old, key, value, index, ring=ring, active=active)
-            new = jax.tree.map(lambda x: constrain(context.layout, x, "rows", "tensor"), new)
+            new = _by_rows_and_heads(context, new)
             own, start = [], 0
             for segment, keep in zip(new, keeps, strict=True):
                 own.append(Segment(segment, keep, end > start if start else True))

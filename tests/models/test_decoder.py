@@ -161,8 +161,9 @@ def test_bfloat16_compute_stays_close_and_heads_are_float32():
     assert unstacked["backbone"]["final_layer_norm"]["scale"].dtype == jnp.float32
     hidden, prefix = jax.jit(MODEL.prefill, static_argnums=3)(unstacked, tokens, jnp.asarray(mask), jnp.bfloat16)
     assert distance(hidden[0], rough[0, -1]) < 0.02
-    assert prefix.layers[0]["k"].dtype == jnp.bfloat16 and prefix.layers[0]["k"].shape == (2, 4, 9, 8)
-    assert MODEL.empty_cache(2, 12, jnp.bfloat16)[0]["k"].shape == (2, 4, 12, 8)
+    assert prefix.layers[0]["k"].dtype == jnp.bfloat16 and prefix.layers[0]["v"].shape == (2, 4, 9, 8)
+    (segment,) = MODEL.empty_cache(2, 12, jnp.bfloat16)[0]
+    assert segment["k"].shape == (2, 4, 8, 12) and segment["v"].shape == (2, 4, 12, 8)
 
 
 @pytest.mark.parametrize("rates", [{"hidden_dropout": 0.2}, {"attention_dropout": 0.2}])
