@@ -88,6 +88,29 @@ class GroupExperience:
 
 
 @flax.struct.dataclass
+class Unfinished:
+    """Responses that a rollout of `rollout_max_steps` left unfinished: they go on in the next update."""
+
+    rows: Array  # [P] int32, rows of the data set that the batch's places answer
+    held: Array  # [P] bool: the place's responses go on; False: it takes a new prompt
+    response: Array  # [B, T] int32
+    logprobs: Array  # [B, T] float32, of the policies that sampled each token
+    lengths: Array  # [B] int32, tokens so far
+    ended: Array  # [B] bool: a stop token was sampled
+    keys: Array  # [B, K] uint32, key data of each row
+    taken: Array  # [] int32, prompts taken from the data set so far
+
+
+@flax.struct.dataclass
+class RolloutState:
+    """What a rollout leaves for later ones."""
+
+    response_lengths: Array | None = None  # [rows of the data set] float32, mean length of the responses at the last
+    # visit, -1 before the first; None: rollouts have no order
+    unfinished: Unfinished | None = None  # None: every rollout is finished
+
+
+@flax.struct.dataclass
 class TrainState:
     """All that a run needs to resume."""
 
@@ -101,5 +124,6 @@ class TrainState:
     ref_params: Params | None = None  # the reference policy, if training moves it
     entropy_control: Array | None = None  # [2] float32, the adaptive entropy_coef and the entropy of the last optimizer
     # step; None: the coefficient is fixed
+    rollout: RolloutState | None = None  # None: a rollout needs nothing of earlier ones
     nonfinite: Array = flax.struct.field(default_factory=lambda: jnp.int32(0))  # [] int32, updates in a row in which
     # something was not finite

@@ -361,6 +361,25 @@ class PolicyConfig(StageConfig):
     rollout_batch_size: PositiveInt | None = None
     """Rows generated and scored at a time, over all devices; default: batch_size. Log-probs and values are computed
     micro_batch_size rows at a time, if that is smaller."""
+    decode_slots: PositiveInt | None = None
+    """Rows decoded at a time, over all devices: a response that ends makes room for the next one of the batch. None:
+    all rows of rollout_batch_size, which wait for the longest."""
+    decode_longest_first: bool = True
+    """With decode_slots: decode the prompts first whose responses were longest at their last visit."""
+    decode_shrink: bool | None = None
+    """Go on with half of the rows when the other half have ended; each size is compiled. None: on CPUs, for responses
+    of 128 tokens and more."""
+    draft: Literal["ngram"] | None = None
+    """ngram: propose the tokens that followed the last two tokens before, in the response or in others to its prompt,
+    and verify them in one step. Does not change what is sampled."""
+    draft_tokens: PositiveInt = 4
+    """Tokens that draft proposes in a step."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Keys and values of responses during generation: in dtype, or in int8, which samples from another distribution
+    (GRPO, with importance_sampling_correction)."""
+    rollout_max_steps: PositiveInt | None = None
+    """Decode steps of a rollout, after which unfinished responses go on in the next update (partial rollouts, Kimi
+    k1.5). Needs old_logprobs sampler. None: no limit."""
     offload_frozen: Literal["none", "pinned_host"] = "none"
     """Where frozen reference and reward models are kept while not in use: on the device, or in pinned host memory
     (copied to the device at each use)."""

@@ -20,7 +20,7 @@ MAY_DIFFER = (
 )
 # Options that change where and in which parts results are computed: equal up to rounding.
 ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
-ROUNDING += ("deterministic", "attn_implementation")
+ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "draft_tokens")
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:

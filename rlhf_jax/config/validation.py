@@ -98,6 +98,7 @@ def combinations(config: StageConfig) -> Iterator[str]:
     yield from _adapters(config)
     if isinstance(config, PolicyConfig):
         yield from _policy(config)
+        yield from _decoding(config)
         yield from _rewards(config)
         yield from _generation_kwargs(config)
     if isinstance(config, PPOConfig):
@@ -401,6 +402,39 @@ def _ppo(config: PPOConfig) -> Iterator[str]:
             f"adaptive_lam_alpha {alpha:g} x response_length {longest} = {alpha * longest:g}: lambda = "
             "1 - 1 / (alpha x length) would be 0 for every response; increase adaptive_lam_alpha."
         )
+
+
+def _decoding(config: PolicyConfig) -> Iterator[str]:
+    """Options of decoding that need each other."""
+    if config.decode_slots is not None:
+        if config.decode_slots > config.batch_size:
+            yield (
+                f"decode_slots {config.decode_slots} exceeds batch_size {config.batch_size}: there are no more rows to "
+                f"decode (decode_slots at most {config.batch_size})."
+            )
+        if config.rollout_batch_size not in (None, config.batch_size):
+            yield (
+                f"decode_slots {config.decode_slots} with rollout_batch_size {config.rollout_batch_size}: the rows of "
+                "a batch are one queue. Remove rollout_batch_size; micro_batch_size bounds the forward passes."
+            )
+    if config.kv_cache_dtype == "int8" and not getattr(config, "importance_sampling_correction", False):
+        if isinstance(config, GRPOConfig):
+            hint = "Add importance_sampling_correction true."
+        else:
+            hint = "GRPO corrects for that with importance_sampling_correction; here use kv_cache_dtype auto."
+        yield f"kv_cache_dtype int8 samples from another distribution than the policy that is trained. {hint}"
+    if config.rollout_max_steps is not None:
+        if config.old_logprobs != "sampler":
+            yield (
+                f"rollout_max_steps {config.rollout_max_steps} needs old_logprobs sampler: the tokens of a response "
+                "are of several policies, whose log-probabilities are known when they are sampled."
+            )
+        if config.rollout_batch_size not in (None, config.batch_size):
+            yield (
+                f"rollout_max_steps {config.rollout_max_steps} with rollout_batch_size {config.rollout_batch_size}: "
+                "the steps are those of the whole batch. Remove rollout_batch_size; decode_slots bounds the memory of "
+                "generation."
+            )
 
 
 def _groups(config: GroupConfig) -> Iterator[str]:

@@ -163,6 +163,10 @@ class Batched(Generic[Batch]):
         """
         return self._make_batch(self.rows_of(seed, step, batch_size), local)
 
+    def of_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
+        """Numpy batch of row indices `rows` [B]. `local` as `batch`."""
+        return self._make_batch(rows, local)
+
     def in_order(self, start: int, count: int, local: np.ndarray | slice = _ALL) -> Batch:
         """Rows start .. start + count - 1. Past the end the last row repeats, to keep the shape. `local` as `batch`."""
         return self._make_batch(np.minimum(np.arange(start, start + count), len(self) - 1), local)

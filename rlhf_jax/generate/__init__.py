@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
 from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
-from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows, mark_seen
-from rlhf_jax.types import Array, PromptBatch, Rollout
+from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows, mark_seen, take_rows
+from rlhf_jax.types import Array, PromptBatch, Rollout, Unfinished
 
 __all__ = [
     "Decoding",
@@ -55,6 +55,8 @@ def generate_unstacked(
     decoding: Decoding | None = None,
     limits: Array | None = None,
     expected: Array | None = None,
+    keys: Array | None = None,
+    unfinished: Unfinished | None = None,
     return_steps: bool = False,
 ):
     """`generate` with params from `model.unstack`, for a rollout of several chunks that unstacks only once.
@@ -71,6 +73,8 @@ def generate_unstacked(
       decoding: how rows are decoded; None: `Decoding()`.
       limits: [B] int32, most tokens of each row, 1 to T; None: T.
       expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
+      keys: [B] typed keys of the rows, in place of those that `key` and `rows` give.
+      unfinished: responses of an earlier call with `decoding.max_steps`; where it holds a prompt they go on.
       return_steps: whether to return what decoding took.
 
     Returns:
@@ -80,7 +84,7 @@ def generate_unstacked(
     prompts, decoding = jax.tree.map(jnp.asarray, prompts), decoding or Decoding()
     c, b, t_max = prompts.tokens.shape[1], prompts.tokens.shape[0] * group, sampling.max_new_tokens
     rows = jnp.arange(b) if rows is None else rows
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows) if keys is None else keys
     limits = jnp.full(b, t_max, jnp.int32) if limits is None else jnp.minimum(limits, t_max).astype(jnp.int32)
     expected = jnp.zeros(b, jnp.float32) if expected is None else expected
     prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
@@ -113,11 +117,17 @@ def generate_unstacked(
     queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
     for stop in sampling.stop_ids:
         queue = queue._replace(ended=queue.ended | (token == stop))
+    if unfinished is not None:
+        held = jnp.repeat(unfinished.held, group)
+        names = ("response", "logprobs", "lengths", "ended")
+        going_on = {name: take_rows(held, getattr(unfinished, name), getattr(queue, name)) for name in names}
+        queue = queue._replace(**going_on)
 
     def decode(model, unstacked, work):
         shards = b // work[1].lengths.shape[0]
         own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
-        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=own, dtype=dtype)
+        started = unfinished is not None
+        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=own, dtype=dtype, started=started)
 
     work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)
     queue, steps = model.map_row_shards(decode, unstacked, work, units=prompts.tokens.shape[0])

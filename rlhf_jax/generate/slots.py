@@ -235,10 +235,10 @@ class _Decoder:
         own = jnp.minimum(row, self.count - 1)
         t = jnp.where(takes, rows.lengths[own], slots.t)
         token = jnp.where(takes, rows.response[own, t - 1], slots.token)
-        prefix = jax.tree.map(lambda new, old: _where(takes, new, old), self._prefix_of(row), slots.prefix)
+        prefix = jax.tree.map(lambda new, old: take_rows(takes, new, old), self._prefix_of(row), slots.prefix)
         seen = slots.seen
         if seen is not None:
-            seen = _where(takes, self._seen(rows, row), seen)
+            seen = take_rows(takes, self._seen(rows, row), seen)
         slots = _Slots(row, t, token, seen, prefix, slots.cache)
         slots = self._restarted(slots, rows, takes) if self.started else slots
         return _Loop(slots, rows, taken + jnp.sum(takes), steps)
@@ -378,7 +378,7 @@ def _unfinished(rows: Rows) -> Array:
     return rows.active & ~rows.ended & (rows.lengths < rows.limits)
 
 
-def _where(takes: Array, new: Array, old: Array) -> Array:
+def take_rows(takes: Array, new: Array, old: Array) -> Array:
     """Rows of `new` where `takes` [S], else of `old`."""
     return jnp.where(takes.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 

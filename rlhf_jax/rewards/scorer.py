@@ -268,7 +268,16 @@ class Scorer:
 
     # --- scoring
 
-    def score(self, rollout: Rollout, source, rows: np.ndarray, group: int, state: Any, limit: int | None = None):
+    def score(
+        self,
+        rollout: Rollout,
+        source,
+        rows: np.ndarray,
+        group: int,
+        state: Any,
+        limit: int | None = None,
+        present: np.ndarray | None = None,
+    ):
         """Scores a rollout; waits only for what host functions need.
 
         Args:
@@ -278,6 +287,7 @@ class Scorer:
           group: adjacent rows that share a prompt.
           state: a TrainerState, for functions that take one.
           limit: number of real rows; the rest pad the batch. None: all.
+          present: [B] bool, False for rows that are absent among the real ones. None: none is.
 
         Returns:
           Scored.
@@ -290,7 +300,8 @@ class Scorer:
         b = len(rows)
         limit = b if limit is None else limit
         held, owners = local_rows.held_rows(self._mesh, b), local_rows.owners(self._mesh, b)
-        owned = [np.flatnonzero(owners[:limit] == i) for i in range(jax.process_count())]
+        present = np.arange(b) < limit if present is None else present & (np.arange(b) < limit)
+        owned = [np.flatnonzero((owners == i) & present) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
         to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
@@ -332,9 +343,9 @@ class Scorer:
                 host_index += 1
         combined = self._combine(columns, placed[0], placed[2], rollout.lengths)
         scores, scorable, token_rewards, each, reward_metrics = combined
-        none_scorable = bool(failed[:limit].all())
+        none_scorable = bool(failed[present].all())
         if not none_scorable and len(columns) == host_index:
-            none_scorable = bool((np.isnan(host_columns[:limit]).all(axis=1) | failed[:limit]).all())
+            none_scorable = bool((np.isnan(host_columns[present]).all(axis=1) | failed[present]).all())
         metrics = {**reward_metrics, **metrics}
         return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
 

@@ -12,11 +12,12 @@ from rlhf_jax.errors import UserError
 
 # Options that lower the memory of a phase, the cheapest first.
 _ACTIVATIONS = ("micro_batch_size", "gradient_checkpointing", "length_buckets", "dtype")
+_ROWS = ("rollout_batch_size", "decode_slots")
 _QUANTIZED = ("load_in_8bit", "load_in_4bit")
 _WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", *_QUANTIZED)
 LOWERS = {
     "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", *_QUANTIZED),
-    "generate": ("rollout_batch_size", "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", *_QUANTIZED),
+    "generate": (*_ROWS, "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", *_QUANTIZED),
     "score": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "experience": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
     "update": (*_ACTIVATIONS, *_WEIGHTS),

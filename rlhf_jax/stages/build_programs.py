@@ -13,8 +13,9 @@ from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_met
 from rlhf_jax.algorithms.actor_critic import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.config import sampling_options
-from rlhf_jax.generate import Sampling, generate_unstacked, map_in_chunks
+from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.parallel import sharding
+from rlhf_jax.stages import rollouts
 from rlhf_jax.stages.algorithms import Algorithm
 from rlhf_jax.stages.context import StageContext, progress_metrics, state_shardings, update_key
 from rlhf_jax.types import Params, PromptBatch, ScoredRollout, TrainState
@@ -25,7 +26,9 @@ class Programs:
     """Jitted, pure functions of params and arrays.
 
     Attributes:
-      generate: (policy params, base, PromptBatch, seed, step, temperature, group_size) -> Rollout; the last two static.
+      generate: (policy params, base, PromptBatch, seed, step, temperature, group_size, RolloutState or None) ->
+        (Rollout, RolloutState or None); temperature and group_size are static. With a RolloutState rows whose group is
+        not finished have length -1.
       experience: (trained params, base, reference params, ScoredRollout, kl_coef) -> (experience, metrics).
       update: (TrainState, base, experience, metrics of `experience`) -> (TrainState, metrics); donates the state.
       skip: (TrainState, Rollout) -> (TrainState, metrics) of an update without any score; donates the state.
@@ -55,6 +58,21 @@ def sampling_of(config, eos_ids: tuple[int, ...], temperature: float | None = No
     stop = () if config.stop_token_id is None else (config.stop_token_id,)
     stop = eos_ids if config.stop_token == "eos" or config.stop_token_ids is not None else stop
     return Sampling(max_new_tokens=config.response_length, stop_ids=stop, fill_id=eos_ids[0], **options)
+
+
+def decoding_of(config, mesh) -> Decoding:
+    """How responses are decoded on a mesh."""
+    shrink = config.decode_shrink
+    if shrink is None:
+        # Where a step takes as long for half of the rows, the smaller loops would only take time to compile.
+        shrink = mesh.devices.flat[0].platform == "cpu" and config.response_length >= 128
+    return Decoding(
+        shrink=shrink,
+        slots=config.decode_slots,
+        draft=config.draft,
+        draft_tokens=config.draft_tokens,
+        cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+    )
 
 
 def build_programs(
@@ -92,27 +110,46 @@ def build_programs(
             reference = reference.replace(params=ref_params)
         return forms.replace(base=base, reference=reference).with_trained(trained)
 
-    def generate(policy, base, batch: PromptBatch, seed, step, temperature, group_size):
+    def generate(policy, base, batch: PromptBatch, seed, step, temperature, group_size, kept=None):
         policy = whole({"policy": policy}, base).policy
         key = jax.random.fold_in(update_key(seed, step), 0)
         sampling = sampling_of(config, eos_ids, temperature)
         rows = jnp.arange(batch.lengths.shape[0] * group_size)
         rows_per_prompt = group_size if shares_prompts else 1
         layers = policy.model.unstack(policy.params, dtype)
+        prompt_rows = batch.rows
         if rows_per_prompt < group_size:
             batch = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), batch)
 
+        decoding = decoding_of(config, mesh)
+        expected = unfinished = keys = None
+        if kept is not None and kept.response_lengths is not None:
+            expected = rollouts.expected_lengths(kept.response_lengths, batch.rows, config.response_length)
+            expected = jnp.repeat(expected, rows.shape[0] // len(expected))
+        if kept is not None and kept.unfinished is not None:
+            decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
+            unfinished = kept.unfinished
+            keys = rollouts.row_keys(key, rows, unfinished)
+            if rows_per_prompt < group_size:
+                unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
+
         def generate_chunk(chunk):
-            prompts, rows = chunk
-            options = {"group": rows_per_prompt, "rows": rows.reshape(-1), "dtype": dtype}
+            prompts, rows, expected = chunk
+            options = {"group": rows_per_prompt, "rows": rows.reshape(-1), "dtype": dtype, "decoding": decoding}
+            options |= {"keys": keys, "unfinished": unfinished}
+            options["expected"] = None if expected is None else expected.reshape(-1)
             rollout = generate_unstacked(policy.model, layers, prompts, key, sampling, **options)
             return jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), rollout)
 
         prompts = rows.shape[0] // rows_per_prompt
-        chunk = microbatch.groups_per_chunk(config.rollout_batch_size, rows_per_prompt, prompts)
-        rollout = map_in_chunks(generate_chunk, (batch, rollout_metrics.group_rows(rows, rows_per_prompt)), chunk)
-        rollout = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout)
-        return sharding.spread_rows(rollout, mesh)
+        at_once = config.rollout_batch_size if decoding.slots is None else None
+        chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, prompts)
+        rows, expected = jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), (rows, expected))
+        rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
+        rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
+        if kept is None:
+            return rollout, None
+        return rollouts.keep(kept, rollout, prompt_rows, keys, group_size, mesh)
 
     def experience(trained, base, ref_params, scored: ScoredRollout, kl_coef):
         models = whole(trained, base, ref_params)

@@ -139,7 +139,7 @@ class RolloutEvaluator:
         runner = self.runner
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
-            rollout = runner.generate_rollout(
+            rollout, _ = runner.generate_rollout(
                 policy,
                 prompts,
                 seed=self.seed,
@@ -252,6 +252,8 @@ class RolloutEvaluator:
             advantages = (advantages * response_mask).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
         rows = []
         for i, (prompt, text) in enumerate(zip(batch.source.display_texts(batch.rows), self.texts(response, lengths))):
+            if lengths[i] < 0:  # goes on in the next update
+                continue
             row = {"prompt": prompt, "completion": text}
             row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
             taken = {*row, "advantage"}

@@ -21,7 +21,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.scorer import Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages import adapters, build_models
+from rlhf_jax.stages import adapters, build_models, rollouts
 from rlhf_jax.stages.algorithms import Algorithm
 from rlhf_jax.stages.build_programs import build_programs, prompt_width
 from rlhf_jax.stages.context import StageContext, inputs_of
@@ -103,6 +103,10 @@ class RolloutStage:
             self.messages.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
+        width = self.config.batch_size // self.group_size
+        if (kept := rollouts.initial(self.config, len(self.train_data), width)) is not None:
+            kept = self.weights.place(kept, rollouts.layout(kept, self.mesh))
+            self.state = self.state.replace(rollout=kept)
         self.programs = build_programs(
             context,
             algorithm,
@@ -158,22 +162,30 @@ class RolloutStage:
         """As `base.Stage.train_step`: prompts, rollout, scores, experience, update."""
         config, runner, clock = self.config, self.runner, Clock()
         self.phase = "generate"
-        prompts = self._prompts(step)
+        prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
         policy, group_size = state.params["policy"], self.group_size
-        rollout = runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step, group_size=group_size)
-        rollout = clock.wait("generate", rollout)
+        rollout, kept = runner.generate_rollout(
+            policy, prompts, seed=state.seed, step=state.step, group_size=group_size, kept=state.rollout
+        )
+        state, rollout = state.replace(rollout=kept), clock.wait("generate", rollout)
 
         tick()
         self.phase = "score"
         rows = np.repeat(prompts.rows, group_size)
-        scored = self.scorer.score(rollout, self.train_data, rows, group_size, runner.trainer_state(step))
+        present = None
+        if config.rollout_max_steps is not None:
+            present = np.repeat(~sharding.fetch(kept.unfinished.held), group_size)
+        scored = self.scorer.score(
+            rollout, self.train_data, rows, group_size, runner.trainer_state(step), present=present
+        )
         clock.wait("score", scored.scores)
         reward_seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
 
         tick()
         self.phase = "experience"
         if scored.none_scorable:
-            warnings.warn(f"update {step + 1}: no response has a score; nothing is learned from it", stacklevel=2)
+            why = "no response has a score" if present is None or present.any() else "no response is finished"
+            warnings.warn(f"update {step + 1}: {why}; nothing is learned from it", stacklevel=2)
             state, metrics = self.programs.skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
         made = runner.make_experience(state, rollout, scored, group_size)
@@ -190,7 +202,8 @@ class RolloutStage:
         self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
         self._recent_batches[step + 1] = batch, experience
         updated = self.programs.update(state, self.models.base, experience, metrics)
-        self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
+        if config.rollout_max_steps is None:
+            self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
         state, metrics = clock.wait("update", updated)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
 
@@ -200,6 +213,13 @@ class RolloutStage:
             count = self.rows_per_update
             return self.train_data.batch(self.config.seed, step, count, self.context.local_rows(count))
         return self._next_prompts[step]
+
+    def _prompts_that_go_on(self, state: TrainState) -> PromptBatch:
+        """The host's batch of an update whose places may hold unfinished responses."""
+        unfinished = state.rollout.unfinished
+        known = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
+        rows, _ = rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
+        return self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
 
     # --- between updates
 
@@ -266,8 +286,8 @@ class RolloutStage:
         p, b, policy = self.rows_per_update, config.batch_size, state.params["policy"]
         prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p))
         policy_base = None if models.base is None else models.base["policy"]
-        given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size)
-        rollout = build("generate", programs.generate, *given, resident=(policy, policy_base))
+        given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size, state.rollout)
+        rollout, _ = build("generate", programs.generate, *given, resident=(policy, policy_base))
         self.scorer.programs(build, rollout, self.group_size)
         scored = self.runner.scored_rollout(
             rollout,

@@ -12,7 +12,7 @@ from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
 from rlhf_jax.stages.build_programs import Programs
 from rlhf_jax.stages.context import StageContext
-from rlhf_jax.types import Array, Params, PromptBatch, Rollout, ScoredRollout, TrainState
+from rlhf_jax.types import Array, Params, PromptBatch, Rollout, RolloutState, ScoredRollout, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +54,16 @@ class Runner:
         step: Array,
         temperature: float | None = None,
         group_size: int = 1,
-    ) -> Rollout:
-        """Responses of a policy to a batch of prompts from the host, of which this process has its share."""
+        kept: RolloutState | None = None,
+    ) -> tuple[Rollout, RolloutState | None]:
+        """Responses of a policy to a batch of prompts from the host, of which this process has its share; and what is
+        kept for the next rollout of training, where `kept` is of the one before."""
         context, count = self.context, len(prompts.rows)
         share = PromptBatch(prompts.tokens, prompts.lengths, prompts.rows[context.local_rows(count)])
         placed = context.place_share(share, count)
         if temperature == sampling_options(context.config)["temperature"]:
             temperature = None  # the same program as in training
-        return self.programs.generate(policy, self.models.base, placed, seed, step, temperature, group_size)
+        return self.programs.generate(policy, self.models.base, placed, seed, step, temperature, group_size, kept)
 
     def make_experience(self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int):
         """(experience, metrics) of a scored rollout."""

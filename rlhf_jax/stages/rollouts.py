@@ -1,0 +1,126 @@
+"""What a rollout leaves for later ones: how long responses were, and which are unfinished.
+
+Shapes: P prompts of a batch, G responses to each, B = P * G.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.parallel import sharding
+from rlhf_jax.types import Array, Rollout, RolloutState, Unfinished
+
+
+def initial(config, prompts: int, width: int) -> RolloutState | None:
+    """What the first rollout of a run starts with, as numpy arrays; None: rollouts need nothing of earlier ones.
+
+    Args:
+      config: a PolicyConfig.
+      prompts: rows of the data set.
+      width: P.
+    """
+    lengths = unfinished = None
+    if config.decode_slots is not None and config.decode_longest_first:
+        lengths = np.full(prompts, -1, np.float32)
+    if config.rollout_max_steps is not None:
+        shape = (config.batch_size, config.response_length)
+        unfinished = Unfinished(
+            rows=np.zeros(width, np.int32),
+            held=np.zeros(width, bool),
+            response=np.zeros(shape, np.int32),
+            logprobs=np.zeros(shape, np.float32),
+            lengths=np.zeros(shape[0], np.int32),
+            ended=np.zeros(shape[0], bool),
+            keys=np.zeros((shape[0], *jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape), np.uint32),
+            taken=np.int32(0),
+        )
+    return None if lengths is None and unfinished is None else RolloutState(lengths, unfinished)
+
+
+def layout(state: RolloutState, mesh) -> Any:
+    """The sharding of each array: those of rows over the rows' axes, the others replicated."""
+    where = jax.tree.map(lambda x: sharding.replicated(mesh), state)
+    if state.unfinished is None:
+        return where
+    rows = dict.fromkeys(("response", "logprobs", "lengths", "ended", "keys"), sharding.batch_sharding(mesh))
+    return where.replace(unfinished=where.unfinished.replace(**rows))
+
+
+def expected_lengths(response_lengths: Array, rows: Array, most: int) -> Array:
+    """Of responses to prompts `rows` [P]: those of their last visit; of a new prompt `most`. [P] float32."""
+    lengths = response_lengths[rows]
+    return jnp.where(lengths < 0, jnp.float32(most), lengths)
+
+
+def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
+    """Typed keys of rows [B]: of this rollout, or for responses that go on those that they started with."""
+    fresh = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    held = jnp.repeat(unfinished.held, len(rows) // len(unfinished.held))
+    data = jnp.where(held[:, None], unfinished.keys, jax.random.key_data(fresh))
+    return jax.random.wrap_key_data(data)
+
+
+def keep(
+    state: RolloutState, rollout: Rollout, prompt_rows: Array, keys: Array | None, group_size: int, mesh
+) -> tuple[Rollout, RolloutState]:
+    """What an update trains on of a rollout, and what is kept of it.
+
+    Args:
+      state: before.
+      rollout: B rows.
+      prompt_rows: [P] int32, rows of the data set.
+      keys: [B] typed, of the rows; None without `state.unfinished`.
+      group_size: G.
+      mesh: of the run.
+
+    Returns:
+      (the rollout, in which rows of unfinished groups have length -1; the state after)
+    """
+    lengths, before = rollout.lengths, state.unfinished
+    finished = jnp.ones(prompt_rows.shape, bool)
+    if before is not None:
+        row_finished = rollout.ended | (lengths >= rollout.response.shape[1])
+        finished = jnp.all(row_finished.reshape(-1, group_size), axis=1)
+        # As much as was taken: of this rollout's places those that held nothing.
+        taken = before.taken + jnp.sum(~before.held).astype(jnp.int32)
+        unfinished = Unfinished(
+            rows=prompt_rows,
+            held=~finished,
+            response=rollout.response,
+            logprobs=rollout.logprobs,
+            lengths=lengths,
+            ended=rollout.ended,
+            keys=jax.random.key_data(keys),
+            taken=taken,
+        )
+        state = state.replace(unfinished=unfinished)
+        rollout = rollout.replace(lengths=jnp.where(jnp.repeat(finished, group_size), lengths, -1))
+    if state.response_lengths is not None:
+        mean = lengths.reshape(-1, group_size).astype(jnp.float32).mean(axis=1)
+        known = state.response_lengths
+        rows = jnp.where(finished, prompt_rows, len(known))  # past the end: dropped
+        state = state.replace(response_lengths=known.at[rows].set(mean, mode="drop"))
+    return rollout, jax.lax.with_sharding_constraint(state, layout(state, mesh))
+
+
+def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts of an update's places, on the host: those that go on, and the next ones of the data set elsewhere.
+
+    Args:
+      train_data: the prompts.
+      seed: of their order.
+      unfinished: numpy arrays rows [P], held [P], taken [].
+
+    Returns:
+      (rows [P] int32, held [P] bool)
+    """
+    held, width = unfinished.held, len(unfinished.held)
+    rows = unfinished.rows.copy()
+    numbers = int(unfinished.taken) + np.arange(int((~held).sum()))
+    orders = {step: train_data.rows_of(seed, step, width) for step in np.unique(numbers // width).tolist()}
+    rows[~held] = [orders[number // width][number % width] for number in numbers.tolist()]
+    return rows.astype(np.int32), held
