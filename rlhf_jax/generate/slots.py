@@ -152,10 +152,11 @@ class _Decoder:
         unfinished = _unfinished(rows)
         order = jnp.argsort(jnp.where(unfinished, -rows.expected, jnp.inf), stable=True).astype(jnp.int32)
         steps = Steps(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32))
-        loop = _Loop(self._all_slots(rows, unfinished), rows, jnp.int32(0), steps)
-        if self.size < self.count:
+        queue = self.size < self.count
+        slots = self._idle_slots(rows) if queue else self._all_slots(rows, unfinished)
+        loop = _Loop(slots, rows, jnp.int32(0), steps)
+        if queue:
             most, queued = self.size - max(int(self.size * self.decoding.refill), 1), jnp.sum(unfinished)
-            loop = _Loop(self._idle_slots(rows), *loop[1:])
 
             def refilled(loop: _Loop) -> _Loop:
                 return self._while(self._refill(loop, order, queued), most)
