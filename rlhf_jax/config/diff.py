@@ -19,7 +19,7 @@ MAY_DIFFER = (
     *("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
 )
 # Options that change where and in which parts results are computed: equal up to rounding.
-ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
+ROUNDING = ("mesh_*", "micro_batch_*", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
 ROUNDING += ("deterministic", "attn_implementation")
 
 
