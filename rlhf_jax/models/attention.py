@@ -190,7 +190,7 @@ def _map_query_blocks(
     queries, outs = arrays[0].shape[axes[0]], []
     if queries <= SEGMENTS * QUERY_BLOCK:
         for start, stop, seen in _query_blocks(queries, keys):
-            part = tuple(jax.lax.slice_in_dim(x, start, stop, axis=axis) for x, axis in zip(arrays, axes, strict=True))
+            part = tuple(x[*[slice(None)] * axis, start:stop] for x, axis in zip(arrays, axes, strict=True))
             carry, out = function(carry, part, seen - stop + start, seen)
             outs.append(out)
         return carry, tuple(jnp.concatenate(parts, axis=2) for parts in zip(*outs, strict=True))
