@@ -391,7 +391,8 @@ def two_widths(monkeypatch):
 
 @pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["token_mean", "seq_mean"])
 def test_ppo_is_the_same_by_tokens(config, two_widths):
-    run, cut = ppo_program(config), ppo_program(dataclasses.replace(config, micro_batch_tokens=BY_ROWS))
+    tokens = {"micro_batch_tokens": BY_ROWS, "gradient_checkpointing": config is OF_SEQUENCES}
+    run, cut = ppo_program(config), ppo_program(dataclasses.replace(config, **tokens))
 
     @few
     @given(cases(shortest=-1))  # a row of length -1 is absent

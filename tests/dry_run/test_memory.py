@@ -68,8 +68,7 @@ def test_a_larger_micro_batch_takes_more(programs):
 
 
 def test_micro_batches_of_tokens_take_their_widest():
-    """512 positions of 64 rows: as few as 64 rows of 8 are no larger than 8 rows of 64."""
-    options = {**POLICY, "batch_size": 64, "response_length": 64}
+    options = {**POLICY, "batch_size": 64, "response_length": 64}  # 8 rows of 32 + 64 tokens, or as many tokens
     mesh, sizes = sharding.make_mesh(devices=jax.devices()[:1]), []
     for size in ({"micro_batch_size": 8}, {"micro_batch_size": None, "micro_batch_tokens": 8 * 96}):
         stage = memory.abstract_stage(PPOConfig(**{**options, **size}), mesh)
