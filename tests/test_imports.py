@@ -80,6 +80,7 @@ OF_SEVERAL_MODULES = {  # test files in a mirrored folder that no single module 
     "models/families/test_switches.py": "every switch of the decoder's config",
     "parallel/test_collectives.py": "what the compiled programs of an update send between devices",
     "parallel/test_devices_work.py": "how much of an update each device computes",
+    "parallel/test_devices_tokens.py": "micro-batches of tokens on several devices",
     "report/test_report.py": "a report from its folders to its page",
     "test_imports.py": "the walls themselves",
 }

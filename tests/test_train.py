@@ -161,7 +161,7 @@ def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp
     assert size < 0.52 * sum(x.nbytes for x in jax.tree.leaves(policy))
     prompts = stage.train_data.batch(0, 0, 8)
     state = stage.state
-    rollout = stage.runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step)
+    rollout, _ = stage.runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step)
     # The reference is the policy's start: were it rounded otherwise than the forward pass rounds, a KL would show.
     np.testing.assert_array_equal(stage.runner.token_kl(policy, rollout), 0)
 

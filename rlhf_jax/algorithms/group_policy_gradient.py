@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms import microbatch, nonfinite
+from rlhf_jax.algorithms import microbatch, nonfinite, token_budget
 from rlhf_jax.algorithms.actor_critic import Models, group_logprobs
 from rlhf_jax.algorithms.metric_forms import FORMS
 from rlhf_jax.algorithms.optimizer import Optimizer
@@ -127,7 +127,9 @@ def make_experience(
     trained_mask = response_mask & ~masked[:, None]
     experience = to_groups(rollout, group_size, lengths=jnp.where(masked, 0, rollout.lengths))
 
-    logprobs, ref_logprobs = compute_logprobs(models, experience, config, policy=needs.logprobs)
+    logprobs, ref_logprobs = compute_logprobs(
+        models, experience, config, policy=needs.logprobs, lengths=group_rows(rollout.lengths, group_size)
+    )
     if config.old_logprobs == "sampler" or logprobs is None:
         logprobs = rollout.logprobs
     logprobs = jnp.where(response_mask, logprobs, 0.0)
@@ -202,15 +204,17 @@ def to_groups(rollout: Rollout, group_size: int, lengths: Array) -> GroupExperie
 
 
 def compute_logprobs(
-    models: Models, experience: GroupExperience, config, policy: bool = True
+    models: Models, experience: GroupExperience, config, policy: bool = True, lengths: Array | None = None
 ) -> tuple[Array | None, Array | None]:
-    """Forward passes of policy and reference, `microbatch.forward_batch_size` rows at a time.
+    """Forward passes of policy and reference, `microbatch.forward_batch_size` rows or micro_batch_tokens tokens at a
+    time.
 
     Args:
       models: with whole params.
       experience: of `to_groups`.
       config: a GroupConfig.
       policy: whether the policy's are computed.
+      lengths: [P, G] int32, of the responses, with those of truncated ones; None: those of the experience.
 
     Returns:
       (log-probabilities or None, the reference's or None), each [B, T] float32, undefined outside the response.
@@ -218,21 +222,27 @@ def compute_logprobs(
     networks = [models.policy if policy else None, models.reference]
     if networks == [None, None]:
         return None, None
-    rows = experience if config.shared_prompts else split_groups(experience)
+    experience = experience if lengths is None else experience.replace(lengths=lengths)
+    rows = experience if config.computes_groups else split_groups(experience)
     (groups, size), t = rows.lengths.shape, rows.response.shape[2]
 
     def forward_rows(rows: GroupExperience):
         return [group_logprobs(network.model, network.params, rows, config)[0] for network in networks if network]
 
-    computed = microbatch.map_by_prompt_length(
-        forward_rows,
-        rows,
-        lengths=rows.prompt_lengths,
-        rows=microbatch.groups_per_chunk(microbatch.forward_batch_size(config, groups * size), size, groups),
-        narrow=narrow_prompts,
-        widths=microbatch.prompt_widths(config, rows.prompt_tokens.shape[1]),
-        mesh=models.mesh,
-    )
+    if config.micro_batch_tokens is not None:
+        computed = token_budget.map_items(
+            lambda item: forward_rows(item[0]), token_items(rows, config, mesh=models.mesh)
+        )
+    else:
+        computed = microbatch.map_by_prompt_length(
+            forward_rows,
+            rows,
+            lengths=rows.prompt_lengths,
+            rows=microbatch.groups_per_chunk(microbatch.forward_batch_size(config, groups * size), size, groups),
+            narrow=narrow_prompts,
+            widths=microbatch.prompt_widths(config, rows.prompt_tokens.shape[1]),
+            mesh=models.mesh,
+        )
     computed = iter([x.reshape(-1, t) for x in computed])
     logprobs, ref_logprobs = (next(computed) if network else None for network in networks)
     return logprobs, ref_logprobs
@@ -241,6 +251,33 @@ def compute_logprobs(
 def narrow_prompts(rows: GroupExperience, width: int) -> GroupExperience:
     """The same with the last `width` columns of the prompts."""
     return rows.replace(prompt_tokens=rows.prompt_tokens[:, -width:])
+
+
+def token_items(rows: GroupExperience, config, *, mesh: Any, dropout_keys: Array | None = None) -> token_budget.Items:
+    """Groups for micro-batches of micro_batch_tokens tokens.
+
+    Args:
+      rows: P groups.
+      config: a GroupConfig.
+      mesh: rows are sharded over it; None: one device.
+      dropout_keys: [P] typed keys; None: no dropout.
+
+    Returns:
+      Items of which a micro-batch is (GroupExperience, dropout keys or None).
+    """
+    (groups, size), t, c = rows.lengths.shape, rows.response.shape[2], rows.prompt_tokens.shape[1]
+    shapes = token_budget.shapes_of(config, items=groups, columns=c, t=t, group_size=size, mesh=mesh)
+
+    def narrow(item, there, shape):
+        rows, keys = item
+        responses = jax.tree.map(lambda x: x[:, :, : shape.response] if x.ndim == 3 else x, rows)
+        zero = jnp.where(there.reshape(-1, *[1] * (rows.advantages.ndim - 1)), responses.advantages, 0.0)
+        absent = responses.replace(lengths=jnp.where(there[:, None], rows.lengths, -1), advantages=zero)
+        return narrow_prompts(absent, shape.prompt), keys
+
+    return token_budget.Items(
+        (rows, dropout_keys), rows.prompt_lengths, jnp.max(rows.lengths, axis=1), shapes, narrow, mesh
+    )
 
 
 def clip_range(given: tuple[float, ...]) -> tuple[float, float]:
@@ -319,7 +356,7 @@ def update_steps(
     (groups, size), t = experience.lengths.shape, experience.response.shape[2]
     orders = permutations(key, config.num_iterations, groups, config.reshuffle) if orders is None else orders
     dropout_key = jax.random.fold_in(key, 1) if uses_dropout(models, config) else None
-    if not shares_prompts(models, config):
+    if not (shares_prompts(models, config) and config.computes_groups):
         experience = split_groups(experience)
         orders = (orders[:, :, None] * size + jnp.arange(size)[None, None]).reshape(config.num_iterations, -1)
         groups, size = groups * size, 1
@@ -336,19 +373,33 @@ def update_steps(
         dropout_keys = None
         if dropout_key is not None:
             dropout_keys = microbatch.row_keys(jax.random.fold_in(dropout_key, number), groups_per_step)
+        keys = dropout_keys
+        if keys is not None and (objective.selects(config) or config.micro_batch_tokens is not None):
+            # Keys of the rows in their order: `by_micro_batch` sorts the rows before the loss gives them their keys.
+            keys = keys[jnp.argsort(microbatch.sort_by_prompt_length(minibatch.prompt_lengths, config))]
         if objective.selects(config):
-            keys = dropout_keys
-            if keys is not None:  # the loss gives them to the rows in the order of `by_micro_batch`
-                keys = keys[jnp.argsort(microbatch.sort_by_prompt_length(minibatch.prompt_lengths, config))]
             selected = objective.select(models.with_trained(params), minibatch, config, keys)
             minibatch = minibatch.replace(selected=selected)
         entropy_coef = None if control is None else applied_entropy_coef(control, config)
-        loss_fn, micros, buckets = by_micro_batch(
-            models, minibatch, config, objective=objective, share=share, entropy_coef=entropy_coef
-        )
-        if dropout_keys is not None:
-            dropout_keys = dropout_keys.reshape(micros.lengths.shape[0], -1)
-        grads, (sums, extremes) = microbatch.accumulate_gradients(loss_fn, params, (micros, dropout_keys), buckets)
+        if config.micro_batch_tokens is not None:
+            loss_fn, items = by_tokens(
+                models,
+                minibatch,
+                config,
+                objective=objective,
+                share=share,
+                entropy_coef=entropy_coef,
+                dropout_keys=keys,
+            )
+            grads, (sums, extremes), used = token_budget.accumulate_gradients(loss_fn, params, items)
+            extremes = jax.tree.map(lambda x: token_budget.unused_slots(x, used), extremes)
+        else:
+            loss_fn, micros, buckets = by_micro_batch(
+                models, minibatch, config, objective=objective, share=share, entropy_coef=entropy_coef
+            )
+            if dropout_keys is not None:
+                dropout_keys = dropout_keys.reshape(micros.lengths.shape[0], -1)
+            grads, (sums, extremes) = microbatch.accumulate_gradients(loss_fn, params, (micros, dropout_keys), buckets)
         metrics = objective.step_metrics(sums, extremes, t, config)
         params, opt_state, steps_enabled, applied = nonfinite.apply_if_finite(
             optimizer,
@@ -459,6 +510,54 @@ def by_micro_batch(
     micros = microbatch.split_micro(minibatch, microbatch.groups_per_chunk(config.micro_batch_size, size, groups))
     micros = sharding.spread_rows(micros, models.mesh, axis=1)
     n = micros.lengths.shape[0]
+    loss_fn = loss_of_micro_batch(models, minibatch, config, n, objective=objective, share=share, coef=entropy_coef)
+
+    def narrow(item, width):
+        micro, dropout_keys = item
+        return narrow_prompts(micro, width), dropout_keys
+
+    widths = microbatch.prompt_widths(config, micros.prompt_tokens.shape[2])
+    functions = tuple(functools.partial(narrow, width=width) for width in widths)
+    choice = microbatch.narrowest_width(micros.prompt_lengths, widths)
+    return loss_fn, micros, microbatch.WidthBuckets(functions, choice)
+
+
+def by_tokens(
+    models: Models,
+    minibatch: GroupExperience,
+    config,
+    *,
+    objective: Objective,
+    share: Array | None = None,
+    entropy_coef: Array | None = None,
+    dropout_keys: Array | None = None,
+):
+    """`by_micro_batch` for micro-batches of micro_batch_tokens tokens.
+
+    Args:
+      models, minibatch, config, objective, share, entropy_coef: as there.
+      dropout_keys: [p] typed keys; None: no dropout.
+
+    Returns:
+      (that function, items of the minibatch)
+    """
+    items = token_items(minibatch, config, mesh=models.mesh, dropout_keys=dropout_keys)
+    n = token_budget.most_micro_batches(items)
+    options = {"objective": objective, "share": share, "coef": entropy_coef}
+    return loss_of_micro_batch(models, minibatch, config, n, **options), items
+
+
+def loss_of_micro_batch(
+    models: Models,
+    minibatch: GroupExperience,
+    config,
+    n: int,
+    *,
+    objective: Objective,
+    share: Array | None,
+    coef: Array | None,
+) -> Callable:
+    """The function that `by_micro_batch` returns, for at most `n` micro-batches; `coef` is `entropy_coef` there."""
     tokens = trained_tokens(minibatch)
     batch = Batch(
         rows=jnp.maximum(jnp.sum(minibatch.lengths >= 0), 1).astype(jnp.float32),
@@ -472,19 +571,12 @@ def by_micro_batch(
         micro, dropout_keys = item
         whole = models if params is None else models.with_trained(params)
         of_micro = batch if batch.share.ndim == 0 else batch._replace(share=batch.share[index])
-        loss, (sums, extremes) = objective.loss(whole, micro, of_micro, config, dropout_keys, entropy_coef)
+        loss, (sums, extremes) = objective.loss(whole, micro, of_micro, config, dropout_keys, coef)
         # Extremes and means of means cannot be summed: each micro-batch writes into its own slot.
         slot = jnp.arange(n) == index
         return loss, jax.tree.map(lambda x: jnp.where(slot, x, 0.0), (sums, extremes))
 
-    def narrow(item, width):
-        micro, dropout_keys = item
-        return narrow_prompts(micro, width), dropout_keys
-
-    widths = microbatch.prompt_widths(config, micros.prompt_tokens.shape[2])
-    functions = tuple(functools.partial(narrow, width=width) for width in widths)
-    choice = microbatch.narrowest_width(micros.prompt_lengths, widths)
-    return loss_fn, micros, microbatch.WidthBuckets(functions, choice)
+    return loss_fn
 
 
 def mean_over_steps(stats: Metrics, config) -> Metrics:
@@ -530,13 +622,21 @@ def eval_metrics(models: Models, experience: GroupExperience, *, config, objecti
     Returns:
       As `update`'s of one step, without grad_norm and entropy_coef; each [] float32.
     """
-    experience = experience if shares_prompts(models, config) else split_groups(experience)
+    together = shares_prompts(models, config) and config.computes_groups
+    experience = experience if together else split_groups(experience)
     if objective.selects(config):
         experience = experience.replace(selected=objective.select(models, experience, config, None))
-    loss_fn, micros, _ = by_micro_batch(models, experience, config, objective=objective)
-    sums, extremes = microbatch.sum_over_micro_batches(
-        lambda micro, index: loss_fn(None, (micro, None), index)[1], micros
-    )
+    if config.micro_batch_tokens is not None:
+        loss_fn, items = by_tokens(models, experience, config, objective=objective)
+        (sums, extremes), used = token_budget.sum_over_micro_batches(
+            lambda item, index: loss_fn(None, item, index)[1], items
+        )
+        extremes = jax.tree.map(lambda x: token_budget.unused_slots(x, used), extremes)
+    else:
+        loss_fn, micros, _ = by_micro_batch(models, experience, config, objective=objective)
+        sums, extremes = microbatch.sum_over_micro_batches(
+            lambda micro, index: loss_fn(None, (micro, None), index)[1], micros
+        )
     metrics = objective.step_metrics(sums, extremes, experience.response.shape[2], config)
     unused = ("ratios", "val/ratio_error", "entropy_coef")
     return {name: x for name, x in metrics.items() if name not in unused}

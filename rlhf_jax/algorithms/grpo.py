@@ -19,7 +19,7 @@ import numpy as np
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
 from rlhf_jax.algorithms import group_policy_gradient as gpg
-from rlhf_jax.algorithms import microbatch
+from rlhf_jax.algorithms import microbatch, token_budget
 from rlhf_jax.algorithms.actor_critic import Models, group_logprobs
 from rlhf_jax.algorithms.metric_forms import FORMS
 from rlhf_jax.algorithms.rollout_metrics import group_rows
@@ -338,15 +338,19 @@ def select(models: Models, minibatch: GroupExperience, config, dropout_keys: Arr
         rows, keys = item
         return group_logprobs(models.policy.model, models.policy.params, rows, config, keys)[1]
 
-    entropy = microbatch.map_by_prompt_length(
-        entropies,
-        (minibatch, dropout_keys),
-        lengths=minibatch.prompt_lengths,
-        rows=microbatch.groups_per_chunk(config.micro_batch_size, size, groups),
-        narrow=lambda item, width: (gpg.narrow_prompts(item[0], width), item[1]),
-        widths=microbatch.prompt_widths(config, minibatch.prompt_tokens.shape[1]),
-        mesh=models.mesh,
-    )
+    if config.micro_batch_tokens is not None:
+        items = gpg.token_items(minibatch, config, mesh=models.mesh, dropout_keys=dropout_keys)
+        entropy = token_budget.map_items(entropies, items)
+    else:
+        entropy = microbatch.map_by_prompt_length(
+            entropies,
+            (minibatch, dropout_keys),
+            lengths=minibatch.prompt_lengths,
+            rows=microbatch.groups_per_chunk(config.micro_batch_size, size, groups),
+            narrow=lambda item, width: (gpg.narrow_prompts(item[0], width), item[1]),
+            widths=microbatch.prompt_widths(config, minibatch.prompt_tokens.shape[1]),
+            mesh=models.mesh,
+        )
     mask = mask.reshape(entropy.shape)
     return losses.high_entropy_mask(entropy, mask, quantile=1 - config.top_entropy_quantile)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import microbatch, nonfinite
+from rlhf_jax.algorithms import microbatch, nonfinite, token_budget
 from rlhf_jax.algorithms.actor_critic import (
     Models,
     evaluate_actor_critic,
@@ -57,7 +57,9 @@ def make_experience(models: Models, scored: ScoredRollout, *, config, kl_coef: A
     response_mask = adv.response_mask(rollout.lengths, t)
     value_mask = adv.value_mask(rollout.lengths, t)
 
-    logprobs, ref_logprobs, values = compute_logprobs_and_values(models, tokens, mask, t, config)
+    logprobs, ref_logprobs, values = compute_logprobs_and_values(
+        models, tokens, mask, t, config, lengths=rollout.lengths
+    )
     if config.old_logprobs == "sampler":
         logprobs = rollout.logprobs
     # The same fill on both sides: KL 0 and ratio 1 outside the response.
@@ -136,22 +138,24 @@ def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config
 
 
 def compute_logprobs_and_values(
-    models: Models, tokens: Array, mask: Array, t: int, config
+    models: Models, tokens: Array, mask: Array, t: int, config, *, lengths: Array
 ) -> tuple[Array, Array, Array]:
-    """Forward passes of policy, reference and value model, `microbatch.forward_batch_size` rows at a time.
+    """Forward passes of policy, reference and value model, `microbatch.forward_batch_size` rows or micro_batch_tokens
+    tokens at a time.
 
     Args:
       models: with whole params.
       tokens, mask: [B, C + T], of `full_sequence`.
       t: T.
       config: a PPOConfig.
+      lengths: [B] int32, of the responses.
 
     Returns:
       (log-probabilities, the reference's, values), each [B, T] float32, undefined outside the response.
     """
     reference = models.reference
 
-    def forward_rows(rows):
+    def forward_rows(rows, t=t):
         tokens, mask = rows
         logprobs, _, values = evaluate_actor_critic(models, tokens, mask, t, config)
         ref_hidden = response_hidden(reference.model, reference.params, tokens, mask, t, config)
@@ -160,6 +164,14 @@ def compute_logprobs_and_values(
         )
         return logprobs, ref_logprobs, values
 
+    if config.micro_batch_tokens is not None:
+        c = tokens.shape[1] - t
+
+        def narrow(rows, there, shape):
+            return response_columns(rows, c, shape), shape.response
+
+        items = token_items((tokens, mask), prompt_lengths(mask, t), lengths, t, config, narrow, models.mesh)
+        return token_budget.map_items(lambda item: forward_rows(*item), items)
     return microbatch.map_by_prompt_length(
         forward_rows,
         (tokens, mask),
@@ -179,6 +191,30 @@ def prompt_lengths(mask: Array, t: int) -> Array:
 def last_columns(rows: Any, width: int) -> Any:
     """The last `width` columns of each array of a pytree [b, S]."""
     return jax.tree.map(lambda x: x[:, -width:], rows)
+
+
+def response_columns(rows: Any, c: int, shape: token_budget.Shape) -> Any:
+    """The columns of a shape, of a pytree [b, C + T]: the last of the prompt's and the first of the response's."""
+    return jax.tree.map(lambda x: x[:, c - shape.prompt : c + shape.response], rows)
+
+
+def token_items(
+    batch: Any, prompts: Array, lengths: Array, t: int, config, narrow: Any, mesh: Any
+) -> token_budget.Items:
+    """Rows for micro-batches of micro_batch_tokens tokens.
+
+    Args:
+      batch: pytree [B, ...], whose first leaf is [B, C + T].
+      prompts, lengths: [B] int32, of prompts and responses.
+      t: T.
+      config: a PPOConfig.
+      narrow, mesh: see `token_budget.Items`.
+    """
+    rows, width = jax.tree.leaves(batch)[0].shape
+    # One column more than the response: with the score after eos a value follows it.
+    columns = jnp.where(lengths < 0, -1, jnp.minimum(lengths + 1, t))
+    shapes = token_budget.shapes_of(config, items=rows, columns=width - t, t=t, mesh=mesh)
+    return token_budget.Items(batch, prompts, columns, shapes, narrow, mesh)
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
@@ -238,30 +274,14 @@ def update(
         tokens, mask = last_columns((micro.tokens, micro.mask), width + t)
         return micro.replace(tokens=tokens, mask=mask), scale
 
-    def minibatch_step(carry, item):
+    def loss_of(params, micro, scale, index, n):
+        loss, (metrics, ratio_error) = loss_and_metrics(models.with_trained(params), micro, scale, config)
+        # Maxima and the ratios of micro-batches cannot be summed: each micro-batch writes into its own slot.
+        slot = jnp.arange(n) == index
+        return loss, (metrics, jnp.where(slot, ratio_error, 0.0), jnp.where(slot, metrics["val/ratio"], 0.0))
+
+    def finish_step(carry, number, grads, metrics, ratio_errors, ratios):
         params, opt_state, steps_enabled = carry
-        rows, number = item
-        rows = rows[microbatch.sort_by_prompt_length(all_prompt_lengths[rows], config)]
-        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
-        micros, lengths = microbatch.split_micro((batch, lengths), config.micro_batch_size)
-        micros = sharding.spread_rows(micros, models.mesh, axis=1)
-        buckets = microbatch.WidthBuckets(
-            tuple(functools.partial(narrow, width=width) for width in widths),
-            microbatch.narrowest_width(lengths, widths),
-        )
-        weights = loss_weights(micros.lengths, t, config)
-        n = micros.lengths.shape[0]
-
-        def loss_fn(params, micro, index):
-            micro, scale = micro
-            loss, (metrics, ratio_error) = loss_and_metrics(models.with_trained(params), micro, scale, config)
-            # Maxima and the ratios of micro-batches cannot be summed: each micro-batch writes into its own slot.
-            slot = jnp.arange(n) == index
-            return loss, (metrics, jnp.where(slot, ratio_error, 0.0), jnp.where(slot, metrics["val/ratio"], 0.0))
-
-        grads, (metrics, ratio_errors, ratios) = microbatch.accumulate_gradients(
-            loss_fn, params, (micros, weights), buckets
-        )
         if config.critic_warmup_steps:
             grads = critic_gradients(grads, state.step < config.critic_warmup_steps)
         *carry, step_metrics = nonfinite.apply_if_finite(
@@ -276,6 +296,32 @@ def update(
         )
         ratios = form.ratio_samples(metrics["val/ratio"], ratios)
         return tuple(carry), ({**metrics, **step_metrics}, jnp.max(ratio_errors), ratios)
+
+    def minibatch_step(carry, item):
+        params, rows, number = carry[0], *item
+        if config.micro_batch_tokens is not None:
+            batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
+            items, weights = loss_items(models, batch, lengths, config)
+            n = token_budget.most_micro_batches(items)
+            grads, (metrics, *of_micros), _ = token_budget.accumulate_gradients(
+                lambda params, item, index: loss_of(params, item[0], item[1] | weights, index, n), params, items
+            )
+            return finish_step(carry, number, grads, metrics, *of_micros)
+        rows = rows[microbatch.sort_by_prompt_length(all_prompt_lengths[rows], config)]
+        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
+        micros, lengths = microbatch.split_micro((batch, lengths), config.micro_batch_size)
+        micros = sharding.spread_rows(micros, models.mesh, axis=1)
+        buckets = microbatch.WidthBuckets(
+            tuple(functools.partial(narrow, width=width) for width in widths),
+            microbatch.narrowest_width(lengths, widths),
+        )
+        weights = loss_weights(micros.lengths, t, config)
+        n = micros.lengths.shape[0]
+
+        grads, (metrics, *of_micros) = microbatch.accumulate_gradients(
+            lambda params, item, index: loss_of(params, *item, index, n), params, (micros, weights), buckets
+        )
+        return finish_step(carry, number, grads, metrics, *of_micros)
 
     steps = steps_per_update(config)
     rows = orders[:, : minibatch_size * config.num_mini_batches].reshape(steps, minibatch_size)
@@ -297,6 +343,35 @@ def update(
         counts={"step": 1, "episodes": b},
     )
     return state, metrics
+
+
+def loss_items(models: Models, batch: Experience, prompts: Array, config) -> tuple[token_budget.Items, dict]:
+    """A minibatch for micro-batches of micro_batch_tokens tokens.
+
+    Args:
+      models: their mesh.
+      batch: the minibatch, M rows.
+      prompts: [M] int32, lengths of the prompts.
+      config: a PPOConfig.
+
+    Returns:
+      (items of which a micro-batch is an Experience and the weights {"policy", "value"} of its tokens; {"count",
+      "micros"}, [] each: the rest of `loss_weights`)
+    """
+    t = batch.logprobs.shape[1]
+    c = batch.tokens.shape[1] - t
+    weights = jax.tree.map(lambda x: x[0], loss_weights(batch.lengths[None], t, config))
+    by_token = {name: weights.pop(name) for name in ("policy", "value")}
+
+    def narrow(item, there, shape):
+        rows, scale = item
+        tokens, mask = response_columns((rows.tokens, rows.mask), c, shape)
+        lengths = jnp.where(there, rows.lengths, -1)
+        of_response = (rows.replace(tokens=None, mask=None, lengths=None), scale)
+        rows, scale = jax.tree.map(lambda x: x[:, : shape.response], of_response)
+        return rows.replace(tokens=tokens, mask=mask, lengths=lengths), scale
+
+    return token_items((batch, by_token), prompts, batch.lengths, t, config, narrow, models.mesh), weights
 
 
 def steps_per_update(config) -> int:
@@ -472,6 +547,13 @@ def eval_metrics(models: Models, experience: Experience, *, config) -> Metrics:
     Returns:
       As `update`'s, without those that need an optimizer step; each [] float32.
     """
+    if config.micro_batch_tokens is not None:
+        items, weights = loss_items(
+            models, experience, prompt_lengths(experience.mask, experience.logprobs.shape[1]), config
+        )
+        return token_budget.sum_over_micro_batches(
+            lambda item, index: loss_and_metrics(models, item[0], item[1] | weights, config)[1][0], items
+        )[0]
     micros = microbatch.split_micro(experience, config.micro_batch_size)
     micros = sharding.spread_rows(micros, models.mesh, axis=1)
     weights = loss_weights(micros.lengths, experience.logprobs.shape[1], config)

@@ -33,6 +33,7 @@ def check_devices(config: StageConfig, n_devices: int) -> None:
     rows = {"micro_batch_size": counts.micro_batch}
     if isinstance(config, PolicyConfig):
         rows["rollout_batch_size"] = counts.rollout_batch
+        _check_tokens(config, data * fsdp)
     # With shared prompts a prompt and all its responses are on one device, so devices divide prompts.
     group = counts.generations if getattr(config, "shared_prompts", False) else 1
     for name, count in rows.items():
@@ -44,6 +45,23 @@ def check_devices(config: StageConfig, n_devices: int) -> None:
                 f"{count / (group * data * fsdp):.4g} {'prompts' if prompts else 'rows'} per device; "
                 f"it must be a whole number{unshared}."
             )
+
+
+def _check_tokens(config: PolicyConfig, row_shards: int) -> None:
+    """Raise UserError if micro_batch_tokens are fewer than one row, or one group of responses, of each device."""
+    if config.micro_batch_tokens is None:
+        return
+    together = getattr(config, "computes_groups", False)
+    group = config.num_generations if together else 1
+    needed = row_shards * (config.query_length + group * config.response_length)
+    if config.micro_batch_tokens >= needed:
+        return
+    what = f"num_generations {group} x response_length" if together else "response_length"
+    unshared = ", or give --shared_prompts false" if together else ""
+    raise UserError(
+        f"micro_batch_tokens {config.micro_batch_tokens} is less than (query_length {config.query_length} + {what} "
+        f"{config.response_length}) x {row_shards} (mesh_data x mesh_fsdp) = {needed}: give at least that{unshared}."
+    )
 
 
 # --- counts of a run
@@ -118,8 +136,8 @@ OTHER_MICRO_TOKENS = 16384
 
 def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> StageConfig:
     """The config with a micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and
-    has at most MICRO_TOKENS tokens. A given size is kept; None (the whole minibatch) is kept if the micro-batch size
-    changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
+    has at most MICRO_TOKENS tokens. A given size is kept. None (the whole minibatch) is kept if micro_batch_tokens is
+    given, or if the micro-batch size changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
 
     Args:
       config: a stage's config.
@@ -127,6 +145,8 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
       platform: of the devices: 'cpu', 'gpu' or 'tpu'.
     """
     if config.micro_batch_size is not None or config.depends_on_micro_batching:
+        return config
+    if getattr(config, "micro_batch_tokens", None) is not None:
         return config
     width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
     # A pair is two sequences; a group stays in one micro-batch.
@@ -205,8 +225,13 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
             f"optimizer: {counts.epochs} {epochs} x {counts.batch // counts.minibatch} minibatches of "
             f"{counts.minibatch:,} = {counts.epochs * (counts.batch // counts.minibatch)} steps per update"
         )
-    micro_batches = counts.minibatch // counts.micro_batch
-    lines.append(f"gradient: {micro_batches:,} micro-batches of {counts.micro_batch:,} rows per step")
+    if is_policy and config.micro_batch_tokens is not None:
+        lines.append(
+            f"gradient: micro-batches of at most {config.micro_batch_tokens:,} tokens, as many as a step needs"
+        )
+    else:
+        micro_batches = counts.minibatch // counts.micro_batch
+        lines.append(f"gradient: {micro_batches:,} micro-batches of {counts.micro_batch:,} rows per step")
     if counts.updates is None:
         lines.append(f"run: num_train_epochs {config.num_train_epochs:g} over the data (not read yet)")
         return lines

@@ -361,6 +361,7 @@ class PolicyConfig(StageConfig):
     rollout_batch_size: PositiveInt | None = None
     """Rows generated and scored at a time, over all devices; default: batch_size. Log-probs and values are computed
     micro_batch_size rows at a time, if that is smaller."""
+<<<<<<< HEAD
     decode_slots: PositiveInt | None = None
     """Rows decoded at a time, over all devices: a response that ends makes room for the next one of the batch. None:
     all rows of rollout_batch_size, which wait for the longest."""
@@ -380,6 +381,12 @@ class PolicyConfig(StageConfig):
     rollout_max_steps: PositiveInt | None = None
     """Decode steps of a rollout, after which unfinished responses go on in the next update (partial rollouts, Kimi
     k1.5). Needs old_logprobs sampler. None: no limit."""
+=======
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens per forward and backward pass, padding included, over all devices, in place of micro_batch_size rows. Rows
+    of like length share a pass, so that short responses are not padded to the longest. Log-probs and values are
+    computed so many tokens at a time too. Never changes the result."""
+>>>>>>> learning
     offload_frozen: Literal["none", "pinned_host"] = "none"
     """Where frozen reference and reward models are kept while not in use: on the device, or in pinned host memory
     (copied to the device at each use)."""
@@ -568,7 +575,8 @@ class GroupConfig(PolicyConfig):
     num_generations_eval: PositiveInt | None = None
     """Responses per evaluation prompt; default: num_generations."""
     shared_prompts: bool = True
-    """Compute each prompt once for all its responses; false: once per response. The result is the same."""
+    """Compute each prompt once for all its responses; false: once per response. The result is the same. With
+    micro_batch_tokens the update does so only if response_length is at most query_length."""
 
     # --- rewards to advantages
     reward_clip_range: tuple[float, ...] | None = None
@@ -599,6 +607,14 @@ class GroupConfig(PolicyConfig):
     """Weight of the policy in the updated reference."""
     ref_model_sync_steps: PositiveInt = 512
     """Optimizer steps between reference updates."""
+
+    @property
+    def computes_groups(self) -> bool:
+        """Whether log-probs and updates compute a prompt once for all responses to it: shared_prompts, but not by
+        micro_batch_tokens where responses may be longer than prompts. A group is as wide as the longest of its
+        responses; single rows are not."""
+        apart = self.micro_batch_tokens is not None and self.response_length > self.query_length
+        return self.shared_prompts and not apart
 
     @property
     def epochs_per_update(self) -> int:

@@ -181,6 +181,19 @@ def _batches(config: StageConfig) -> Iterator[str]:
                 f"{source}{rows} rows per minibatch / micro_batch_size {micro} = {rows / micro:.4g} micro-batches; "
                 f"it must be a whole number (try micro_batch_size {_divisors(rows, micro)})."
             )
+    if getattr(config, "micro_batch_tokens", None) is not None:
+        if config.micro_batch_size is not None:
+            yield (
+                f"micro_batch_tokens {config.micro_batch_tokens} and micro_batch_size {config.micro_batch_size} both "
+                "set the size of a micro-batch: remove one of them (--micro_batch_size none)."
+            )
+        if config.depends_on_micro_batching:
+            by_micro = getattr(config, "loss_aggregation", None) == "token_mean_micro"
+            cause = "loss_aggregation 'token_mean_micro'" if by_micro else f"metrics {config.metrics!r}"
+            yield (
+                f"micro_batch_tokens with {cause}: the result would depend on which rows share a micro-batch, and "
+                "these are chosen by length. Remove one of them."
+            )
     rollout = getattr(config, "rollout_batch_size", None)
     if rollout is not None and batch % rollout:
         yield (

@@ -1,4 +1,4 @@
-"""Attention: query, key and value, causal attention in blocks of queries, attention after a shared prefix.
+"""Attention: query, key and value, causal attention in blocks of queries, the same after a shared prefix.
 
 Shape letters: B batch, P prefixes, G = B / P continuations of a prefix, Q queries, S keys, C keys of a prefix, D width,
 H heads, KV heads of keys and values, K head size.
@@ -23,6 +23,8 @@ from rlhf_jax.types import Array
 
 # Queries a block of causal attention; measured best on CPU for 512 + 53 tokens (64 and 256 are slower backward).
 QUERY_BLOCK = 128
+SEGMENTS = 8
+"""Parts of long rows. Each computes with the keys that its last query sees, and is in the program once."""
 
 
 def last_columns(columns: Any, last: int | None) -> Any:
@@ -157,19 +159,91 @@ def causal_attention(
 def _query_blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
     """(first query, end, end of the keys that the last of them sees) of each block."""
     # Long rows take larger blocks, so that the program stays small.
-    block = max(QUERY_BLOCK, -(-queries // 8))
+    block = max(QUERY_BLOCK, -(-queries // SEGMENTS))
     ends = [(start, min(start + block, queries)) for start in range(0, queries, block)]
     return [(start, stop, stop + keys - queries) for start, stop in ends]
 
 
-def causal_mask(mask: Array, queries: int, seen: int, window: Array | int | None, segment_ids: Array | None) -> Array:
-    """The keys before column `seen` that each of the last `queries` of these columns sees: bool [B, 1, Q, seen]."""
-    keep = causal_keep(jnp.arange(seen - queries, seen), jnp.arange(seen), window)
+def _map_query_blocks(
+    function: Callable[..., tuple[Any, tuple[Array, ...]]],
+    arrays: tuple[Array, ...],
+    axes: tuple[int, ...],
+    keys: int,
+    carry: Any = None,
+) -> tuple[Any, tuple[Array, ...]]:
+    """Applies `function` to one block of queries after another.
+
+    Up to SEGMENTS blocks are unrolled; more go into a loop for each segment of the queries. Unrolled, XLA would hold
+    the scores of all blocks at once.
+
+    Args:
+      function: (carry, arrays of a block, the columns of its first query and of the first key that none of it sees) ->
+        (carry, outputs [B, H, Q, n] of the block).
+      arrays: [B, H, Q, n], or with the queries on another axis.
+      axes: of the queries in each array.
+      keys: S; the queries are in the last of S columns.
+      carry: of the first block.
+
+    Returns:
+      (carry, outputs [B, H, Q, n] of all blocks)
+    """
+    queries, outs = arrays[0].shape[axes[0]], []
+    if queries <= SEGMENTS * QUERY_BLOCK:
+        for start, stop, seen in _query_blocks(queries, keys):
+            part = tuple(x[*[slice(None)] * axis, start:stop] for x, axis in zip(arrays, axes, strict=True))
+            carry, out = function(carry, part, seen - stop + start, seen)
+            outs.append(out)
+        return carry, tuple(jnp.concatenate(parts, axis=2) for parts in zip(*outs, strict=True))
+    blocks = -(-queries // QUERY_BLOCK)
+    padding = blocks * QUERY_BLOCK - queries  # queries before the first column see no key
+
+    def split(x: Array, axis: int) -> Array:
+        x = jnp.pad(x, [(padding if i == axis else 0, 0) for i in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], blocks, QUERY_BLOCK, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    parts = tuple(split(x, axis) for x, axis in zip(arrays, axes, strict=True))
+    begin, loop = keys - blocks * QUERY_BLOCK, -(-blocks // SEGMENTS)
+    for start in range(0, blocks, loop):
+        stop = min(start + loop, blocks)
+        first, seen = begin + QUERY_BLOCK * jnp.arange(start, stop), begin + QUERY_BLOCK * stop
+
+        def step(carry: Any, block: tuple, seen: int = seen) -> tuple[Any, tuple[Array, ...]]:
+            # Without the barrier a scan over layers would compute the masks of all blocks once, and keep them.
+            return function(carry, *jax.lax.optimization_barrier(block), seen)
+
+        carry, out = jax.lax.scan(step, carry, (tuple(x[start:stop] for x in parts), first))
+        outs.append(out)
+    joined = (jnp.moveaxis(jnp.concatenate(parts), 0, 2) for parts in zip(*outs, strict=True))
+    return carry, tuple(x.reshape(*x.shape[:2], -1, x.shape[4])[:, :, padding:] for x in joined)
+
+
+def causal_mask(
+    mask: Array,
+    queries: int,
+    seen: int,
+    window: Array | int | None,
+    segment_ids: Array | None,
+    first: Array | int | None = None,
+) -> Array:
+    """The keys before column `seen` that each of `queries` columns sees: bool [B, 1, Q, seen].
+
+    `first` is the column of the first query, and may be traced; None: the queries are the last of these columns.
+    """
+    columns = _columns(seen - queries if first is None else first, queries)
+    keep = causal_keep(columns, jnp.arange(seen), window)
     keep = mask[:, None, None, :seen] & keep[None, None]
     if segment_ids is None:
         return keep
-    own, of_keys = segment_ids[:, seen - queries : seen], segment_ids[:, :seen]
-    return keep & (own[:, None, :, None] == of_keys[:, None, None, :])
+    if first is None or isinstance(first, int):
+        own = segment_ids[:, seen - queries : seen]
+    else:
+        own = jnp.take(segment_ids, columns, axis=1, mode="clip")
+    return keep & (own[:, None, :, None] == segment_ids[:, None, None, :seen])
+
+
+def _columns(first: Array | int, count: int) -> Array:
+    return jnp.arange(first, first + count) if isinstance(first, int) else first + jnp.arange(count)
 
 
 def causal_keep(queries: Array, keys: Array, window: Array | int | None) -> Array:
@@ -237,15 +311,14 @@ def _causal(score, query, key, value, mask, window, segment_ids) -> Array:
 
 def _causal_forward(score, query, key, value, mask, window, segment_ids) -> tuple[Array, tuple]:
     queries, keys, values = _keys_last(_scale(score, query)), _keys_last(key), value.swapaxes(1, 2)
-    outs, sums = [], []
-    for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
-        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
-        scores = _scores(score, queries[..., start:stop], keys[..., :seen], keep)
-        out, logsumexp = _softmax_weighted_mean(scores, values[:, :, :seen])
-        outs.append(out)
-        sums.append(logsumexp)
-    out = jnp.concatenate(outs, axis=2).swapaxes(1, 2).astype(value.dtype)
-    return out, (query, key, value, mask, window, segment_ids, out, jnp.concatenate(sums, axis=2))
+
+    def block(_: None, part: tuple[Array, ...], first: Array | int, seen: int) -> tuple[None, tuple[Array, Array]]:
+        keep = causal_mask(mask, part[0].shape[3], seen, window, segment_ids, first)
+        return None, _softmax_weighted_mean(_scores(score, part[0], keys[..., :seen], keep), values[:, :, :seen])
+
+    _, (out, logsumexp) = _map_query_blocks(block, (queries,), (3,), key.shape[1])
+    out = out.swapaxes(1, 2).astype(value.dtype)
+    return out, (query, key, value, mask, window, segment_ids, out, logsumexp)
 
 
 def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array | None, ...]:
@@ -255,17 +328,21 @@ def _causal_backward(score, residuals: tuple, d_out: Array) -> tuple[Array | Non
     dot = _row_dot(out, d_out)
     d_out_rows = d_out.swapaxes(1, 2)
     d_outs = d_out_rows.swapaxes(2, 3)
-    d_query = []
-    d_key = d_value = jnp.zeros(keys.shape, jnp.float32)
-    for start, stop, seen in _query_blocks(query.shape[1], key.shape[1]):
-        keep = causal_mask(mask, stop - start, seen, window, segment_ids)
-        scores = _scores(score, queries[..., start:stop], keys[..., :seen], keep)
-        part = (logsumexp[:, :, start:stop], d_outs[..., start:stop], values[..., :seen], dot[:, :, start:stop])
-        weights, d_scores = _score_gradient(score, scores, *part)
-        d_query.append(_weighted_sum(d_scores, key_rows[:, :, :seen]))
-        d_key = d_key.at[..., :seen].add(_sum_over_queries(d_scores, query_rows[:, :, start:stop]))
-        d_value = d_value.at[..., :seen].add(_sum_over_queries(weights, d_out_rows[:, :, start:stop]))
-    d_query = _scale(score, jnp.concatenate(d_query, axis=2)).swapaxes(1, 2).astype(query.dtype)
+
+    def block(carry: tuple[Array, Array], part: tuple[Array, ...], first: Array | int, seen: int):
+        (d_key, d_value), (queries, query_rows, logsumexp, d_outs, dot, d_out_rows) = carry, part
+        keep = causal_mask(mask, queries.shape[3], seen, window, segment_ids, first)
+        scores = _scores(score, queries, keys[..., :seen], keep)
+        weights, d_scores = _score_gradient(score, scores, logsumexp, d_outs, values[..., :seen], dot)
+        d_query = _weighted_sum(d_scores, key_rows[:, :, :seen])
+        d_key = d_key.at[..., :seen].add(_sum_over_queries(d_scores, query_rows))
+        d_value = d_value.at[..., :seen].add(_sum_over_queries(weights, d_out_rows))
+        return (d_key, d_value), (d_query,)
+
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    arrays, axes = (queries, query_rows, logsumexp, d_outs, dot, d_out_rows), (3, 2, 2, 3, 2, 2)
+    (d_key, d_value), (d_query,) = _map_query_blocks(block, arrays, axes, key.shape[1], (zeros, zeros))
+    d_query = _scale(score, d_query).swapaxes(1, 2).astype(query.dtype)
     d_key, d_value = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (d_key, d_value))
     return d_query, d_key, d_value, None, None, None
 
@@ -311,17 +388,65 @@ def attend_after_prefix(
     [B, H, Q, K]. Neither a prefix nor a key that several heads read is copied: their queries are grouped instead. The
     backward pass is as that of `causal_attention`.
     """
+    masks = _prefix_masks(query, key, keep, prefix_key, prefix_keep, prefix_window)
+    out = _after_prefix(score, _by_key_head(query, key), key, value, masks[0], prefix_key, prefix_value, masks[1])
+    return out.reshape(query.shape)
+
+
+def causal_attention_after_prefix(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    prefix_key: Array,
+    prefix_value: Array,
+    prefix_mask: Array,
+    score: ScoreFunction,
+    *,
+    window: Array | int | None = None,
+) -> Array:
+    """`attend_after_prefix` of continuations to the prefix and to the unmasked positions up to themselves.
+
+    query [B, H, T, K], key and value [B, KV, T, K], mask [B, T] bool, prefix_key and prefix_value [P, KV, C, K],
+    prefix_mask [P, C] bool -> [B, H, T, K]. `window` and the blocks of queries are as in `causal_attention`; the
+    columns of the prefix come before those of the continuations.
+    """
+    if query.shape[2] > QUERY_BLOCK:
+        return _causal_after_prefix(score, query, key, value, mask, prefix_key, prefix_value, prefix_mask, window)
+    keep, prefix_window = _causal_prefix_masks(mask, prefix_mask, window, query.shape[2], 0, query.shape[2])
+    prefix = (prefix_key, prefix_value, prefix_mask, score)
+    return attend_after_prefix(query, key, value, keep, *prefix, prefix_window=prefix_window)
+
+
+def _causal_prefix_masks(
+    mask: Array, prefix_mask: Array, window: Array | int | None, queries: int, first: Array | int, seen: int
+) -> tuple[Array, Array | None]:
+    """`keep` and `prefix_window` of `attend_after_prefix` for a block of queries from column `first`."""
+    before = prefix_mask.shape[1]
+    columns = _columns(before + first, queries)
+    keep = mask[:, None, None, :seen] & causal_keep(columns, jnp.arange(before, before + seen), window)[None, None]
+    return keep, None if window is None else causal_keep(columns, jnp.arange(before), window)
+
+
+def _by_key_head(query: Array, key: Array) -> Array:
+    """[B, H, Q, n] -> [B, KV, H / KV * Q, n], the queries of all heads that read a key side by side."""
     rows, heads, queries, size = query.shape
     shared = heads // key.shape[1]
+    return query.reshape(rows, key.shape[1], shared * queries, size) if shared > 1 else query
+
+
+def _prefix_masks(
+    query: Array, key: Array, keep: Array, prefix_key: Array, prefix_keep: Array, prefix_window: Array | None
+) -> tuple[Array, Array]:
+    """`keep` of the queries as `_by_key_head` has them, and that of the prefix as `_group_by_prefix` does."""
+    shared = query.shape[1] // key.shape[1]
     if shared > 1:
-        query = query.reshape(rows, key.shape[1], shared * queries, size)
         keep = jnp.tile(keep, (1, 1, shared if keep.shape[2] > 1 else 1, 1))
     prefix_keep = prefix_keep[:, None, None, :]
     if prefix_window is not None:
-        copies = query.shape[2] // queries * rows // prefix_key.shape[0]
+        copies = shared * query.shape[0] // prefix_key.shape[0]
         prefix_keep = prefix_keep & jnp.tile(prefix_window, (copies, 1))[None, None]
-    out = _after_prefix(score, query, key, value, keep, prefix_key, prefix_value, prefix_keep)
-    return out.reshape(rows, heads, queries, size) if shared > 1 else out
+    return keep, prefix_keep
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -346,7 +471,8 @@ def _after_prefix_forward(score, query, key, value, keep, prefix_key, prefix_val
     return out, residuals
 
 
-def _after_prefix_backward(score, residuals, d_out):
+def _after_prefix_gradients(score, residuals, d_out):
+    """Gradients of query, key, value, prefix_key and prefix_value, float32."""
     query, key, value, keep, prefix_key, prefix_value, prefix_keep, out, logsumexp = residuals
     rows, prefixes = query.shape[0], prefix_key.shape[0]
     scaled = _scale(score, query)
@@ -364,8 +490,63 @@ def _after_prefix_backward(score, residuals, d_out):
     d_query_prefix, d_prefix_key, d_prefix_value = gradients(grouped, grouped_d_out, logsumexps, dots, *prefix)
     d_query_own, d_key, d_value = gradients(scaled, d_out, logsumexp, dot, key, value, keep)
     d_query = _scale(score, _ungroup(d_query_prefix, rows) + d_query_own)
-    d_inputs = (d_query, d_key, d_value, None, d_prefix_key, d_prefix_value, None)
-    return tuple(None if x is None else x.astype(query.dtype) for x in d_inputs)
+    return d_query, d_key, d_value, d_prefix_key, d_prefix_value
+
+
+def _after_prefix_backward(score, residuals, d_out):
+    query = residuals[0]
+    gradients = (x.astype(query.dtype) for x in _after_prefix_gradients(score, residuals, d_out))
+    d_query, d_key, d_value, d_prefix_key, d_prefix_value = gradients
+    return d_query, d_key, d_value, None, d_prefix_key, d_prefix_value, None
 
 
 _after_prefix.defvjp(_after_prefix_forward, _after_prefix_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _causal_after_prefix(score, query, key, value, mask, prefix_key, prefix_value, prefix_mask, window):
+    arguments = (query, key, value, mask, prefix_key, prefix_value, prefix_mask, window)
+    return _causal_after_prefix_forward(score, *arguments)[0]
+
+
+def _block_after_prefix(arguments: tuple, query: Array, first: Array | int, seen: int) -> tuple:
+    """The arguments of `_after_prefix` for a block of queries [B, H, Q, K]; `arguments` those of all."""
+    _, key, value, mask, prefix_key, prefix_value, prefix_mask, window = arguments
+    keep, prefix_window = _causal_prefix_masks(mask, prefix_mask, window, query.shape[2], first, seen)
+    keep, prefix_keep = _prefix_masks(query, key, keep, prefix_key, prefix_mask, prefix_window)
+    own = (_by_key_head(query, key), key[:, :, :seen], value[:, :, :seen], keep)
+    return (*own, prefix_key, prefix_value, prefix_keep)
+
+
+def _causal_after_prefix_forward(score, *arguments):
+    query, key, value = arguments[:3]
+
+    def block(_: None, part: tuple[Array], first: Array | int, seen: int) -> tuple[None, tuple[Array, Array]]:
+        out, residuals = _after_prefix_forward(score, *_block_after_prefix(arguments, part[0], first, seen))
+        logsumexp = residuals[-1]
+        return None, (out.reshape(part[0].shape), logsumexp.reshape(*part[0].shape[:3], 1))
+
+    _, (out, logsumexp) = _map_query_blocks(block, (query,), (2,), key.shape[2])
+    return out, (arguments, out, logsumexp)
+
+
+def _causal_after_prefix_backward(score, residuals, d_out):
+    arguments, out, logsumexp = residuals
+    query, key, value, _, prefix_key, prefix_value, *_ = arguments
+
+    def block(sums: tuple[Array, ...], part: tuple[Array, ...], first: Array | int, seen: int):
+        query, *outs = part
+        whole = _block_after_prefix(arguments, query, first, seen)
+        out, logsumexp, d_out = (_by_key_head(x, key) for x in outs)
+        d_query, *own = _after_prefix_gradients(score, (*whole, out, logsumexp), d_out)
+        d_key, d_value = (x.at[:, :, :seen].add(d) for x, d in zip(sums[:2], own[:2], strict=True))
+        return (d_key, d_value, sums[2] + own[2], sums[3] + own[3]), (d_query.reshape(query.shape),)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value, prefix_key, prefix_value))
+    arrays = (query, out, logsumexp, d_out)
+    sums, (d_query,) = _map_query_blocks(block, arrays, (2,) * 4, key.shape[2], zeros)
+    d_query, d_key, d_value, d_prefix_key, d_prefix_value = (x.astype(query.dtype) for x in (d_query, *sums))
+    return d_query, d_key, d_value, None, d_prefix_key, d_prefix_value, None, None
+
+
+_causal_after_prefix.defvjp(_causal_after_prefix_forward, _causal_after_prefix_backward)

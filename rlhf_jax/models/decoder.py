@@ -18,7 +18,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import Attention, attend_after_prefix, causal_keep, last_columns
+from rlhf_jax.models.attention import (
+    Attention,
+    attend_after_prefix,
+    causal_attention_after_prefix,
+    causal_keep,
+    last_columns,
+)
 from rlhf_jax.models.attention_kernels import row_attention
 from rlhf_jax.models.cached_attention import (
     Segment,
@@ -247,14 +253,10 @@ def hidden_after_prompts(
     lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
     positions = positions + lengths[:, None]
     prompt_ropes, ropes = _ropes(config, prompt_positions), _ropes(config, positions)
-    prompt_columns = jnp.arange(prompts.shape[1])
-    columns = prompts.shape[1] + jnp.arange(responses.shape[1])
 
     def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
         prompt_rope, window = _at_layer(config, prompt_ropes, index)
         rope, _ = _at_layer(config, ropes, index)
-        keep = mask[:, None, None, :] & causal_keep(columns, columns, window)[None, None]
-        prefix_window = None if window is None else causal_keep(columns, prompt_columns, window)
 
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
             out = row_attention(context, query, key, value, prompt_mask, window=window)
@@ -268,7 +270,7 @@ def hidden_after_prompts(
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             query, key, value = (a.swapaxes(1, 2) for a in (query, key, value))
             prefix = (prefix_key, prefix_value, prompt_mask, config.score_function)
-            out = attend_after_prefix(query, key, value, keep, *prefix, prefix_window=prefix_window)
+            out = causal_attention_after_prefix(query, key, value, mask, *prefix, window=window)
             return out.swapaxes(1, 2), None
 
         response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)

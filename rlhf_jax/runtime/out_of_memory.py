@@ -11,17 +11,17 @@ import jax
 from rlhf_jax.errors import UserError
 
 # Options that lower the memory of a phase, the cheapest first.
-_ACTIVATIONS = ("micro_batch_size", "gradient_checkpointing", "length_buckets", "dtype")
+_ACTIVATIONS = ("micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "length_buckets", "dtype")
 _ROWS = ("rollout_batch_size", "decode_slots")
 _QUANTIZED = ("load_in_8bit", "load_in_4bit")
 _WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", *_QUANTIZED)
 LOWERS = {
     "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", *_QUANTIZED),
     "generate": (*_ROWS, "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", *_QUANTIZED),
-    "score": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
-    "experience": ("rollout_batch_size", "micro_batch_size", "offload_frozen", "dtype"),
+    "score": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "offload_frozen", "dtype"),
+    "experience": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "offload_frozen", "dtype"),
     "update": (*_ACTIVATIONS, *_WEIGHTS),
-    "evaluation": ("rollout_batch_size", "micro_batch_size", "batch_size", "dtype"),
+    "evaluation": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "batch_size", "dtype"),
 }
 
 
@@ -61,6 +61,7 @@ def message(config, phase: str, error: str) -> str:
         needed = f" (allocating {request[1]} {request[2]})"
     no_help = set() if config.use_peft else set(_QUANTIZED)
     no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
+    no_help |= {"micro_batch_size"} if getattr(config, "micro_batch_tokens", None) is not None else set()
     names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in no_help]
     lowers = [f"{name} (now {getattr(config, name)})" for name in names]
     return (

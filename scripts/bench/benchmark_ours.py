@@ -180,7 +180,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
     def generate(runner):
         policy, keys = state.params["policy"], {"seed": state.seed, "step": state.step}
-        return runner.generate_rollout(policy, prompts, **keys, group_size=group)
+        return runner.generate_rollout(policy, prompts, **keys, group_size=group)[0]
 
     if "generate" in wanted:
         short = prefill_only(stage)

@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import grpo, ppo, reward_model, rloo
+from rlhf_jax.algorithms import grpo, ppo, reward_model, rloo, token_budget
 from rlhf_jax.algorithms.actor_critic import token_kl
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
@@ -372,9 +372,69 @@ def test_under_dropout_a_token_is_selected_by_the_entropy_that_its_loss_has():
     alone, other = learned(np.tile(np.argsort(prompts), (2, 1)), loss_aggregation="token_mean_micro")
     near(alone, gradient, 2e-5)
     near(other, loss, 2e-5)
-    cut, other = learned(orders, micro_batch_size=G)
-    near(cut, gradient, 2e-5)
-    near(other, loss, 2e-5)
+    for size in ({"micro_batch_size": G}, {"micro_batch_tokens": BY_ROWS}):
+        cut, other = learned(orders, **size)
+        near(cut, gradient, 2e-5)
+        near(other, loss, 2e-5)
+
+
+# ---------------------------------------------------------------------------------------------- micro_batch_tokens
+
+BY_ROWS, BY_GROUPS = 2 * (C + T), C + G * T  # tokens of a micro-batch
+
+
+@pytest.fixture
+def two_widths(monkeypatch):
+    """Responses of 3 or 5 columns: half as much to compile."""
+    monkeypatch.setattr(token_budget, "RESPONSE_WIDTHS", (2, 1))
+
+
+@pytest.mark.parametrize("config", [OF_TOKENS, OF_SEQUENCES], ids=["token_mean", "seq_mean"])
+def test_ppo_is_the_same_by_tokens(config, two_widths):
+    tokens = {"micro_batch_tokens": BY_ROWS, "gradient_checkpointing": config is OF_SEQUENCES}
+    run, cut = ppo_program(config), ppo_program(dataclasses.replace(config, **tokens))
+
+    @few
+    @given(cases(shortest=-1))  # a row of length -1 is absent
+    def check(case):
+        rows = np.random.default_rng(0).permutation(B)
+        made, found, gradient, learned = run(*case, rows)
+        also_made, others, other_gradient, also = cut(*case, rows)
+        for name in ("logprobs", "values", "advantages", "returns"):
+            near(getattr(also_made, name), getattr(made, name), 1e-5, name)
+        near(other_gradient, gradient, 5e-6)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config", "together"),
+    [(rloo, RLOO_SEQUENCES, True), (rloo, RLOO_TOKENS, False), (grpo, GRPO_TOKENS, True)],
+    ids=["rloo", "rloo, each row alone", "grpo"],
+)
+def test_groups_are_the_same_by_tokens(algorithm, config, together, two_widths):
+    tokens = {"micro_batch_tokens": BY_GROUPS if together else BY_ROWS, "shared_prompts": together}
+    run, cut = group_program(algorithm, config), group_program(algorithm, dataclasses.replace(config, **tokens))
+
+    @few
+    @given(cases(shortest=1 if algorithm is grpo else 0), st.integers(0, B // G))
+    def check(case, absent):
+        rollout, scores = of_one_prompt(case[0]), case[1]
+        rows = np.arange(B) < B - absent * G  # the last prompts pad the batch
+        assume((rollout.lengths[rows] > 0).sum() > 2)
+        rollout = rollout.replace(lengths=np.where(rows, rollout.lengths, -1))
+        order = np.random.default_rng(0).permutation(B // G)
+        made, found, gradient, learned = run(rollout, scores, order)
+        also_made, others, other_gradient, also = cut(rollout, scores, order)
+        near(also_made.logprobs, made.logprobs, 1e-5)
+        near(also_made.advantages, made.advantages, 1e-5)
+        near(other_gradient, gradient, 5e-6)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
 
 
 # --------------------------------------------------------------------------------------------- scores, KL, and sampling

@@ -169,3 +169,27 @@ def test_a_micro_batch_of_rloo_has_whole_groups_and_one_of_pairs_counts_both():
     assert micro(SFTConfig(batch_size=64, max_length=256)) == 8
     assert micro(RewardConfig(batch_size=64, max_length=256)) == 4
     assert micro(SFTConfig(batch_size=7, max_length=256)) == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "needed"),
+    [
+        (PPOConfig(query_length=512, response_length=8192), 1, 8704),
+        (PPOConfig(query_length=512, response_length=53), 8, 8 * 565),
+        (RLOOConfig(query_length=512, num_generations=4, response_length=512), 2, 2 * 5 * 512),
+        # Responses that may be longer than their prompts are in micro-batches one by one.
+        (RLOOConfig(query_length=64, num_generations=4, response_length=512), 2, 2 * 576),
+    ],
+)
+def test_micro_batch_tokens_are_at_least_a_row_of_each_device(config, devices, needed):
+    with pytest.raises(
+        UserError, match=rf"micro_batch_tokens {needed - 1} is less than .* = {needed}: give at least that"
+    ):
+        batch_sizes.check_devices(dataclasses.replace(config, micro_batch_tokens=needed - 1), devices)
+    batch_sizes.check_devices(dataclasses.replace(config, micro_batch_tokens=needed), devices)
+
+
+def test_micro_batch_tokens_stand_in_place_of_a_micro_batch_size():
+    config = PPOConfig(micro_batch_tokens=8192)
+    assert batch_sizes.with_micro_batch(config, 1, "cpu") == config
+    assert "gradient: micro-batches of at most 8,192 tokens, as many as a step needs" in batch_sizes.batch_lines(config)

@@ -67,6 +67,16 @@ def test_a_larger_micro_batch_takes_more(programs):
     assert 1.3 < update.temporary / programs["update"].temporary < 3
 
 
+def test_micro_batches_of_tokens_take_their_widest():
+    options = {**POLICY, "batch_size": 64, "response_length": 64}  # 8 rows of 32 + 64 tokens, or as many tokens
+    mesh, sizes = sharding.make_mesh(devices=jax.devices()[:1]), []
+    for size in ({"micro_batch_size": 8}, {"micro_batch_size": None, "micro_batch_tokens": 8 * 96}):
+        stage = memory.abstract_stage(PPOConfig(**{**options, **size}), mesh)
+        sizes.append({program.name: program.temporary for program in memory.programs(stage)})
+    for name in ("experience", "update"):
+        assert sizes[1][name] < 1.3 * sizes[0][name]
+
+
 def test_offloaded_models_take_nothing_on_the_device():
     away = RLOOConfig(**POLICY, num_generations=2, offload_frozen="pinned_host")
     parts = memory.resident_bytes(memory.abstract_stage(away, sharding.make_mesh(devices=jax.devices()[:1])))

@@ -14,7 +14,7 @@ from tests.helpers.attention import plain_attention, plain_causal
 SCORE = ScoreFunction(8**-0.5)  # of head size 8
 
 
-@pytest.mark.parametrize("length", [1, 5, 128, 300])
+@pytest.mark.parametrize("length", [1, 5, 128, 300, 1100])
 def test_causal_attention_is_the_formula_in_value_and_gradient(length):
     shape = (3, length, 2, 8)
     arguments = [normal(i, *shape) for i in range(3)]
@@ -33,9 +33,9 @@ def test_causal_attention_is_the_formula_in_value_and_gradient(length):
         assert jnp.abs(found - gradient).max() < 1e-6 if length == 1 else distance(found, gradient) < 2e-6
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_rows_of_several_segments_are_their_segments_in_value_and_gradient(drops):
-    first, length, shape = 130, 300, (2, 300, 2, 8)
+@pytest.mark.parametrize(("drops", "length"), [(False, 300), (True, 300), (False, 1100)])
+def test_rows_of_several_segments_are_their_segments_in_value_and_gradient(drops, length):
+    first, shape = 130, (2, length, 2, 8)
     arguments, upstream = [normal(i, *shape) for i in range(3)], normal(9, *shape)
     mask = jnp.ones((2, length), bool).at[1, 140:150].set(False)
     upstream = jnp.where(mask[:, :, None, None], upstream, 0)
@@ -69,6 +69,25 @@ def test_causal_attention_keeps_no_weights_for_the_backward_pass():
 
     assert kept(lambda *args: attention.causal_attention(*args, mask, SCORE)) == 2 * length * 2 * 8
     assert kept(lambda *args: plain_causal(*args, mask)) == 2 * 2 * length * length
+
+
+@pytest.mark.parametrize("after_prefix", [False, True])
+def test_memory_of_attention_is_linear_in_the_length(after_prefix):
+    def attend(query, key, value, mask):
+        if after_prefix:
+            prefix = (key[:, :, :8], value[:, :, :8], mask[:, :8])
+            return attention.causal_attention_after_prefix(query, key, value, mask, *prefix, SCORE)
+        return attention.causal_attention(query, key, value, mask, SCORE)
+
+    def temporary(length):
+        rows = jax.ShapeDtypeStruct((1, 2, length, 8) if after_prefix else (1, length, 2, 8), jnp.float32)
+        gradient = jax.grad(lambda *args: jnp.sum(attend(*args)), (0, 1, 2))
+        program = jax.jit(gradient).lower(rows, rows, rows, jax.ShapeDtypeStruct((1, length), bool)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(2048), temporary(8192)
+    assert long < 5 * short
+    assert short < 2 * 2048 * 2048 * 4  # the scores of both heads
 
 
 def test_attention_in_bfloat16_stays_close_to_float32():
@@ -113,3 +132,36 @@ def test_attention_after_a_shared_prefix_is_the_formula_in_value_and_gradient(gr
     found, wanted = value_and_vjp(ours, arguments, upstream), value_and_vjp(plain, arguments, upstream)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         assert distance(one, other) < 2e-6
+
+
+@pytest.mark.parametrize(("length", "window"), [(5, 3), (130, None), (300, 90), (1100, 90)])
+def test_causal_attention_after_a_prefix_is_the_attention_of_one_block(length, window):
+    prefixes, group, heads, own_heads, before, size = 2, 3, 4, 2, 20, 8
+    rows = prefixes * group
+    query = normal(0, rows, heads, length, size)
+    key, value = (normal(i, rows, own_heads, length, size) for i in (1, 2))
+    prefix_key, prefix_value = (normal(i, prefixes, own_heads, before, size) for i in (3, 4))
+    prefix_mask = jnp.arange(before)[None, :] >= jnp.array([0, 4])[:, None]
+    mask = jnp.arange(length)[None, :] < jnp.linspace(0, length, rows).astype(jnp.int32)[:, None]
+    columns, prefix_columns = before + jnp.arange(length), jnp.arange(before)
+    seen = mask[:, None, None, :] & attention.causal_keep(columns, columns, window)[None, None]
+    prefix_window = None if window is None else attention.causal_keep(columns, prefix_columns, window)
+
+    def blocks(*args):
+        query, key, value, *prefix = args
+        out = attention.causal_attention_after_prefix(
+            query, key, value, mask, *prefix, prefix_mask, SCORE, window=window
+        )
+        return jnp.where(mask[:, None, :, None], out, 0)
+
+    def whole(*args):
+        query, key, value, *prefix = args
+        out = attention.attend_after_prefix(
+            query, key, value, seen, *prefix, prefix_mask, SCORE, prefix_window=prefix_window
+        )
+        return jnp.where(mask[:, None, :, None], out, 0)
+
+    arguments, upstream = (query, key, value, prefix_key, prefix_value), normal(8, rows, heads, length, size)
+    found, wanted = value_and_vjp(blocks, arguments, upstream), value_and_vjp(whole, arguments, upstream)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert distance(one, other) < 1e-6

@@ -46,6 +46,11 @@ def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
     assert "allocating 12.50 GiB" in out_of_memory.message(config, phase, GPU)
 
 
+def test_of_two_sizes_of_a_micro_batch_the_one_that_is_given_is_named():
+    said = out_of_memory.message(PPOConfig(micro_batch_tokens=8192), "update", XLA)
+    assert "micro_batch_tokens (now 8192)" in said and "micro_batch_size" not in said
+
+
 def test_other_errors_pass():
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),

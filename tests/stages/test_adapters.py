@@ -68,7 +68,7 @@ def first_kl(stage):
     """Mean KL to the reference of the responses that the first update would learn from."""
     state = stage.state
     prompts = stage.train_data.batch(0, 0, stage.rows_per_update)
-    rollout = stage.runner.generate_rollout(
+    rollout, _ = stage.runner.generate_rollout(
         state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
     )
     return float(stage.runner.token_kl(state.params["policy"], rollout, state).sum(axis=1).mean())

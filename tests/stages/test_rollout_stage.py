@@ -286,7 +286,7 @@ def test_programs_compile_once_and_shared_prompts_change_nothing():
     for shared in (True, False):
         stage = rloo_stage(shared_prompts=shared, **options)
         state, prompts = stage.state, stage.train_data.batch(42, 0, 4)
-        rollout = stage.runner.generate_rollout(
+        rollout, _ = stage.runner.generate_rollout(
             state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
         )
         tokens.append(np.asarray(rollout.response))
@@ -398,7 +398,7 @@ def sampled():
     """A stage, a rollout of one of its batches, and the rows of that."""
     stage = rloo_stage()
     prompts, state = stage.train_data.batch(42, 0, 4), stage.state
-    rollout = stage.runner.generate_rollout(
+    rollout, _ = stage.runner.generate_rollout(
         state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
     )
     return stage, rollout, np.repeat(prompts.rows, stage.group_size)
