@@ -361,7 +361,6 @@ class PolicyConfig(StageConfig):
     rollout_batch_size: PositiveInt | None = None
     """Rows generated and scored at a time, over all devices; default: batch_size. Log-probs and values are computed
     micro_batch_size rows at a time, if that is smaller."""
-<<<<<<< HEAD
     decode_slots: PositiveInt | None = None
     """Rows decoded at a time, over all devices: a response that ends makes room for the next one of the batch. None:
     all rows of rollout_batch_size, which wait for the longest."""
@@ -381,12 +380,10 @@ class PolicyConfig(StageConfig):
     rollout_max_steps: PositiveInt | None = None
     """Decode steps of a rollout, after which unfinished responses go on in the next update (partial rollouts, Kimi
     k1.5). Needs old_logprobs sampler. None: no limit."""
-=======
     micro_batch_tokens: PositiveInt | None = None
     """Tokens per forward and backward pass, padding included, over all devices, in place of micro_batch_size rows. Rows
     of like length share a pass, so that short responses are not padded to the longest. Log-probs and values are
     computed so many tokens at a time too. Never changes the result."""
->>>>>>> learning
     offload_frozen: Literal["none", "pinned_host"] = "none"
     """Where frozen reference and reward models are kept while not in use: on the device, or in pinned host memory
     (copied to the device at each use)."""

@@ -19,13 +19,8 @@ MAY_DIFFER = (
     *("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
 )
 # Options that change where and in which parts results are computed: equal up to rounding.
-<<<<<<< HEAD
-ROUNDING = ("mesh_*", "micro_batch_size", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
-ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "draft_tokens")
-=======
 ROUNDING = ("mesh_*", "micro_batch_*", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
-ROUNDING += ("deterministic", "attn_implementation")
->>>>>>> learning
+ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "draft_tokens")
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:

@@ -20,9 +20,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.models.attention import (
     Attention,
-    attend_after_prefix,
     causal_attention_after_prefix,
-    causal_keep,
     last_columns,
 )
 from rlhf_jax.models.attention_kernels import row_attention
