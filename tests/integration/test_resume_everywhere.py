@@ -61,12 +61,23 @@ MOVING = {
     "entropy_target": 20.0,
     "top_entropy_quantile": 0.5,
 }
+# Checkpoints hold unfinished responses and lengths by prompt.
+PARTIAL = {
+    "response_length": 12,
+    "temperature": 5.0,
+    "num_generations": 2,
+    "rollout_max_steps": 4,
+    "old_logprobs": "sampler",
+    "decode_slots": 4,
+    "draft": "ngram",
+}
 # PPO and RLOO are GRPO with another loss here, and take as long again to trace; scripts/chaos/chaos.py has them.
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
     "sft": (SFTConfig(**SHARED, **SUPERVISED, max_train_samples=24, max_steps=6), 6),
     "reward": (RewardConfig(**SHARED, **SUPERVISED, **ADAPTED, max_train_samples=20, max_steps=5), 5),
     "grpo": (GRPOConfig(**SHARED, **ROLLING, **MOVING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
+    "partial": (GRPOConfig(**{**SHARED, **ROLLING, **PARTIAL}, max_train_samples=10, total_episodes=40), 5),
 }
 
 
