@@ -192,12 +192,20 @@ def _no_disk_cache() -> Iterator[None]:
 
 
 def cache_bytes(stage: Any) -> int:
-    """Bytes of keys and values on each device while it samples a chunk of a rollout."""
+    """Bytes of keys and values on each device while it samples a chunk of a rollout, or a queue in slots."""
     config, policy = stage.config, stage.opened.policy
-    rows = config.rollout_batch_size or config.batch_size
     layout, decoder = policy.layout, policy.family.decoder_config(policy.config)
     split = sharding.row_shards(stage.mesh) * (1 if layout.folded else stage.mesh.shape["tensor"])
     shared = stage.group_size if stage.shares_prompts else 1
-    columns = config.query_length / shared + config.response_length
+    rows = config.decode_slots or config.rollout_batch_size or config.batch_size
+    prompts = (rows if config.decode_slots is None else config.batch_size) / shared
+    if config.decode_slots is not None:
+        prompts += rows  # a slot's own copy
     itemsize = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
-    return int(2 * decoder.num_hidden_layers * policy.held_heads * decoder.head_dim * rows * columns * itemsize / split)
+    own_itemsize = itemsize if config.kv_cache_dtype == "auto" else 1 + 4 / decoder.head_dim  # with a float32 scale
+    values = 0.0
+    for window in decoder.layer_window or (None,) * decoder.num_hidden_layers:
+        window = max(config.query_length, config.response_length) if window is None else window
+        values += prompts * min(config.query_length, window) * itemsize
+        values += rows * min(config.response_length, window) * own_itemsize
+    return int(2 * policy.held_heads * decoder.head_dim * values / split)
