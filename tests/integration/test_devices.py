@@ -38,7 +38,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
-            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0]["k"]
+            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["v"]
             found["cache"] = [cache.shape, cache.addressable_shards[0].data.shape]
             trees = {"params": stage.state.params, "opt_state": stage.state.opt_state, "base": stage.models.base}
             for tree, params in trees.items():

@@ -39,7 +39,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
-            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0]["k"]
+            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["v"]
             self.cache = [cache.shape, cache.addressable_shards[0].data.shape]
             self.planned = memory.cache_bytes(stage)
 
