@@ -119,9 +119,7 @@ def test_each_row_is_that_of_the_row_alone(case, row):
     prompts, options = case.data
     prompt = jax.tree.map(lambda x: x[row // GROUP, None], prompts)
     limits = options["limits"][[row]]
-    alone, _ = dec.decode(
-        model, params, prompt, Decoding(block=8), limits=limits, rows=[row], group=1, seed=case.seed
-    )
+    alone, _ = dec.decode(model, params, prompt, Decoding(block=8), limits=limits, rows=[row], group=1, seed=case.seed)
     dec.assert_same(model, params, alone, jax.tree.map(lambda x: x[[row]], wanted), rows=[row], seed=case.seed)
 
 
@@ -250,9 +248,7 @@ def lengthen(lengths):
     lengths[-1] += 1
 
 
-@pytest.mark.parametrize(
-    "name, change", [("response", set_token), ("logprobs", spoil_logprob), ("lengths", lengthen)]
-)
+@pytest.mark.parametrize("name, change", [("response", set_token), ("logprobs", spoil_logprob), ("lengths", lengthen)])
 def test_a_wrong_token_logprob_or_length_is_found(name, change):
     model, params = params_of("gpt_neox", 0)
     out, spoilt = plain(ONE)[0], wrong(name, change)

@@ -60,7 +60,17 @@ def _run(model, params, prompts, key, limits, expected, rows, sampling, group, d
 
 
 def decode(
-    model, params, prompts, decoding=None, *, limits=None, expected=None, rows=None, seed=3, chunk=None, group=GROUP,
+    model,
+    params,
+    prompts,
+    decoding=None,
+    *,
+    limits=None,
+    expected=None,
+    rows=None,
+    seed=3,
+    chunk=None,
+    group=GROUP,
     sampling=SAMPLING,
 ):
     """(Rollout, Steps) of numpy arrays; compiles once for each of the options. `chunk`: prompts at a time."""
@@ -69,9 +79,7 @@ def decode(
     expected = np.zeros(count) if expected is None else expected
     rows = np.arange(count) if rows is None else rows
     data = (np.asarray(limits, np.int32), np.asarray(expected, np.float32), np.asarray(rows, np.int32))
-    out = _run(
-        model, params, prompts, jax.random.key(seed), *data, sampling, group, decoding or gen.Decoding(), chunk
-    )
+    out = _run(model, params, prompts, jax.random.key(seed), *data, sampling, group, decoding or gen.Decoding(), chunk)
     return jax.tree.map(np.asarray, out)
 
 

@@ -152,7 +152,7 @@ BATCH = PROMPTS * GROUP
 
 @functools.partial(jax.jit, static_argnames=("block", "int8", "score", "shared"))
 def cached(query, key, value, prefix, prefix_keep, filled, block, int8, score, shared=True):
-    """The last tokens of `key` and `value` [B, S, KV, K], `filled` of them cached before, attend to prompt and cache."""
+    """The last tokens of `key` and `value` [B, S, KV, K], `filled` of them cached before, attend to both."""
     queries = query.shape[1]
     sizes = segment_sizes(COLUMNS, block)
     segments = empty_segments((BATCH, key.shape[2], SIZE), sizes, jnp.float32, int8)
@@ -192,7 +192,9 @@ def inputs(seed, heads, own_heads, queries):
 @pytest.mark.parametrize("block, shared", [(2, True), (None, False)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("heads, own_heads, queries", [(4, 4, 1), (4, 2, 1), (4, 2, 3), (4, 1, 4)])
-def test_attention_to_a_cache_in_segments_is_attention_after_a_prefix(heads, own_heads, queries, softcap, block, shared):
+def test_attention_to_a_cache_in_segments_is_attention_after_a_prefix(
+    heads, own_heads, queries, softcap, block, shared
+):
     score = ScoreFunction(SIZE**-0.5, softcap)
 
     @given(
