@@ -1,5 +1,7 @@
 """The compiled decode loop updates its cache in place: no step copies a segment of it, on CPUs, TPUs and GPUs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,16 @@ OPTIONS = {
     "slots": Decoding(slots=ROWS // 2, shrink=True),
     "drafts": Decoding(draft="ngram", draft_tokens=3),
 }
-OPTIONS_OF_16 = {**OPTIONS, "slots": Decoding(slots=32, shrink=True)}
-"""With 16 prompts."""
+
+
+def options_of(name, prompts):
+    """Of OPTIONS, with slots for half of the rows."""
+    decoding = OPTIONS[name]
+    return dataclasses.replace(decoding, slots=decoding.slots and prompts * GROUP // 2)
 
 
 def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, options=None):
-    """(HLO text, temporary bytes, bytes of the cache, numbers of elements of its arrays) of a rollout."""
+    """(HLO text, temporary bytes, most that they may be, numbers of elements of the cache's arrays) of a rollout."""
     mesh = sharding.make_mesh(devices=devices)
     more = {"sliding_window": 750} if spec.startswith("gemma2") else {}
     model = custom_shape(spec, 96, 2 * TOKENS, **more).on(mesh)
@@ -44,20 +50,21 @@ def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, o
     lowered = jax.jit(rollout).trace(*shapes).lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
     program = lowered.compile(options)
     rows = decoding.slots or prompts * GROUP
-    sizes, held = set(), 0
+    sizes, caches = set(), []
     for count in (rows, rows // 2):  # shrinking makes one of half the rows
         more = {"queries": decoding.queries, "block": decoding.block}
         cache = jax.eval_shape(lambda count=count, more=more: model.empty_cache(count, TOKENS, dtype, **more))
         sizes |= {x.size for x in jax.tree.leaves(cache)}
-        held = held or sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    return program.as_text(), program.memory_analysis().temp_size_in_bytes, held, sizes
+        caches.append([x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)])
+    # What is not written in place takes room of its own. Live rows that move have both places for a while.
+    most = sum(caches[0]) + max(caches[0]) + (sum(caches[1]) if decoding.shrink else 0)
+    return program.as_text(), program.memory_analysis().temp_size_in_bytes, most, sizes
 
 
-def assert_in_place(text, temporary, held, sizes, dtype=jnp.float32):
+def assert_in_place(text, temporary, most, sizes):
     made = made_in_loops(text, sizes)
     assert not made, "\n".join(made)
-    # What is written elsewhere than in place takes room of its own.
-    assert temporary < held + max(sizes) * jnp.dtype(dtype).itemsize
+    assert temporary < most
 
 
 # Heads of 48 or 96: no array of scores has as many numbers as a segment.
@@ -67,16 +74,13 @@ def test_no_step_copies_a_segment_on_cpus(name, spec):
     assert_in_place(*compiled(spec, OPTIONS[name], devices=jax.devices()[:1]))
 
 
-TPU = {"plain": "2x768x8", "slots": "qwen2:2x768x8x2", "drafts": "2x768x8"}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_no_step_copies_a_segment_on_v5e(name, monkeypatch):
+# On TPUs heads of 128, as smaller ones are padded to it; scores are in fast memory.
+@pytest.mark.parametrize("name, spec", [("plain", "2x1024x8"), ("slots", "qwen2:2x1024x8x2"), ("drafts", "2x1024x8")])
+def test_no_step_copies_a_segment_on_v5e(name, spec, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu refuses those of the CPU
     devices = topologies.topology_devices("v5e:2x2")[:1]
-    found = compiled(TPU[name], OPTIONS_OF_16[name], jnp.bfloat16, devices, prompts=16)
-    assert_in_place(*found, jnp.bfloat16)
+    assert_in_place(*compiled(spec, options_of(name, 16), jnp.bfloat16, devices, prompts=16))
 
 
 @pytest.mark.gpu_aot
@@ -84,9 +88,9 @@ def test_no_step_copies_a_segment_on_v5e(name, monkeypatch):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_step_copies_a_segment_on_h100(name, spec):
     pytest.importorskip("jax_cuda13_plugin")
-    devices = topologies.topology_devices("h100:1")
-    found = compiled(spec, OPTIONS_OF_16[name], jnp.bfloat16, devices, prompts=16, options=topologies.TRITON_OFF)
-    assert_in_place(*found, jnp.bfloat16)
+    (device,) = topologies.topology_devices("h100:1")
+    how = {"devices": [device], "prompts": 64, "options": topologies.compiler_options(device)}
+    assert_in_place(*compiled(spec, options_of(name, 64), jnp.bfloat16, **how))
 
 
 # --- the reading itself
