@@ -75,6 +75,7 @@ OTHER_TESTS = {  # folders of tests that no folder of the package has
 }
 OF_SEVERAL_MODULES = {  # test files in a mirrored folder that no single module has
     "algorithms/test_invariance.py": "PPO, RLOO and the sampler: order, buckets, micro-batches",
+    "generate/test_generate.py": "prompts in, a rollout out",
     "models/families/test_families.py": "every family beside transformers",
     "models/families/test_family_shapes.py": "every family at random shapes",
     "models/families/test_switches.py": "every switch of the decoder's config",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from rlhf_jax.models.context import ScoreFunction
 from rlhf_jax.types import Array, Params
@@ -203,7 +204,15 @@ def _write_column(x: Array, new: Array, column: Array, axis: int) -> Array:
     size = x.shape[axis]
     at = jnp.clip(column, 0, size - 1)
     old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where((column >= 0) & (column < size), new, old), at, axis)
+    x = jax.lax.dynamic_update_slice_in_dim(x, jnp.where((column >= 0) & (column < size), new, old), at, axis)
+    return jax.lax.platform_dependent(x, tpu=lambda x: _columns_first(x, axis), default=lambda x: x)
+
+
+def _columns_first(x: Array, axis: int) -> Array:
+    """x in memory as [S, KV, B, K]: a column is one piece. Where each head has a query of its own XLA for TPUs would
+    otherwise keep rows last, padded to 128, and copy all values into another layout in each step."""
+    order = (axis, 1, 0, *({2, 3} - {axis} if x.ndim == 4 else ()))
+    return with_layout_constraint(x, Layout(order))
 
 
 def _scatter(x: Array, new: Array, columns: Array, axis: int) -> Array:
