@@ -198,7 +198,8 @@ def test_the_second_update_starts_from_other_params(folder):
     assert first["objective/kl"] == 0 and second["objective/kl"] != 0
 
 
-# What a device holds of QKV, the policy's [2, 64, 192] and the value model's [2, 32, 96], and of keys in a cache [16, 8, 8, 6].
+# What a device holds of QKV, the policy's [2, 64, 192] and the value model's [2, 32, 96], and of a cache's keys
+# [16, 8, 8, 6].
 HELD = {
     DATA: ([2, 64, 192], [2, 32, 96], [2, 8, 8, 6]),
     FSDP: ([2, 8, 192], [2, 4, 96], [2, 8, 8, 6]),
