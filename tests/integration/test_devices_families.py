@@ -13,8 +13,8 @@ from tests.helpers.children import child, reward_checkpoint
 pytestmark = pytest.mark.processes
 ONE, MANY = "1x1x1", "1x2x4"
 UPDATES, BATCH = 3, 16
-# Shape, and how the cache's keys [16, KV, K, 6] lie on 2 x 4 devices. Where the heads of queries do not divide either, the
-# axis `tensor` shards rows.
+# Shape, and how the cache's keys [16, KV, K, 6] lie on 2 x 4 devices. Where the heads of queries do not divide either,
+# the axis `tensor` shards rows.
 MODELS = {
     "qwen2:2x64x8x2": ([16, 4, 8, 6], [8, 1, 8, 6]),
     "gemma2:2x64x4x1": ([16, 4, 16, 6], [8, 1, 16, 6]),
