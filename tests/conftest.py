@@ -59,7 +59,7 @@ def server():
 SLOWEST = """
 algorithms/rloo integration/hub stages/rollout_stage robustness/reward_failures parity/replay evaluate/run
 stages/adapters algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work
-algorithms/invariance models/decoder generate/generate
+algorithms/invariance models/decoder generate/generate generate/slots
 """
 
 

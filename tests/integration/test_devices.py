@@ -38,7 +38,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
-            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["v"]
+            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["k"]
             found["cache"] = [cache.shape, cache.addressable_shards[0].data.shape]
             trees = {"params": stage.state.params, "opt_state": stage.state.opt_state, "base": stage.models.base}
             for tree, params in trees.items():
@@ -198,12 +198,13 @@ def test_the_second_update_starts_from_other_params(folder):
     assert first["objective/kl"] == 0 and second["objective/kl"] != 0
 
 
-# What a device holds of QKV, the policy's [2, 64, 192] and the value model's [2, 32, 96], and of a cache [16, 8, 6, 8].
+# What a device holds of QKV, the policy's [2, 64, 192] and the value model's [2, 32, 96], and of a cache's keys
+# [16, 8, 8, 6].
 HELD = {
-    DATA: ([2, 64, 192], [2, 32, 96], [2, 8, 6, 8]),
-    FSDP: ([2, 8, 192], [2, 4, 96], [2, 8, 6, 8]),
-    TENSOR: ([2, 64, 24], [2, 4, 96], [16, 1, 6, 8]),
-    MIXED: ([2, 32, 96], [2, 16, 48], [4, 4, 6, 8]),
+    DATA: ([2, 64, 192], [2, 32, 96], [2, 8, 8, 6]),
+    FSDP: ([2, 8, 192], [2, 4, 96], [2, 8, 8, 6]),
+    TENSOR: ([2, 64, 24], [2, 4, 96], [16, 1, 8, 6]),
+    MIXED: ([2, 32, 96], [2, 16, 48], [4, 4, 8, 6]),
 }
 
 
@@ -217,7 +218,7 @@ def test_each_device_holds_its_share_of_matrices_moments_and_cache(folder, mesh)
         copies = [x for x in many["shapes"] if x.endswith(name)]
         assert len(copies) == count
         assert all(one["shards"][x] == [whole] and many["shards"][x] == [held] for x in copies)
-    assert many["cache"] == [[16, 8, 6, 8], cache]
+    assert many["cache"] == [[16, 8, 8, 6], cache]
     if mesh == DATA:
         return
     # Six matrices of the policy, five of the value model, all split over all the devices that share params.

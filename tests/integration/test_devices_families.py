@@ -13,14 +13,14 @@ from tests.helpers.children import child, reward_checkpoint
 pytestmark = pytest.mark.processes
 ONE, MANY = "1x1x1", "1x2x4"
 UPDATES, BATCH = 3, 16
-# Shape, and how the cache [16, KV, 6, K] lies on 2 x 4 devices. Where the heads of queries do not divide either, the
-# axis `tensor` shards rows.
+# Shape, and how the cache's keys [16, KV, K, 6] lie on 2 x 4 devices. Where the heads of queries do not divide either,
+# the axis `tensor` shards rows.
 MODELS = {
-    "qwen2:2x64x8x2": ([16, 4, 6, 8], [8, 1, 6, 8]),
-    "gemma2:2x64x4x1": ([16, 4, 6, 16], [8, 1, 6, 16]),
-    "phi3:2x96x12x6": ([16, 12, 6, 8], [8, 3, 6, 8]),
-    "qwen2:2x112x14x2": ([16, 2, 6, 8], [2, 2, 6, 8]),
-    "llama:2x72x9x3": ([16, 3, 6, 8], [2, 3, 6, 8]),
+    "qwen2:2x64x8x2": ([16, 4, 8, 6], [8, 1, 8, 6]),
+    "gemma2:2x64x4x1": ([16, 4, 16, 6], [8, 1, 16, 6]),
+    "phi3:2x96x12x6": ([16, 12, 8, 6], [8, 3, 8, 6]),
+    "qwen2:2x112x14x2": ([16, 2, 8, 6], [2, 2, 8, 6]),
+    "llama:2x72x9x3": ([16, 3, 8, 6], [2, 3, 8, 6]),
 }
 WITH_PPO = "qwen2:2x64x8x2"
 
@@ -39,7 +39,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
 
     class Look(rlhf_jax.Callback):
         def on_train_begin(self, stage, control):
-            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["v"]
+            cache = jax.jit(lambda: stage.opened.policy.empty_cache(BATCH, 6))()[0][0]["k"]
             self.cache = [cache.shape, cache.addressable_shards[0].data.shape]
             self.planned = memory.cache_bytes(stage)
 
