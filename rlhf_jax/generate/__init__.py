@@ -103,7 +103,6 @@ def generate_unstacked(
         keys=keys,
         limits=limits,
         expected=expected,
-        active=jnp.ones(b, bool),
     )
     seen = None
     if sampling.repetition_penalty != 1.0:

@@ -77,7 +77,6 @@ class Rows(NamedTuple):
     keys: Array  # [N] typed
     limits: Array  # [N] int32, most tokens
     expected: Array  # [N] float32, expected tokens: the longest first
-    active: Array  # [N] bool, False: the row is left as it is
 
 
 class Steps(NamedTuple):
@@ -194,8 +193,8 @@ class _Decoder:
         row = jnp.where(unfinished, jnp.arange(self.count), self.count).astype(jnp.int32)
         together = not self.started and self.decoding.queries == 1
         t = jnp.int32(1) if together else jnp.maximum(rows.lengths, 1)
-        slots = _Slots(row, t, self._last_token(rows, t), self._seen(rows, row), self.prompts.prefix, [])
-        slots = slots._replace(cache=self._empty_cache())
+        token, seen = self._last_token(rows, t), self._seen(rows, row)
+        slots = _Slots(row, t, token, seen, self.prompts.prefix, self._empty_cache())
         return self._restarted(slots, rows, unfinished) if self.started else slots
 
     def _idle_slots(self, rows: Rows) -> _Slots:
@@ -376,7 +375,7 @@ class _Decoder:
 
 def _unfinished(rows: Rows) -> Array:
     """[N] bool."""
-    return rows.active & ~rows.ended & (rows.lengths < rows.limits)
+    return ~rows.ended & (rows.lengths < rows.limits)
 
 
 def take_rows(takes: Array, new: Array, old: Array) -> Array:

@@ -218,7 +218,7 @@ class RolloutStage:
         """The host's batch of an update whose places may hold unfinished responses."""
         unfinished = state.rollout.unfinished
         known = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
-        rows, _ = rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
+        rows = rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
         return self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
 
     # --- between updates

@@ -107,7 +107,7 @@ def keep(
     return rollout, jax.lax.with_sharding_constraint(state, layout(state, mesh))
 
 
-def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> tuple[np.ndarray, np.ndarray]:
+def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> np.ndarray:
     """The prompts of an update's places, on the host: those that go on, and the next ones of the data set elsewhere.
 
     Args:
@@ -116,11 +116,11 @@ def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> tuple[np.nd
       unfinished: numpy arrays rows [P], held [P], taken [].
 
     Returns:
-      (rows [P] int32, held [P] bool)
+      [P] int32.
     """
     held, width = unfinished.held, len(unfinished.held)
     rows = unfinished.rows.copy()
     numbers = int(unfinished.taken) + np.arange(int((~held).sum()))
     orders = {step: train_data.rows_of(seed, step, width) for step in np.unique(numbers // width).tolist()}
     rows[~held] = [orders[number // width][number % width] for number in numbers.tolist()]
-    return rows.astype(np.int32), held
+    return rows.astype(np.int32)

@@ -34,7 +34,7 @@ def by_place(stage, updates):
     state, found = stage.state, []
     for step in range(updates):
         before = state.rollout.unfinished
-        rows, _ = rollouts.rows_of_update(stage.train_data, stage.config.seed, jax.device_get(before))
+        rows = rollouts.rows_of_update(stage.train_data, stage.config.seed, jax.device_get(before))
         state, _, _ = stage.train_step(state, step)
         found.append((rows, jax.device_get(state.rollout.unfinished)))
     return found
