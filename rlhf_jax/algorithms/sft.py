@@ -15,6 +15,8 @@ def label_mask(
 ) -> Array:
     """Which tokens are trained on: position i + 1 is the label of position i.
 
+    In packed rows prompt lengths are 0, and `loss_mask` leaves out prompts and the first token of each segment.
+
     Args:
       lengths: [B] int32, prompt + completion + eos.
       prompt_lengths: [B] int32.
@@ -33,7 +35,7 @@ def label_mask(
 
 
 def token_losses(
-    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat="none", dropout_key=None
+    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat="none", dropout_key=None, segment_ids=None
 ) -> Array:
     """Cross-entropy of every next token.
 
@@ -44,13 +46,16 @@ def token_losses(
       dtype: compute dtype.
       remat: recompute activations in the backward pass.
       dropout_key: [B] typed keys, or None for no dropout.
+      segment_ids: [B, S] int32 of packed rows; None: a row is one sequence.
 
     Returns:
       [B, S - 1] float32, to be masked.
     """
     s = tokens.shape[1]
     mask = jnp.arange(s)[None, :] < lengths[:, None]
-    hidden = model.hidden(params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key)
+    hidden = model.hidden(
+        params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key, segment_ids=segment_ids
+    )
 
     def logprobs(params, rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
@@ -73,7 +78,7 @@ def update(
     Args:
       model: with a causal head; its params are state.params["model"].
       state: donate it.
-      batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask [B, S] or None.
+      batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None.
       config: an SFTConfig.
       optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
@@ -87,10 +92,11 @@ def update(
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
     count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
     dropout_keys = microbatch.row_keys(key, batch.lengths.shape[0])
-    micros = microbatch.split_micro((batch.tokens, batch.lengths, mask, dropout_keys), config.micro_batch_size)
+    rows = (batch.tokens, batch.lengths, mask, dropout_keys, batch.segment_ids)
+    micros = microbatch.split_micro(rows, config.micro_batch_size)
 
     def loss_fn(params, micro, index):
-        tokens, lengths, mask, dropout_keys = micro
+        tokens, lengths, mask, dropout_keys, segment_ids = micro
         per_token = token_losses(
             model,
             model.with_lora(base_params, params["model"]),
@@ -99,6 +105,7 @@ def update(
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
             dropout_key=None if config.disable_dropout else dropout_keys,
+            segment_ids=segment_ids,
         )
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
         return loss, {"loss": loss}
@@ -128,5 +135,6 @@ def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
     """
     s = batch.tokens.shape[1]
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
-    per_token = token_losses(model, params, batch.tokens, batch.lengths, dtype=jnp.dtype(config.dtype))
+    dtype = jnp.dtype(config.dtype)
+    per_token = token_losses(model, params, batch.tokens, batch.lengths, dtype=dtype, segment_ids=batch.segment_ids)
     return jnp.sum(jnp.where(mask, per_token, 0.0)), jnp.sum(mask).astype(jnp.float32)

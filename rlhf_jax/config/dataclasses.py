@@ -248,7 +248,12 @@ class SFTConfig(StageConfig):
     assistant_only_loss: bool = False
     """Compute the loss on the assistant's messages only, which generation blocks of the chat template must mark."""
     max_length: PositiveInt = 562
-    """Maximum number of tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together; with packing, of a row."""
+    packing: bool = False
+    """Pack several demonstrations into rows of max_length tokens (best-fit decreasing). Positions and attention restart
+    at each, so the loss of a token is what it is unpacked; batch_size then counts packed rows."""
+    eval_packing: bool | None = None
+    """Pack evaluation sets too; None: as packing."""
     num_train_epochs: PositiveFloat = 1.0
     """Epochs over the data."""
     max_steps: MaxSteps = -1

@@ -11,6 +11,7 @@ from rlhf_jax.data.demonstrations import (
     make_demonstrations,
 )
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows
+from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
 from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
 from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
 from rlhf_jax.data.reward_tokens import reward_tokens
@@ -28,11 +29,13 @@ __all__ = [
     "DataReport",
     "DemoBatch",
     "DemoData",
+    "PackedDemoData",
     "PairBatch",
     "PairData",
     "PromptData",
     "Rows",
     "Tokenizer",
+    "best_fit_decreasing",
     "bucket",
     "check_tokenizer_fits_model",
     "check_same_tokenizer",
@@ -52,6 +55,7 @@ __all__ = [
     "make_demonstrations",
     "make_pairs",
     "make_prompts",
+    "pack",
     "pairs_from_rows",
     "parse_post",
     "prompts_from_rows",

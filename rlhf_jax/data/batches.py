@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -166,6 +166,10 @@ class Batched(Generic[Batch]):
     def of_rows(self, rows: np.ndarray, local: np.ndarray | slice = _ALL) -> Batch:
         """Numpy batch of row indices `rows` [B]. `local` as `batch`."""
         return self._make_batch(rows, local)
+
+    def source_rows(self, row: int) -> dict[str, Any]:
+        """What a row of a batch is in the data set, for messages: {"row"}."""
+        return {"row": row}
 
     def in_order(self, start: int, count: int, local: np.ndarray | slice = _ALL) -> Batch:
         """Rows start .. start + count - 1. Past the end the last row repeats, to keep the shape. `local` as `batch`."""

@@ -28,7 +28,8 @@ class DemoBatch:
     tokens: Array  # [B, S] int32; prompt, completion, eos
     prompt_lengths: Array  # [B] int32
     lengths: Array  # [B] int32, 0 for a row that only pads the batch
-    loss_mask: Array | None = None  # [B, S] bool, the assistant's tokens; None: all
+    loss_mask: Array | None = None  # [B, S] bool, the tokens that are trained on; None: all
+    segment_ids: Array | None = None  # [B, S] int32, the demonstration of each token of a packed row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,6 +175,12 @@ def mask_tokens(tokens: Array, mask: Array) -> tuple[Array, Array]:
     return jnp.where(mask, tokens, 0), jnp.cumsum(counts, axis=1) - counts
 
 
+def positions_in_segments(positions: Array, segment_ids: Array) -> Array:
+    """Positions [B, S] int32 of rows, counted from the first token of each segment instead."""
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return positions - jax.lax.cummax(jnp.where(starts, positions, 0), axis=1)
+
+
 def _outside_scan(context: Context, last: bool) -> dict[str, bool]:
     """Whether the first and the last layer run outside the scan: only on one device. On several devices XLA would hold
     the full gradients of their kernels, of policy and value model at once."""
@@ -191,6 +197,7 @@ def hidden(
     remat: str = "none",
     dropout_key: Array | None = None,
     last: int | None = None,
+    segment_ids: Array | None = None,
 ) -> Array:
     """Hidden states after the final norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in the context's dtype.
 
@@ -202,9 +209,12 @@ def hidden(
       dropout_key: one key, or one a row; turns on the dropout of the config and of the adapters.
       last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
         value of the other columns.
+      segment_ids: [B, S] int32, sequences packed into a row; None: one each.
     """
     config = context.config
     tokens, positions = mask_tokens(tokens, mask)
+    if segment_ids is not None:
+        positions = positions_in_segments(positions, segment_ids)
     ropes = _ropes(config, positions)
     if dropout_key is not None:
         dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0])
@@ -222,7 +232,8 @@ def hidden(
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dropped = drop if drops_weights else None
-            return row_attention(context, query, key, value, mask, window=window, drop=dropped), None
+            options = {"window": window, "drop": dropped, "segment_ids": segment_ids}
+            return row_attention(context, query, key, value, mask, **options), None
 
         return Block(at_layer).apply({"params": params}, x, rope, attend_fn)[0]
 

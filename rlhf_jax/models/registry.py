@@ -218,6 +218,7 @@ class Model:
         remat: str = "none",
         dropout_key: Array | None = None,
         last: int | None = None,
+        segment_ids: Array | None = None,
     ) -> Array:
         """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
@@ -225,8 +226,10 @@ class Model:
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
         the backward pass recomputes, 'none', 'dots' (all but the results of matrix products) or 'full'. `last`: return
         only so many last columns, [B, last, D]; on one device the last layer computes no more than they need.
+        `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
+        where the id changes.
         """
-        options = {"remat": remat, "dropout_key": dropout_key, "last": last}
+        options = {"remat": remat, "dropout_key": dropout_key, "last": last, "segment_ids": segment_ids}
         return decoder.hidden(self._context(dtype), params["backbone"], tokens, mask, **options)
 
     def hidden_after_prompts(

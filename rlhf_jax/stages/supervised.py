@@ -162,11 +162,15 @@ class SupervisedStage:
         return [row for name, margins in self._margins.items() for row in self.task.calibration_rows(name, margins)]
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
-        """All rows of the update's batch, since a gradient is of them all: {"row": of the data, and its texts}."""
+        """All rows of the update's batch, since a gradient is of them all: the row of the data, or the rows of a pack,
+        and its texts."""
         config, size = self.config, self.config.batch_size
         batch = self.train_data.batch(config.seed, step - 1, size)
         rows = self.train_data.rows_of(config.seed, step - 1, size)
-        return [{"row": int(row), **self.task.texts(self.tokenizer, batch, i)} for i, row in enumerate(rows)]
+        return [
+            {**self.train_data.source_rows(int(row)), **self.task.texts(self.tokenizer, batch, i)}
+            for i, row in enumerate(rows)
+        ]
 
     # --- what the run is made of
 

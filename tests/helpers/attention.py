@@ -1,9 +1,20 @@
-"""Attention as its formula, differentiated by JAX."""
+"""Attention as its formula, differentiated by JAX; and splash attention in Pallas' interpreter."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+
+from rlhf_jax.models import attention_kernels
+
+splash = functools.partial(attention_kernels.splash_attention, interpret=True)
+
+
+def use_splash_on_cpu(setattr=setattr):
+    """Makes CPUs a platform of splash."""
+    setattr(attention_kernels, "PLATFORMS", {"splash": "cpu"})
+    setattr(attention_kernels, "splash_attention", splash)
 
 
 def plain_attention(query, key, value, keep):

@@ -17,10 +17,10 @@ from rlhf_jax.models import attention, attention_kernels, custom_shape
 from rlhf_jax.models.context import Context, ScoreFunction
 from rlhf_jax.parallel import sharding
 from tests.helpers.arrays import distance, normal, value_and_vjp
+from tests.helpers.attention import splash, use_splash_on_cpu
 from tests.helpers.children import child, last_line
 from tests.helpers.models_common import padded_rows, random_params
 
-splash = functools.partial(attention_kernels.splash_attention, interpret=True)
 cudnn = functools.partial(attention_kernels.cudnn_attention, implementation="xla")
 
 
@@ -113,13 +113,7 @@ def test_models_are_built_with_blocked_attention():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    use_on_cpu(monkeypatch.setattr)
-
-
-def use_on_cpu(setattr=setattr):
-    """Splash in Pallas' interpreter."""
-    setattr(attention_kernels, "PLATFORMS", {"splash": "cpu"})
-    setattr(attention_kernels, "splash_attention", splash)
+    use_splash_on_cpu(monkeypatch.setattr)
 
 
 def forward(model, params, tokens, mask, dtype=jnp.float32):
@@ -216,5 +210,5 @@ def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes):
 
 
 if __name__ == "__main__":
-    use_on_cpu()
+    use_splash_on_cpu()
     print(json.dumps({f"{shape} {rows}": on_mesh(shape, SHAPES[shape], rows) for shape in SHAPES for rows in (8, 3)}))

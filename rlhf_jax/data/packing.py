@@ -1,0 +1,121 @@
+"""Packing of demonstrations: several in one row, each a segment with positions and attention of its own."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.data import batches
+from rlhf_jax.data.batches import DataReport
+from rlhf_jax.data.demonstrations import DemoBatch, DemoData
+
+
+def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Groups sequences into rows of at most `width` tokens, as TRL's packing_strategy 'bfd'.
+
+    The longest sequence that is left goes into the row with the least room that suffices, the oldest of several;
+    without one it begins a row (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830).
+
+    Args:
+      lengths: of the sequences, 1 to `width` each.
+      width: tokens of a row.
+
+    Returns:
+      Indices of the sequences of each row.
+    """
+    rows: list[list[int]] = []
+    by_room: dict[int, collections.deque[int]] = {}
+    rooms: list[int] = []  # sorted, those of by_room
+    for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[index])
+        best = bisect_left(rooms, length)
+        if best < len(rooms):
+            room = rooms[best]
+            row = by_room[room].popleft()
+            if not by_room[room]:
+                del by_room[room], rooms[best]
+        else:
+            room, row = width, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        room -= length
+        if room:
+            if room not in by_room:
+                by_room[room] = collections.deque()
+                insort(rooms, room)
+            by_room[room].append(row)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDemoData(batches.Batched[DemoBatch]):
+    """Demonstrations packed into rows of one width. A row of a batch is a pack."""
+
+    data: DemoData
+    packs: list[list[int]]
+    """The demonstrations of each row."""
+    width: int
+    completion_only: bool
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
+        """The loss mask has the tokens that a demonstration by itself would be trained on, so prompt lengths are 0."""
+        packs = [self.packs[i] for i in rows[local]]
+        tokens = [np.concatenate([self.data.tokens[i] for i in pack]) for pack in packs]
+        segments = [np.repeat(np.arange(len(pack)), [len(self.data.tokens[i]) for i in pack]) for pack in packs]
+        masks = [np.concatenate([self._loss_mask(i) for i in pack]) for pack in packs]
+        return DemoBatch(
+            tokens=batches.pad_right(tokens, self.width, self.data.pad_id),
+            prompt_lengths=np.zeros(len(packs), np.int32),
+            lengths=batches.lengths_of(tokens),
+            loss_mask=batches.pad_right(masks, self.width, 0).astype(bool),
+            segment_ids=batches.pad_right(segments, self.width, 0),
+        )
+
+    def _loss_mask(self, index: int) -> np.ndarray:
+        """bool, the tokens of a demonstration that are trained on. The first of a segment is no label of the one
+        before."""
+        size = len(self.data.tokens[index])
+        mask = np.ones(size, bool) if self.data.loss_masks is None else self.data.loss_masks[index].copy()
+        mask[: max(1, self.data.prompt_lengths[index] if self.completion_only else 0)] = False
+        return mask
+
+    def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
+        """As `DemoData.in_order`: past the end rows have length 0."""
+        batch = super().in_order(start, count, local)
+        real = (np.arange(start, start + count) < len(self))[local]
+        mask = batch.loss_mask & real[:, None]
+        return batch.replace(lengths=np.where(real, batch.lengths, 0).astype(np.int32), loss_mask=mask)
+
+    def source_rows(self, row: int) -> dict[str, Any]:
+        """{"rows"}: the demonstrations of a pack."""
+        return {"rows": list(self.packs[row])}
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the demonstrations."""
+        return self.data.fingerprint
+
+
+def pack(data: DemoData, width: int, completion_only: bool) -> PackedDemoData:
+    """Packs demonstrations into rows of `width` tokens, by their lengths alone.
+
+    Args:
+      data: sequences of at most `width` tokens.
+      width: tokens of a row (max_length).
+      completion_only: whether prompts are left out of the loss.
+    """
+    packs = best_fit_decreasing([len(tokens) for tokens in data.tokens], width)
+    share = data.report.tokens / (len(packs) * width)
+    note = f"packed into {len(packs)} rows of {width} tokens, {share:.0%} full"
+    notes = [data.report.note, note] if data.report.note else [note]
+    report = dataclasses.replace(data.report, note="; ".join(notes))
+    return PackedDemoData(data, packs, width, completion_only, report)
