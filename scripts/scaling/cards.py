@@ -109,13 +109,6 @@ def _cell(tried: list[tuple[str, dict | None]]) -> str:
     return fits[0] if fits else "none" if all(row for _, row in tried) else ""
 
 
-def write_page(rows: dict[str, dict]) -> None:
-    """Puts the table between its markers."""
-    path = slices.DOCS / "scaling.md"
-    before, _, after = slices.shown(path.read_text(), "cards")
-    path.write_text(before + "\n".join(table(rows)) + "\n" + after)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             for card in options.cards:
                 for family in options.only:
                     find(options.rows, card, way, family)
-        write_page(slices.read(options.rows))
+        slices.write_table(slices.DOCS / "scaling.md", "cards", table(slices.read(options.rows)))
     print("\n".join(table(slices.read(options.rows))))
     return 0
 

@@ -335,11 +335,10 @@ def shown(page: str, table: str) -> list[str]:
     return [before + begin, between, end + after]
 
 
-def write_page(rows: dict[str, dict], table: str) -> None:
-    """Puts a table between its markers."""
-    path = DOCS / TABLES[table].page
+def write_table(path: pathlib.Path, table: str, lines: Sequence[str]) -> None:
+    """Puts a table between its markers on a page."""
     before, _, after = shown(path.read_text(), table)
-    path.write_text(before + "\n".join(table_of(rows, table)) + "\n" + after)
+    path.write_text(before + "\n".join(lines) + "\n" + after)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -361,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
                         find(options.rows, table, model, way, slices, PROGRAMS[:last])
         for table in options.tables:
             if not options.print:
-                write_page(read(options.rows), table)
+                write_table(DOCS / TABLES[table].page, table, table_of(read(options.rows), table))
             print("\n".join(table_of(read(options.rows), table)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
