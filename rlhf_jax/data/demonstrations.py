@@ -32,8 +32,19 @@ class DemoBatch:
     segment_ids: Array | None = None  # [B, S] int32, the demonstration of each token of a packed row
 
 
+class DemoRows(batches.Batched[DemoBatch]):
+    """Rows of demonstrations, of which those past the end have no tokens."""
+
+    def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
+        """Rows start .. start + count - 1. Past the end rows have length 0, to keep the shape. `local` as `batch`."""
+        batch = super().in_order(start, count, local)
+        real = (np.arange(start, start + count) < len(self))[local]
+        mask = None if batch.loss_mask is None else batch.loss_mask & real[:, None]
+        return batch.replace(lengths=np.where(real, batch.lengths, 0).astype(np.int32), loss_mask=mask)
+
+
 @dataclasses.dataclass(frozen=True)
-class DemoData(batches.Batched[DemoBatch]):
+class DemoData(DemoRows):
     """Tokenized demonstrations."""
 
     tokens: list[np.ndarray]
@@ -62,12 +73,6 @@ class DemoData(batches.Batched[DemoBatch]):
             batches.lengths_of(chosen),
             loss_mask,
         )
-
-    def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
-        """Rows start .. start + count - 1. Past the end rows have length 0, to keep the shape. `local` as `batch`."""
-        batch = super().in_order(start, count, local)
-        real = (np.arange(start, start + count) < len(self))[local]
-        return batch.replace(lengths=np.where(real, batch.lengths, 0).astype(np.int32))
 
 
 def join_with_eos(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:

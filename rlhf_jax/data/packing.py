@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.demonstrations import DemoBatch, DemoData
+from rlhf_jax.data.demonstrations import DemoBatch, DemoData, DemoRows
 
 
 def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -53,7 +53,7 @@ def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedDemoData(batches.Batched[DemoBatch]):
+class PackedDemoData(DemoRows):
     """Demonstrations packed into rows of one width. A row of a batch is a pack."""
 
     data: DemoData
@@ -87,13 +87,6 @@ class PackedDemoData(batches.Batched[DemoBatch]):
         mask = np.ones(size, bool) if self.data.loss_masks is None else self.data.loss_masks[index].copy()
         mask[: max(1, self.data.prompt_lengths[index] if self.completion_only else 0)] = False
         return mask
-
-    def in_order(self, start: int, count: int, local: np.ndarray | slice = slice(None)) -> DemoBatch:
-        """As `DemoData.in_order`: past the end rows have length 0."""
-        batch = super().in_order(start, count, local)
-        real = (np.arange(start, start + count) < len(self))[local]
-        mask = batch.loss_mask & real[:, None]
-        return batch.replace(lengths=np.where(real, batch.lengths, 0).astype(np.int32), loss_mask=mask)
 
     def source_rows(self, row: int) -> dict[str, Any]:
         """{"rows"}: the demonstrations of a pack."""

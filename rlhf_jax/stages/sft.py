@@ -27,15 +27,16 @@ class SFTTask:
 
     def load_data(self, config, tokenizer, train_dataset, eval_dataset):
         """(training data, evaluation sets by name, None)"""
-        train_data = data.load_demonstrations(config, tokenizer, train_dataset)
+        eval_packing = config.packing if config.eval_packing is None else config.eval_packing
+
+        def packed(demonstrations, packing: bool):
+            if not packing:
+                return demonstrations
+            return data.pack(demonstrations, config.max_length, config.completion_only_loss)
+
+        train_data = packed(data.load_demonstrations(config, tokenizer, train_dataset), config.packing)
         eval_sets = data.load_eval_demonstrations(config, tokenizer, eval_dataset)
-        if config.packing:
-            train_data = data.pack(train_data, config.max_length, config.completion_only_loss)
-        if config.packing if config.eval_packing is None else config.eval_packing:
-            eval_sets = {
-                name: data.pack(one, config.max_length, config.completion_only_loss) for name, one in eval_sets.items()
-            }
-        return train_data, eval_sets, None
+        return train_data, {name: packed(one, eval_packing) for name, one in eval_sets.items()}, None
 
     def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str:
         """The loss of the first evaluation set."""

@@ -40,7 +40,7 @@ SHAPES = {
 
 
 def demonstrations(lengths, seed):
-    """Random sequences, of which a random part is the prompt."""
+    """Random sequences with prompts of random length."""
     random = np.random.default_rng(seed)
     tokens = [random.integers(0, 60, size).astype(np.int32) for size in lengths]
     prompts = np.asarray([random.integers(0, size) for size in lengths], np.int32)

@@ -55,6 +55,20 @@ def test_sft_learns_what_the_assistant_says():
     assert said[0].replace(eos, "|").split("|")[1:] == [" lost keys", ""]
 
 
+def test_packed_sft_has_the_losses_of_unpacked_rows():
+    """Of an update over all rows, and of evaluation, whichever of the two sets is packed."""
+    found = []
+    for options in ({}, {"packing": True, "eval_packing": False}, {"packing": True}):
+        rows = 3 if options else len(MESSAGES)
+        config = {**FIXED, "assistant_only_loss": True, **options, "batch_size": rows, "micro_batch_size": 1}
+        stage = open_stage(resolve(SFTConfig(**config)), train_dataset=MESSAGES, eval_dataset=MESSAGES)
+        state, metrics, _ = stage.train_step(stage.state, 0)
+        found.append([float(metrics["loss"]), stage.evaluate(state)["eval/loss"]])
+        if options:
+            assert len(stage.train_data) == rows
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+
+
 def test_a_reward_model_learns_from_conversations():
     pairs = [
         {"prompt": [user(f"i met {who}.")], "chosen": [assistant(f"met {who}")], "rejected": [assistant("lost keys")]}
