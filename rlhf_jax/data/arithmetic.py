@@ -67,14 +67,19 @@ def split_of(expression: str) -> str:
     return next(name for name, buckets in _HASH_BUCKETS.items() if hash_bucket in buckets)
 
 
+def random_problem(rng: np.random.Generator, count: int) -> Problem:
+    """A random sum of `count` numbers, about half of them subtracted."""
+    sizes = rng.integers(1, LARGEST_TERM + 1, size=count).tolist()
+    terms = sizes[:1]
+    for size, subtract in zip(sizes[1:], (rng.random(len(sizes) - 1) < 0.5).tolist(), strict=True):
+        terms.append(-size if subtract and sum(terms) >= size else size)
+    return Problem(tuple(terms))
+
+
 def make_problem(rng: np.random.Generator, split: str) -> Problem:
     """A random sum of a split."""
     while True:
-        sizes = rng.integers(1, LARGEST_TERM + 1, size=int(rng.integers(MIN_TERMS, MAX_TERMS + 1))).tolist()
-        terms = sizes[:1]
-        for size, subtract in zip(sizes[1:], (rng.random(len(sizes) - 1) < 0.5).tolist(), strict=True):
-            terms.append(-size if subtract and sum(terms) >= size else size)
-        problem = Problem(tuple(terms))
+        problem = random_problem(rng, int(rng.integers(MIN_TERMS, MAX_TERMS + 1)))
         if split_of(problem.expression) == split:
             return problem
 

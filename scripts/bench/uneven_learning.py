@@ -53,34 +53,34 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 ACCURACY, LENGTH = "eval_rewards/exact_match_reward/mean", "eval_completions/mean_length"
 HELD_OUT = 1024
+SPLITS = ("train", "validation")
 FIRST = ("off", "same_tokens")
-COMPARED = ("metrics.jsonl", "policy/model.safetensors", "finished.json")
+COMPARED = ("metrics.jsonl", "policy/model.safetensors")
 
 
 # --- the task
 
 
-def uneven_problem(rng: np.random.Generator) -> arithmetic.Problem:
-    """A sum of 3 to MOST_TERMS numbers whose partial sums are words of the tokenizer, with wrong steps too."""
+def uneven_problem(rng: np.random.Generator, split: str) -> arithmetic.Problem:
+    """A sum of 3 to MOST_TERMS numbers of a split, whose partial sums are words of the tokenizer, with wrong steps
+    too."""
     while True:
         count = min(arithmetic.MIN_TERMS - 1 + int(rng.geometric(1 / (1 + MEAN_MORE_TERMS))), MOST_TERMS)
-        terms: list[int] = []
-        for size, subtract in zip(rng.integers(1, 10, count).tolist(), (rng.random(count) < 0.5).tolist(), strict=True):
-            terms.append(-size if subtract and sum(terms) >= size else size)
-        if max(np.cumsum(terms)) < arithmetic.LARGEST_RESULT - 2 * max(map(abs, arithmetic.ERRORS)):
-            return arithmetic.Problem(tuple(terms))
+        problem = arithmetic.random_problem(rng, count)
+        small = max(np.cumsum(problem.terms)) < arithmetic.LARGEST_RESULT - 2 * max(arithmetic.ERRORS)
+        if small and arithmetic.split_of(problem.expression) == split:
+            return problem
 
 
-def write_split(path: Path, size: int, seed: int) -> None:
-    """JSON lines {"prompt", "completion", "solution"} of one split."""
-    rows = []
+def write_split(folder: Path, split: str, size: int) -> None:
+    """SPLIT.jsonl, JSON lines {"prompt", "completion", "solution"}. Splits share no sum."""
+    rows, rates = [], (arithmetic.ERROR_RATE, arithmetic.OTHER_FORMAT_RATE)
     for number in range(size):
-        rng = np.random.default_rng([seed, number])
-        problem = uneven_problem(rng)
-        rates = (arithmetic.ERROR_RATE, arithmetic.OTHER_FORMAT_RATE)
+        rng = np.random.default_rng([SPLITS.index(split), number])
+        problem = uneven_problem(rng, split)
         completion = arithmetic.make_solution(problem, rng, *rates)
         rows.append({"prompt": problem.prompt, "completion": completion, "solution": problem.solution})
-    path.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / f"{split}.jsonl").write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
 
 
 # --- runs
@@ -199,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = args.work / "data"
     if not data.exists():
         data.mkdir()
-        write_split(data / "train.jsonl", 16384, 0)
-        write_split(data / "validation.jsonl", HELD_OUT, 1)
+        write_split(data, "train", 16384)
+        write_split(data, "validation", HELD_OUT)
     faults: list[str] = []
     try:
         results = {}
