@@ -1,4 +1,4 @@
-"""Compares SFT of packed and unpacked rows: trained tokens a second, in turns, one process.
+"""Compares SFT of packed and unpacked rows: tokens a second without padding, in turns, one process.
 
     python scripts/bench/packing.py --lengths lognormal --rounds 5
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +36,20 @@ def demonstrations(kind: str, rows: int, longest: int, vocabulary: int) -> DemoD
     return DemoData(tokens, np.zeros(rows, np.int32), 0, data.default_buckets(longest), report)
 
 
+def make_step(model: models.Model, config: SFTConfig) -> Callable[[Any], Any]:
+    """Batch -> the results of one update, always of the same fresh state."""
+    optimizer = optimizers.make_optimizer(config, 1000)
+    params = {"model": model.init(jax.random.key(0))}
+    zeros = dict.fromkeys(("step", "episodes", "tokens", "nonfinite"), np.int32(0))
+    state = TrainState(
+        params=params, opt_state=optimizer.init(params), seed=np.uint32(0), kl_coef=np.float32(0), **zeros
+    )
+    update = jax.jit(
+        lambda state, batch: sft.update(model, state, batch, config=config, optimizer=optimizer, key=jax.random.key(1))
+    )
+    return lambda batch: jax.block_until_ready(update(state, batch))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,34 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     packed = data.pack(rows, args.max_length, False)
     print(packed.report)
     per_pack = round(len(rows) / len(packed))
-    sides = {"unpacked": (rows, args.batch_size * per_pack, 4 * per_pack), "packed": (packed, args.batch_size, 4)}
-    rates: dict[str, list[float]] = {}
-    for name, (source, size, micro) in sides.items():
-        config = SFTConfig(batch_size=size, micro_batch_size=micro, max_length=args.max_length, dtype="float32")
-        optimizer = optimizers.make_optimizer(config, 1000)
-        params = {"model": model.init(jax.random.key(0))}
-        zeros = dict.fromkeys(("step", "episodes", "tokens", "nonfinite"), np.int32(0))
-        state = TrainState(
-            params=params, opt_state=optimizer.init(params), seed=np.uint32(0), kl_coef=np.float32(0), **zeros
-        )
-        sides[name] = (source, size, config, optimizer, state)
-    steps = {
-        name: jax.jit(
-            lambda state, batch, config=config, optimizer=optimizer: sft.update(
-                model, state, batch, config=config, optimizer=optimizer, key=jax.random.key(1)
-            )
-        )
-        for name, (_, _, config, optimizer, _) in sides.items()
-    }
+    sources = {"unpacked": (rows, per_pack), "packed": (packed, 1)}
+    steps = {}
+    for name, (_, times) in sources.items():
+        sizes = {"batch_size": args.batch_size * times, "micro_batch_size": 4 * times}
+        steps[name] = make_step(model, SFTConfig(**sizes, max_length=args.max_length, dtype="float32"))
+    rates: dict[str, list[float]] = {name: [] for name in sources}
     for number in range(args.rounds + 1):  # the first one compiles
-        for name, (source, size, _, _, state) in sides.items():
-            batches = [source.batch(0, step, size) for step in range(args.steps)]
+        for name, (source, times) in sources.items():
+            batches = [source.batch(0, step, args.batch_size * times) for step in range(args.steps)]
             began = time.perf_counter()
             for batch in batches:
-                jax.block_until_ready(steps[name](state, batch))
+                steps[name](batch)
             seconds = time.perf_counter() - began
             if number:
-                rates.setdefault(name, []).append(sum(int(batch.lengths.sum()) for batch in batches) / seconds)
+                rates[name].append(sum(int(batch.lengths.sum()) for batch in batches) / seconds)
     ratios = [new / old for old, new in zip(rates["unpacked"], rates["packed"], strict=True)]
     for name, values in rates.items():
         print(f"{name}: {median(values):,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})")
