@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import pjit  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -40,12 +41,19 @@ def fewer_collections():
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs():
-    """Lets go of compiled programs before Linux refuses another mapping (65,530 a process), where jaxlib segfaults."""
+    """Drops compiled programs before Linux refuses another mapping (65,530 a process), where jaxlib segfaults, and
+    before jit's cache of 8,192 signatures is full: then it drops new ones, and a program called twice counts none."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    mappings = maps.read_bytes().count(b"\n") if maps.exists() else 0
+    if mappings > 20_000 or signatures() > 4_096:
         jax.clear_caches()
         gc.collect()
+
+
+def signatures() -> int:
+    """Entries in the fuller of jit's caches; each holds at most 8,192, of all jitted functions of a process."""
+    return max(cache.size() for name, cache in vars(pjit).items() if name.startswith("_cpp_pjit_cache"))
 
 
 @pytest.fixture
