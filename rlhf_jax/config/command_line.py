@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tyro
@@ -140,6 +140,8 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
         reason = [*answers.values()][-1].text  # of the policy's stage, which most options are about
         raise UserError(f"--{name} is not supported. {reason}")
     known = [*own, *(f"{key}.{field}" for key in present for field in field_types(STAGES[key]))]
+    if like := [f"--{key}.{field}" for key in present if (field := trl_options.hint(name, field_types(STAGES[key])))]:
+        raise UserError(f"unknown option --{name}. It is {' or '.join(like)} here.")
     raise UserError(f"unknown option --{name}.{nearest(name, known) or nearest(f'{present[-1]}.{name}', known)}")
 
 
@@ -156,9 +158,9 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
     name, words = positive(name, words, hints)
     answer = trl_options.answer(name, stage_name(config))
     if answer is None:
-        renamed = [key for key, row in trl_options.RENAMED.items() if row.to in hints]
-        hint = nearest(name, [*hints, *renamed])
-        raise UserError(f"unknown option --{prefix}{name}.{hint} (--config ... --help lists all.)")
+        raise UserError(
+            f"unknown option --{prefix}{name}.{_option_like(name, hints, prefix)} (--config ... --help_all lists all.)"
+        )
     if answer.kind == "unsupported":
         raise UserError(f"--{prefix}{name} is not supported. {answer.text}")
     if answer.kind == "translated":
@@ -175,6 +177,13 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
     except UserError as error:
         raise (UserError(f"{error} Note: {answer.text}.") if answer.kind == "same" and answer.text else error) from None
     return dataclasses.replace(config, **{name: value})
+
+
+def _option_like(name: str, fields: Collection[str], prefix: str) -> str:
+    """' It is --lam here.' for a name of other libraries, else the options of nearly that name."""
+    if known := trl_options.hint(name, fields):
+        return f" It is --{prefix}{known} here."
+    return nearest(name, [*fields, *(key for key, row in trl_options.RENAMED.items() if row.to in fields)])
 
 
 def _with_batches(config: StageConfig, name: str, words: Sequence[str], prefix: str) -> StageConfig:

@@ -128,6 +128,11 @@ def _shipped(path: pathlib.Path, spec: str) -> pathlib.Path:
     if len(path.parts) == 1 and name in known:
         return config_folder() / name
     hint = nearest(path.name, [*known, *(k.removesuffix(".py") for k in known)], 1)
+    if algorithm := next((word for word in re.split(r"[^a-z]+", path.stem.lower()) if word in STAGES), None):
+        having = [name for name, line in shipped_configs().items() if algorithm in f"{name} {line}".lower()]
+        hint = f" {algorithm} has {', '.join(having)}." if having else hint
+    elif "dpo" in path.stem.lower():
+        hint = f" DPO is not implemented; the stages are {', '.join(STAGES)}."
     raise UserError(f"--config {spec}: no such file, and no such config.{hint} Shipped: {', '.join(known)}.")
 
 
@@ -186,7 +191,8 @@ def _hint_for_unknown(field: str, config_type: type) -> str:
     stage = next((name for name, stage_config in STAGES.items() if stage_config is config_type), None)
     answer = trl_options.answer(field, stage) if stage else None
     if answer is None:
-        return nearest(field, field_types(config_type))
+        known = trl_options.hint(field, field_types(config_type))
+        return f" It is {known} here." if known else nearest(field, field_types(config_type))
     if answer.renamed:
         return f" It is {answer.renamed.to} here" + (f": {answer.text}." if answer.text else ".")
     return f" {answer.text}"

@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import pathlib
 import tomllib
+from collections.abc import Collection
 from typing import Any, Literal
 
 from rlhf_jax.config.dataclasses import STAGES
@@ -56,6 +57,8 @@ RENAMED = {name: Renamed(**row) for name, row in _DATA["renamed"].items()}
 VALUES: dict[str, dict[str, str]] = _DATA["values"]
 """Values that TRL also takes for an option that is the same here."""
 TRANSLATED: dict[str, str] = _DATA["translated"]
+HINTS: dict[str, list[str]] = _DATA["hints"]
+"""Other libraries' names of an option -> names here, the best first: for messages, not accepted."""
 UNSUPPORTED = [Unsupported(**row) for row in _DATA["unsupported"]]
 NOTES: dict[str, str] = _DATA["notes"]
 NOTES_BY_STAGE: dict[str, dict[str, str]] = _DATA["notes_by_stage"]
@@ -95,6 +98,11 @@ def answer(name: str, stage: str) -> Answer | None:
         names = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
         return Answer("unsupported", f"{prefix}an option of {names}, not of {stage}.")
     return None
+
+
+def hint(name: str, fields: Collection[str]) -> str | None:
+    """The field that another library calls `name`; None where there is none."""
+    return next((field for field in HINTS.get(name, ()) if field in fields), None)
 
 
 def _row(name: str, stages: tuple[str, ...]) -> str:

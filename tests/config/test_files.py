@@ -273,6 +273,8 @@ def test_the_quickstart_of_verifiable_rewards_has_a_variant_of_each_algorithm(va
 
 
 BAD_SPECS = {
+    "tldr_grpo.py": "no such config. grpo has grpo_deepmath.py, quickstart_math.py",
+    "tldr_dpo.py": "no such config. DPO is not implemented; the stages are sft, reward, ppo, rloo, grpo",
     "qickstart": "no such config. Did you mean quickstart.* Shipped: goldrush.py, grpo_deepmath.py, ppo_llama.py",
     "nothing/like_it.py": "no such file",
     "tldr_ppo.py:7b": "tldr_ppo.py has no variant '7b'. It has 1b, 2.8b, 6.9b, 12b",

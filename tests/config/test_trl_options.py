@@ -1,6 +1,7 @@
 """docs/migrating.md and the parser agree on every option that TRL has or had."""
 
 import dataclasses
+import fnmatch
 import inspect
 import itertools
 import pathlib
@@ -193,6 +194,13 @@ def test_no_reason_or_note_is_for_a_name_that_nothing_can_reach():
             assert answer.kind == "unsupported" and answer.text == row.reason, (stage, name)
 
 
+def test_hints_are_names_that_nothing_else_answers():
+    fields = {name for stage in STAGES.values() for name in stage.__dataclass_fields__}
+    for name, known in trl_options.HINTS.items():
+        assert known and set(known) <= fields, name
+        assert all(trl_options.answer(name, stage) is None for stage in STAGES), name
+
+
 def test_every_argument_of_the_trainers_constructors_is_on_the_page():
     trl, ppo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.ppo")
     trainers = {"SFT": trl.SFTTrainer, "Reward": trl.RewardTrainer, "PPO": ppo.PPOTrainer}
@@ -215,14 +223,15 @@ def test_options_that_stand_in_place_of_an_argument_exist():
             assert call in inspect.signature(run).parameters
 
 
-def test_no_option_of_trl_itself_is_missing():
-    """Every field that TRL's own dataclasses add to TrainingArguments has a row."""
+def test_no_option_of_trl_is_missing():
+    """Every field of TRL's own dataclasses has a row, those of TrainingArguments included."""
     import transformers
 
     trl, ppo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.ppo")
     options = {table.title: table.options for table in trl_options.TABLES}
     inherited = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for title, config_type in (
+        ("SFTConfig", trl.SFTConfig),
         ("PPOConfig", ppo.PPOConfig),
         ("RLOOConfig since 0.22", trl.RLOOConfig),
         ("GRPOConfig", trl.GRPOConfig),
@@ -232,6 +241,9 @@ def test_no_option_of_trl_itself_is_missing():
     ):
         own = {field.name for field in dataclasses.fields(config_type)} - inherited
         assert own - set(options[title]) == set(), title
+    patterns = {name for table in trl_options.TABLES if set(table.stages) == set(STAGES) for name in table.options}
+    missing = {name for name in inherited if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    assert missing == set()
 
 
 def test_the_page_lists_every_default_of_grpo_that_differs():
