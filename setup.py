@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 setup(
     name="rlhf_jax",
     version="0.1.0",
-    description="RLHF in JAX: SFT, reward models, PPO, RLOO and GRPO with TRL's options and numbers, on CPU, GPU and TPU",
+    description="RLHF in JAX with TRL's options and numbers: SFT, reward models, PPO, RLOO, GRPO on CPU, GPU and TPU",
     long_description=pathlib.Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

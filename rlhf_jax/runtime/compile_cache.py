@@ -1,4 +1,4 @@
-"""The persistent compilation cache, so that a second start of a run reads what took long; and the time of compilation."""
+"""The persistent compilation cache, so that a second start reads what took long to compile; and the time of compilation."""
 
 from __future__ import annotations
 
