@@ -14,6 +14,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    entry_points={"console_scripts": ["rlhf-jax = rlhf_jax.cli:main"]},
     packages=[*find_packages(include=["rlhf_jax", "rlhf_jax.*"]), "rlhf_jax.configs"],
     package_dir={"rlhf_jax.configs": "configs"},
     package_data={
@@ -36,7 +37,6 @@ setup(
         "httpx2>=2.0,<3",
         "safetensors>=0.8,<1",
         "tensorboardX>=2.6.5,<3",
-        "tyro>=1.0,<2",
         "rich>=13",
         "jinja2>=3.1.6",
     ],

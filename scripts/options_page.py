@@ -5,12 +5,9 @@ python scripts/options_page.py > docs/options.md
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import itertools
 import re
-import textwrap
 
 from rlhf_jax.config import (
     GRPOConfig,
@@ -24,15 +21,17 @@ from rlhf_jax.config import (
     values,
 )
 from rlhf_jax.config.dataclasses import GroupConfig
+from rlhf_jax.config.help import Option, inherited, options_of
 from rlhf_jax.config.presets import PRESETS
 from rlhf_jax.evaluate.options import EvaluateConfig
 
 INTRODUCTION = """# Options
 
-Every option of `python -m rlhf_jax.train` and `python -m rlhf_jax.evaluate`. On the command line `--name value` (in a
-pipeline `--ppo.name value`), in a config file `PPOConfig(name=value)`; `--config CONFIG --help` prints them with the
-defaults of that config. Booleans are `--name true` and `--name false`, or `--name` and `--no_name`; lists are separated
-by spaces or commas; dicts are JSON. TRL's other names: [migrating.md](migrating.md).
+Every option of `rlhf-jax train` and `rlhf-jax evaluate`. On the command line `--name value` (in a pipeline
+`--ppo.name value`), in a config file `PPOConfig(name=value)`. `--config CONFIG --help_all` prints them with the values
+of that config, `--help` those that are used often, in a line each. Booleans are `--name true` and `--name false`, or
+`--name` and `--no_name`; lists are separated by spaces or commas; dicts are JSON. TRL's other names:
+[migrating.md](migrating.md).
 
 Written by `python scripts/options_page.py > docs/options.md`.
 """
@@ -48,38 +47,6 @@ PAGES = (
     (Pipeline, "Pipelines"),
     (EvaluateConfig, "Evaluation"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """An option in the source: the section that it is in, its name and its help text."""
-
-    section: str
-    name: str
-    meaning: str
-
-
-def options_of(config: type) -> list[Option]:
-    """The options that a class itself defines, in order; without a help text if it only changes a default."""
-    source = textwrap.dedent(inspect.getsource(config))
-    sections = {n: line.strip()[5:].strip() for n, line in enumerate(source.splitlines(), 1) if "# --- " in line}
-    options = []
-    body = ast.parse(source).body[0].body
-    for node, after in zip(body, [*body[1:], None]):
-        if isinstance(node, ast.AnnAssign):
-            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            section = next((sections[n] for n in sorted(sections, reverse=True) if n < node.lineno), "")
-            meaning = " ".join(after.value.value.split()) if documented else ""
-            options.append(Option(section, node.target.id, meaning))
-    return options
-
-
-def inherited(config: type, name: str) -> Option | None:
-    """The option of that name in a class that `config` extends."""
-    bases = [base for base in config.__mro__[1:] if dataclasses.is_dataclass(base)]
-    return next(
-        (option for base in bases for option in options_of(base) if option.name == name and option.meaning), None
-    )
 
 
 def default_of(config: type, name: str) -> str:

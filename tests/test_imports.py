@@ -25,14 +25,13 @@ OUTSIDE = {
         "wandb",
         "trackio",
     ),
-    *("huggingface_hub", "datasets", "tokenizers", "transformers", "matplotlib", "random", "tyro", "argparse"),
+    *("huggingface_hub", "datasets", "tokenizers", "transformers", "matplotlib", "random", "argparse"),
 }
 OWNERS = {  # an outside thing, and the files that may touch it
     "orbax": {"runtime/checkpoint.py"},
     "safetensors": {"models/io/safetensors.py"},
-    "argparse": {"config/command_line.py", "report/__main__.py"},
+    "argparse": set(),
     "matplotlib": {"report/pictures.py"},
-    "tyro": {"config/command_line.py"},
     "jax.distributed": {"parallel/multihost.py"},
     "jax.experimental.multihost_utils": {"parallel/multihost.py"},
     "socket": {"parallel/liveness.py"},
@@ -62,7 +61,8 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("stages",),
     ("dry_run", "evaluate"),
     ("report",),
-    ("train",),
+    ("train", "chat"),
+    ("cli",),
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TESTS = ROOT / "tests"

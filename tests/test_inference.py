@@ -1,31 +1,20 @@
-"""load_policy and generate: the same responses whatever the batch, stops, errors; and scripts/chat.py on top."""
+"""load_policy and generate: the same responses whatever the batch, stops, errors."""
 
-import importlib.util
-import io
-
-import jax
 import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, inference, models
+from rlhf_jax import inference
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.io import hf
 from rlhf_jax.stages import ALGORITHMS
-from tests.helpers.paths import ROOT
+from tests.helpers.checkpoints import write_policy
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """RUN/ppo/policy of a pipeline's folder."""
-    folder = tmp_path_factory.mktemp("run") / "ppo" / "policy"
-    tokenizer = data.load_tokenizer("synthetic")
-    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=96)
-    params = jax.tree.map(lambda x: 3 * x, model.init(jax.random.key(0), heads=("causal",)))
-    hf.save(folder, model, jax.device_get(params), kind="causal")
-    data.save_tokenizer(tokenizer, str(folder))
-    return folder
+    return write_policy(tmp_path_factory.mktemp("run") / "ppo" / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -120,49 +109,6 @@ def test_conversations_go_through_the_chat_template(policy):
     assert found == policy.generate(TEXTS[-1:], max_new_tokens=5)
     with pytest.raises(UserError, match="text 0: it, message 1: 'role' is missing"):
         policy.generate([[{"content": "x"}]], chat_template_kwargs=template)
-
-
-# --- scripts/chat.py
-
-
-def chat(monkeypatch, capsys, typed, *arguments):
-    """(exit status, standard output, standard error) of the script with these lines on its standard input."""
-    spec = importlib.util.spec_from_file_location("chat", ROOT / "scripts" / "chat.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(script.compile_cache, "enable", lambda: None)  # the tests have a cache of their own
-    monkeypatch.setattr("sys.argv", ["chat.py", *map(str, arguments)])
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    return script.main(), *capsys.readouterr()
-
-
-def test_chat_answers_each_line_as_generate_does(monkeypatch, capsys, checkpoint, policy):
-    typed = f"{TEXTS[-1]}\n\n/seed 9\n{TEXTS[-1]}\n/new\n/quit\nnever read\n"
-    options = ["--max_new_tokens", 5, "--temperature", 1.0]
-    status, said, told = chat(monkeypatch, capsys, typed, "--model", checkpoint.parent.parent, *options)
-    answers = [policy.generate(TEXTS[-1], max_new_tokens=5, seed=seed) for seed in (0, 9)]
-    assert status == 0 and said.splitlines() == answers and "each text is completed on its own" in told
-
-
-def test_chat_takes_whole_posts(monkeypatch, capsys, checkpoint, policy):
-    arguments = ["--model", checkpoint, "--multiline", "--max_new_tokens", 5, "--temperature", 0.0]
-    status, said, told = chat(monkeypatch, capsys, f"{TEXTS[0]}\n\n\n{TEXTS[1]}", *arguments)
-    assert status == 0 and said.splitlines() == policy.generate(TEXTS[:2], max_new_tokens=5, temperature=0.0)
-    assert "two empty lines end an input" in told and "empty response" not in told
-
-
-def test_chat_tells_an_empty_answer_from_a_hang(monkeypatch, capsys, checkpoint, policy):
-    begins = policy.generate(TEXTS[-1], max_new_tokens=5, temperature=0.0)[:2]
-    arguments = ["--model", checkpoint, "--max_new_tokens", 5, "--temperature", 0.0, "--stop", begins]
-    status, said, told = chat(monkeypatch, capsys, f"{TEXTS[-1]}\n", *arguments)
-    assert status == 0 and said == "\n" and "(empty response)" in told
-
-
-def test_chat_says_what_is_wrong(monkeypatch, capsys, checkpoint):
-    status, _, told = chat(monkeypatch, capsys, "", "--model", checkpoint / "nothing")
-    assert status == 2 and told.startswith("error: ")
-    status, said, told = chat(monkeypatch, capsys, "i\n", "--model", checkpoint, "--max_new_tokens", 96)
-    assert status == 0 and said == "" and "error: text 0 has" in told
 
 
 @pytest.mark.parametrize("stage", [*ALGORITHMS, "sft"])

@@ -1,28 +1,26 @@
 """The command line: `--config` names a config, every other flag one of its fields.
 
-tyro prints the help. Flags are parsed here, since tyro accepts no `--flag true` in addition to `--flag`, no `a,b` for
-lists, no JSON for dicts and no `none`, and its errors are boxes that do not know TRL's options.
+Flags are parsed here, with help texts by `help`: the usual parsers accept no `--flag true` in addition to `--flag`, no
+`a,b` for lists, no JSON for dicts and no `none`, and their errors do not know TRL's options.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import sys
-from collections.abc import Collection, Sequence
+import typing
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import tyro
-
+from rlhf_jax.config import help as help_texts
 from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.config.files import load_config, shipped_configs
 from rlhf_jax.config.presets import PRESETS, with_preset
-from rlhf_jax.config.values import field_types, is_dict, nearest, value_from_words
+from rlhf_jax.config.values import field_types, nearest, value_from_words, without_none
 from rlhf_jax.errors import UserError
 
-PROG = "python -m rlhf_jax.train"
+PROG = "rlhf-jax train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +47,11 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
     TRL's other names are accepted with a note on stderr if they mean the same, else refused with the reason.
 
     Raises:
-      SystemExit: 0 after printing the help for --help; 2 after the usage if there are no arguments.
+      SystemExit: 0 after printing the help for --help or --help_all; 2 after the usage if there are no arguments.
       UserError: the config or a flag is wrong.
     """
     flags = split_flags(argv)
-    wants_help = any(name in ("help", "h") for name, _ in flags)
+    wants_help = asks_for_help(flags)
     specs = [words for name, words in flags if name == "config"]
     if not specs:
         if wants_help or not argv:
@@ -64,16 +62,22 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
         raise UserError(f"--config takes one config, got {len(specs[-1])}: {' '.join(specs[-1])}.")
     recipe = Recipe(specs[-1][0], load_config(specs[-1][0]))
     if wants_help:
-        print_help(recipe.config, f"{PROG} --config {recipe.name}")
+        everything = any(name == "help_all" for name, _ in flags)
+        print_help(recipe.config, f"{PROG} --config {recipe.name} [--OPTION VALUE ...]", everything)
         raise SystemExit(0)
     return with_flags(recipe.config, [(name, words) for name, words in flags if name != "config"]), recipe
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word names an option."""
+    return word == "-h" or (word.startswith("--") and len(word) > 2)
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(name, words) of each flag: `--kl-coef=0.1` and `--kl_coef 0.1` are both ('kl_coef', ['0.1'])."""
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
-        if word == "-h" or (word.startswith("--") and len(word) > 2):
+        if is_flag(word):
             name, equals, value = word.lstrip("-").partition("=")
             flags.append((name.replace("-", "_"), [value] if equals else []))
         elif flags:
@@ -219,7 +223,70 @@ def _with_batches(config: StageConfig, name: str, words: Sequence[str], prefix: 
     return dataclasses.replace(config, batch_size=batch, num_mini_batches=batch // rows)
 
 
+# --- options of the other commands
+
+
+def parse_options(
+    argv: Sequence[str],
+    config_type: type,
+    prog: str,
+    *,
+    positional: str = "",
+    aliases: Mapping[str, str] | None = None,
+    empty_by_none: Collection[str] = (),
+) -> Any:
+    """The options of a command that has no config file, as a dataclass.
+
+    Args:
+      argv: the words after the command.
+      config_type: a dataclass; every field has a default and is a flag.
+      prog: the command, for the help.
+      positional: the field that takes words without a flag.
+      aliases: accepted names -> fields.
+      empty_by_none: lists that the word none makes empty, where None means a default.
+
+    Raises:
+      SystemExit: 0 after printing the help for --help; 2 after it without any word.
+      UserError: an option is unknown or has a value of a wrong type.
+    """
+    hints, aliases, given, values = field_types(config_type), aliases or {}, [], {}
+    count = next((n for n, word in enumerate(argv) if is_flag(word)), len(argv)) if positional else 0
+    loose, flags = [*argv[:count]], split_flags(argv[count:])
+    joined = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) + "=" for word in argv if "=" in word}
+    if not argv or asks_for_help(flags):
+        several = positional and typing.get_origin(without_none(hints[positional])[0]) is tuple
+        words = f"{positional.upper().removesuffix('S')} {'... ' if several else ''}" if positional else ""
+        print_help(config_type(), f"{prog} {words}[--OPTION VALUE ...]", "help_all" in [name for name, _ in flags])
+        raise SystemExit(0 if argv else 2)
+    for flag, words in flags:
+        name = aliases.get(flag, flag)
+        if name != flag:
+            print(f"note: --{flag} is --{name} here.", file=sys.stderr)
+        name, words = positive(name, words, hints)
+        if name not in hints:
+            raise UserError(f"unknown option --{flag}.{nearest(flag, [*hints, *aliases])} (--help lists all.)")
+        if positional and typing.get_origin(without_none(hints[name])[0]) is not tuple:  # one word, or none
+            is_switch = hints[name] is bool and f"--{flag}=" not in joined
+            takes = 0 if is_switch and [word.lower() for word in words[:1]] not in BOOLEANS else 1
+            words, loose = words[:takes], [*loose, *words[takes:]]
+        given.append((name, words))
+    if loose:
+        given.insert(0, (positional, loose))
+    for name, words in given:
+        empty = name in empty_by_none and [word.lower() for word in words] == ["none"]
+        values[name] = () if empty else value_from_words(f"--{name}", hints[name], words)
+    return config_type(**values)
+
+
+BOOLEANS = (["true"], ["false"], ["1"], ["0"])
+
+
 # --- help
+
+
+def asks_for_help(flags: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether --help, -h or --help_all is among the flags."""
+    return any(name in ("help", "h", "help_all") for name, _ in flags)
 
 
 def usage() -> str:
@@ -228,56 +295,28 @@ def usage() -> str:
     width = max(map(len, shipped), default=0)
     stages = {name: stage.__doc__.partition("\n")[0] for name, stage in STAGES.items()}
     tables = ["\n".join(f"  {name:<{width}}  {line}" for name, line in rows.items()) for rows in (stages, shipped)]
-    commands = "\n".join(f"  {PROG} --config {name} --help" for name in shipped)
     return f"""usage: {PROG} --config CONFIG [--OPTION VALUE ...]
 
-CONFIG is a .py file with get_config(variant=None) or a shipped config, either optionally followed by :VARIANT,
-or the config.json of a run. A config has one stage, or the stages sft, reward and one of ppo, rloo and grpo:
+Trains one stage, or a pipeline of the stages sft, reward and one of ppo, rloo and grpo:
 
 {tables[0]}
 
-Shipped configs:
+CONFIG is a shipped config, a .py file with get_config(variant=None), either optionally followed by :VARIANT, or the
+config.json of a run. Shipped configs:
 
 {tables[1]}
 
-Every field of a config is an option. To list them with defaults and help texts:
+  {PROG} --config quickstart.py                 trains a small model in minutes on a CPU, without a network
+  {PROG} --config quickstart.py --help          the options of a config, a line each; --help_all: all, in full
+  rlhf-jax configs copy tldr_ppo.py my_ppo.py         a config to edit: --config my_ppo.py
 
-{commands}
-
-Options of the run itself: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (print the config, the
-batch arithmetic, the mesh and the memory of compiled programs, then exit; with --topology v5e:4x4 or h100:8 for
-TPUs or GPUs you do not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names: docs/migrating.md.
-
+Options that every config has: --run_dir FOLDER, --resume auto|must|never, --seed N, --dry_run (the config, the batch
+arithmetic, the mesh and the memory of compiled programs, then exit; with --topology v5e:4x4 or h100:8 for TPUs or GPUs
+you do not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's names of options: docs/migrating.md.
 --preset {"|".join(PRESETS)} sets options of grpo (docs/options.md); other
-flags override it."""
+flags override it. python -m rlhf_jax.train is the same command."""
 
 
-_HELP_TYPES = tyro.constructors.ConstructorRegistry()
-
-
-@_HELP_TYPES.primitive_rule
-def _json_dict(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """A dict is JSON text in the help; by default tyro makes options or subcommands of it."""
-    if not is_dict(info.type):
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{None}|JSON",
-        instance_from_str=lambda words: json.loads(words[0]),
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda value: ["None" if value is None else json.dumps(value)],
-    )
-
-
-def print_help(config: Any, prog: str) -> None:
-    """Print every option of a config with its type, its default in this config, and its help text."""
-    with contextlib.suppress(SystemExit):  # the caller decides whether to exit
-        tyro.cli(
-            type(config),
-            args=["--help"],
-            default=config,
-            prog=prog,
-            use_underscores=True,
-            config=(tyro.conf.AvoidSubcommands,),  # leaves out a stage that a pipeline lacks
-            registry=_HELP_TYPES,
-        )
+def print_help(config: Any, usage: str, everything: bool = False) -> None:
+    """Prints the options of a config with their values and meanings; see `help.text`."""
+    print(help_texts.text(config, usage, everything))

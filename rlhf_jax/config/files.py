@@ -76,6 +76,20 @@ def shipped_configs() -> dict[str, str]:
     return lines
 
 
+def shipped_config(name: str) -> pathlib.Path:
+    """The file of a shipped config, by its name with or without .py.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    return _shipped(pathlib.Path(name), name)
+
+
+def load_shipped(name: str) -> Config:
+    """The config of a shipped file, whatever files the working folder holds: for configs that change a part of it."""
+    return load_config(str(shipped_config(name)))
+
+
 def load_config(spec: str) -> Config:
     """The config that `--config` names.
 

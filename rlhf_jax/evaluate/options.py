@@ -1,9 +1,8 @@
-"""The options of `python -m rlhf_jax.evaluate`: parsing and validation."""
+"""The options of `rlhf-jax evaluate`: parsing and validation."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,14 +15,11 @@ from rlhf_jax.config.values import (
     PositiveFloat,
     PositiveInt,
     Range,
-    field_types,
-    nearest,
-    value_from_words,
 )
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import has_password
 
-PROG = "python -m rlhf_jax.evaluate"
+PROG = "rlhf-jax evaluate"
 ALIASES = {
     "model_name_or_path": "model",
     "dataset_name": "data",
@@ -183,22 +179,7 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
     Raises:
       UserError: an option is unknown, has the wrong type or range, or needs another option.
     """
-    flags = command_line.split_flags(argv)
-    if not flags or any(name in ("help", "h") for name, _ in flags):
-        command_line.print_help(EvaluateConfig(), PROG)
-        raise SystemExit(0 if flags else 2)
-    hints, values = field_types(EvaluateConfig), {}
-    for flag, words in flags:
-        name = ALIASES.get(flag, flag)
-        if name != flag:
-            print(f"note: --{flag} is --{name} here.", file=sys.stderr)
-        name, words = command_line.positive(name, words, hints)
-        if name not in hints:
-            hint = nearest(flag, [*hints, *ALIASES])
-            raise UserError(f"unknown option --{flag}.{hint} (--help lists all.)")
-        no_opponents = name == "against" and [word.lower() for word in words] == ["none"]
-        values[name] = () if no_opponents else value_from_words(f"--{name}", hints[name], words)
-    config = EvaluateConfig(**values)
+    config = command_line.parse_options(argv, EvaluateConfig, PROG, aliases=ALIASES, empty_by_none=("against",))
     check(config)
     return config
 

@@ -1,33 +1,41 @@
-"""The command `python -m rlhf_jax.report RUN_DIR [RUN_DIR ...]`."""
+"""The command `rlhf-jax report RUN_DIR [RUN_DIR ...]`, or `python -m rlhf_jax.report`."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
 from rlhf_jax import report
+from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.report import pictures
 from rlhf_jax.utils import text
+
+PROG = "rlhf-jax report"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """One HTML page about a run, or comparing several. Runs that differ only in their seed are one curve with a band.
+    Works during a run too."""
+
+    run_dirs: tuple[str, ...] = ()
+    """Folders of runs, of one or several stages; may be given without the flag."""
+    out: str | None = None
+    """File of the page; default: report.html in the folder of a single run, otherwise in the working directory."""
+    no_png: bool = False
+    """Write no PNG pictures (they need the extra report)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 0, or 2 after a user error (one line on stderr)."""
     text.escape_unencodable_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_jax.report",
-        description="One HTML page about a run, or comparing several. Runs that differ only in their seed are one "
-        "curve with a band. Works during a run too.",
-    )
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="--run_dir of a run, of one or several stages")
-    parser.add_argument(
-        "--out",
-        help="file of the page; default: report.html in the folder of a single run, otherwise in the working directory",
-    )
-    parser.add_argument("--no_png", action="store_true", help="write no PNG pictures")
-    options = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        options = command_line.parse_options(argv, ReportOptions, PROG, positional="run_dirs")
+        if not options.run_dirs:
+            raise UserError(f"{PROG} needs the folder of a run: {PROG} runs/quickstart")
         png = not options.no_png and pictures.available()
         if not (png or options.no_png):
             print(f"note: no pictures: {pictures.MISSING_MATPLOTLIB}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The persistent compilation cache, so that a second start reads what took long to compile; and the time of compilation."""
+"""The persistent compilation cache, so that a second start reads what took long to compile; and compile times."""
 
 from __future__ import annotations
 

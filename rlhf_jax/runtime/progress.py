@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections import deque
@@ -164,6 +164,15 @@ class Panel:
 _ROWS = {"sft": "rows", "reward": "pairs"}
 
 
+def command(name: str) -> str:
+    """How the reader's shell calls a command of this package: `rlhf-jax NAME` where it is found, else by Python."""
+    script, python = shutil.which("rlhf-jax"), sys.executable
+    if script and os.path.dirname(os.path.abspath(script)) == os.path.dirname(python):
+        return f"rlhf-jax {name}"
+    beside = os.path.join(os.getcwd(), "")
+    return f"{shlex.quote(python.removeprefix(beside))} -m rlhf_jax.{name}"
+
+
 def summary(config: Config, result: Any, seconds: float) -> list[str]:
     """Lines for the end of a command: where its outputs are, and what to run next.
 
@@ -186,9 +195,7 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}  {path}" for name, path in rows]
     place = shlex.quote(result.run_dir)
-    lines += ["next:", f"  python -m rlhf_jax.report {place}"]
-    lines += [f"  python -m rlhf_jax.evaluate --run_dir {place}"]
+    lines += ["next:", f"  {command('report')} {place}", f"  {command('evaluate')} --run_dir {place}"]
     if any(isinstance(stage, PolicyConfig) for stage in stages_of(config).values()) or "policy" in last.paths:
-        code = f'import rlhf_jax; print(rlhf_jax.load_policy({json.dumps(result.run_dir)}).generate(["..."]))'
-        lines += [f"  python -c {shlex.quote(code)}"]
+        lines += [f"  {command('chat')} {place} --multiline"]
     return [printable(line) for line in lines]

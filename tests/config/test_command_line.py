@@ -1,5 +1,6 @@
 """The command line: flags, help, and what it says to a typing error."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import STAGES, PPOConfig, RLOOConfig, command_line, values
+from rlhf_jax.config import STAGES, PPOConfig, command_line, values
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 
@@ -262,6 +263,50 @@ def test_a_config_is_needed():
         command_line.parse(["--config"])
 
 
+# --- options of commands without a config file
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A command."""
+
+    paths: tuple[str, ...] = ()
+    """Paths."""
+    out: str | None = None
+    """A file."""
+    quiet: bool = False
+    """Says nothing."""
+    against: tuple[str, ...] | None = None
+    """Names."""
+
+
+LOOSE = [
+    (["a", "b", "--out", "c"], Options(("a", "b"), "c")),
+    (["--out", "c", "a", "b"], Options(("a", "b"), "c")),
+    (["--quiet", "a"], Options(("a",), quiet=True)),
+    (["--quiet", "false", "a"], Options(("a",), quiet=False)),
+    (["--paths", "a,b"], Options(("a", "b"))),
+    (["a", "--against", "none"], Options(("a",), against=())),
+]
+
+
+@pytest.mark.parametrize(("words", "options"), LOOSE, ids=[" ".join(words) for words, _ in LOOSE])
+def test_words_without_a_flag_go_to_one_option(words, options):
+    assert command_line.parse_options(words, Options, "c", positional="paths", empty_by_none=["against"]) == options
+
+
+def test_options_of_other_commands_are_checked_like_those_of_a_config(capsys):
+    for words, message in ((["--ot", "x"], "Did you mean out"), (["--quiet=x"], "must be true or false")):
+        with pytest.raises(UserError, match=message):
+            command_line.parse_options(words, Options, "c", positional="paths")
+    assert command_line.parse_options(["--file", "x"], Options, "c", aliases={"file": "out"}).out == "x"
+    assert "note: --file is --out here" in capsys.readouterr().err
+    for words, status in (([], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as end:
+            command_line.parse_options(words, Options, "c", positional="paths")
+        assert end.value.code == status and "usage: c PATH ... [--OPTION VALUE ...]" in capsys.readouterr().out
+
+
 # --- help
 
 
@@ -278,37 +323,7 @@ def test_help_lists_the_shipped_configs_and_the_stages(capsys):
 def test_nothing_at_all_shows_the_usage_and_is_an_error(capsys):
     with pytest.raises(SystemExit) as end:
         command_line.parse([])
-    assert end.value.code == 2 and "usage: python -m rlhf_jax.train" in capsys.readouterr().out
-
-
-HELPED = ["tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_rloo.py", "quickstart.py", "quickstart_rloo.py"]
-
-
-@pytest.mark.parametrize("spec", HELPED)
-def test_help_of_a_config_has_every_field_with_its_default_and_meaning(spec, capsys):
-    with pytest.raises(SystemExit) as end:
-        command_line.parse(["--config", spec, "--help"])
-    assert end.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    config = config_files.load_config(spec)
-    stages = {f"{name}.": getattr(config, name) for name in STAGES} if "quickstart" in spec else {"": config}
-    stages = {prefix: stage for prefix, stage in stages.items() if stage is not None}
-    assert len(stages) == (3 if "quickstart" in spec else 1)
-    for prefix, stage in stages.items():
-        for name in values.field_types(type(stage)):
-            assert f"--{prefix}{name} " in text or f"--{prefix}{name}," in text, name
-    if spec == "tldr_ppo.py":
-        assert "--kl_coef FLOAT Coefficient of the KL penalty in the reward. (default: 0.05)" in text
-        assert "--generation_kwargs {None}|JSON Sampling options by their Hugging Face names" in text
-        assert "--total_episodes {None}|INT" in text and "(default: 1000000)" in text
-
-
-def test_help_shows_a_dict_as_the_json_that_the_flag_takes(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(config_files.to_json(RLOOConfig(generation_kwargs={"top_k": 50})))
-    with pytest.raises(SystemExit):
-        command_line.parse(["--config", str(tmp_path), "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert """(default: '{"top_k": 50}')""" in text
+    assert end.value.code == 2 and "usage: rlhf-jax train --config CONFIG" in capsys.readouterr().out
 
 
 def test_an_error_ends_the_command_with_code_2_and_no_traceback():

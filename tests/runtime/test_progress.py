@@ -1,6 +1,5 @@
 """What a person at a terminal sees: a line that is alive while a run goes on, a summary at its end."""
 
-import ast
 import fcntl
 import io
 import os
@@ -98,17 +97,31 @@ def test_the_summary_says_where_all_lies_and_what_is_next(tmp_path):
         f"  metrics  {place}/metrics.jsonl",
     ]
     words = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
-    assert [found[:3] for found in words[:2]] == [
-        ["python", "-m", f"rlhf_jax.{name}"] for name in ("report", "evaluate")
+    assert words == [
+        [*shlex.split(progress.command("report")), str(place)],
+        [*shlex.split(progress.command("evaluate")), "--run_dir", str(place)],
+        [*shlex.split(progress.command("chat")), str(place), "--multiline"],
     ]
-    assert words[0][3] == words[1][4] == str(place)
-    constants = [node.value for node in ast.walk(ast.parse(words[2][2])) if isinstance(node, ast.Constant)]
-    assert str(place) in constants
+
+
+def test_commands_are_named_as_the_readers_shell_finds_them(tmp_path, monkeypatch):
+    """By the console script of the running environment; else by its Python, relative to the working folder."""
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("rlhf-jax", "python"):
+        (folder / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder))
+    assert progress.command("report") == "rlhf-jax report"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert progress.command("report") == f"{folder}/python -m rlhf_jax.report"
+    monkeypatch.chdir(tmp_path)
+    assert progress.command("report") == ".venv/bin/python -m rlhf_jax.report"
 
 
 def test_the_summary_of_a_reward_model_offers_no_answers_and_a_pipelines_has_all_stages(tmp_path):
     model = Result("r/reward", {}, {"reward_model": "r/reward/reward_model"})
-    assert not any("load_policy" in line for line in progress.summary(RewardConfig(run_dir="r/reward"), model, 1.0))
+    assert not any("chat" in line for line in progress.summary(RewardConfig(run_dir="r/reward"), model, 1.0))
     stages = {
         "sft": Result("r/sft", {}, {"policy": "r/sft/policy"}),
         "reward": model,
@@ -124,7 +137,7 @@ def test_the_summary_of_a_reward_model_offers_no_answers_and_a_pipelines_has_all
         ["metrics", "r/ppo/metrics.jsonl"],
         ["comparison", "r/ppo/comparison.json"],
     ]
-    assert any(line.endswith("rlhf_jax.report r") for line in lines)
+    assert f"  {progress.command('report')} r" in lines
 
 
 COMMAND = """--config tldr_sft.py --model_name_or_path none --scratch_model 1x16x2 --dataset_name synthetic
@@ -157,7 +170,7 @@ def test_the_command_in_a_terminal_has_the_panel_and_in_a_file_plain_lines(tmp_p
     assert "\x1b[1msft 1/4 | " in seen and "of 32 rows | " in seen and " GiB" in seen
     assert "sft 4/4 | loss" in seen and "\x1b[?25h" in seen
     end = seen[seen.rindex("done in ") :]
-    assert "run/policy" in end and "rlhf_jax.report run" in end and "\x1b" not in end
+    assert "run/policy" in end and "report run" in end and "\x1b" not in end
 
     (tmp_path / "run").rename(tmp_path / "first")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

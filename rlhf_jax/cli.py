@@ -1,0 +1,96 @@
+"""The console command `rlhf-jax COMMAND ...`: each command is a module, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import rlhf_jax
+
+COMMANDS = {  # command: the module whose main runs it, and what it does
+    "train": ("train", "train a model: one stage, or a pipeline of SFT, reward model and PPO, RLOO or GRPO"),
+    "evaluate": ("evaluate.__main__", "rewards, KL, win rates, best-of-n and ROUGE of a policy on held-out prompts"),
+    "report": ("report.__main__", "one HTML page about a run, or comparing several"),
+    "chat": ("chat", "chat with a policy in the terminal"),
+    "configs": ("config.shipped", "list the shipped configs, show one, copy one to edit"),
+}
+
+
+def usage() -> str:
+    """The help."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items())
+    return f"""usage: rlhf-jax COMMAND ...
+
+RLHF in JAX: from a base model to a policy trained by PPO, RLOO or GRPO.
+
+{rows}
+
+  rlhf-jax train --config quickstart.py     all three stages of a small model, in minutes on a CPU, without a network
+  rlhf-jax COMMAND --help                   the options of a command
+  rlhf-jax --version"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the words after `rlhf-jax`; None: those of the process.
+
+    Returns:
+      The command's exit status; 2 if there is no such command.
+    """
+    try:
+        return run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # the reader of the output has ended, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(words: list[str]) -> int:
+    """`main` for the words after `rlhf-jax`."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"rlhf_jax {rlhf_jax.__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        print(f"error: {_unknown(command)}", file=sys.stderr)
+        return 2
+    if command == "train" and (not rest or {"--help", "-h", "--help_all", "--help-all"} & {*rest}):
+        return _train_help(rest)
+    return importlib.import_module(f"rlhf_jax.{COMMANDS[command][0]}").main(rest)
+
+
+def _unknown(command: str) -> str:
+    """A line about a command that does not exist."""
+    import difflib
+
+    if command.startswith("--"):
+        return f"{command} comes before a command. Did you mean rlhf-jax train {command}?"
+    close = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"unknown command {command!r}.{hint} The commands are {', '.join(COMMANDS)}."
+
+
+def _train_help(argv: Sequence[str]) -> int:
+    """The help of `train` without its module, whose imports take seconds."""
+    from rlhf_jax.config import command_line
+    from rlhf_jax.errors import UserError
+
+    try:
+        command_line.parse_recipe(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("help ends the parser")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The command `rlhf-jax configs`: lists the shipped configs, shows one, copies one to edit."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from rlhf_jax.config.files import config_folder, load_config, shipped_config, shipped_configs, to_json
+from rlhf_jax.config.values import nearest
+from rlhf_jax.errors import UserError
+
+USAGE = """usage: rlhf-jax configs list                      every shipped config and its variants
+       rlhf-jax configs show NAME                 the file of a config, with a reason beside each option
+       rlhf-jax configs show NAME:VARIANT         every option of a variant, as JSON
+       rlhf-jax configs copy NAME [FILE]          copy a config to edit; default: NAME in this folder
+
+Train with a copy by rlhf-jax train --config FILE."""
+ACTIONS = ("list", "show", "copy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns its exit status: 0, or 2 after a user error (one line on stderr)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if words else 2
+    try:
+        print(run(words))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    return 0
+
+
+def run(words: Sequence[str]) -> str:
+    """The output of the command.
+
+    Raises:
+      UserError: a word is not understood, there is no such config, or the copy would replace a file.
+    """
+    action, *names = words
+    if action not in ACTIONS:
+        raise UserError(f"unknown action {action!r}.{nearest(action, ACTIONS, 1)} It is one of {', '.join(ACTIONS)}.")
+    if action == "list" and not names:
+        return table()
+    if action == "show" and len(names) == 1:
+        return show(names[0])
+    if action == "copy" and len(names) in (1, 2):
+        return f"written: {copy(*names)}"
+    raise UserError(f"configs {action} does not take {len(names)} names; see rlhf-jax configs --help.")
+
+
+def table() -> str:
+    """Every shipped config with what it is, and its variants."""
+    rows = shipped_configs()
+    width = max(map(len, rows))
+    lines = []
+    for name, meaning in rows.items():
+        lines.append(f"{name:<{width}}  {meaning}")
+        found = variants(config_folder() / name)
+        if found != []:
+            names = " ".join(f":{variant}" for variant in found or ()) or f"see rlhf-jax configs show {name}"
+            lines.append(f"{'':<{width}}  variants: {names}")
+    return "\n".join(lines)
+
+
+def variants(path: pathlib.Path) -> list[str] | None:
+    """The names in a config file's VARIANTS, which is read, not run; None where they are not written out."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "VARIANTS":
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", [])
+            return [key.value for key in keys] if all(isinstance(key, ast.Constant) for key in keys) else None
+    return []
+
+
+def show(spec: str) -> str:
+    """The text of a config file, or the resolved options of a variant as JSON."""
+    if ":" in spec:
+        return to_json(load_config(spec)).rstrip()
+    return shipped_config(spec).read_text(encoding="utf-8").rstrip()
+
+
+def copy(name: str, file: str | None = None) -> str:
+    """Copies a config. Returns the path of the copy."""
+    source = shipped_config(name)
+    target = file or source.name
+    if os.path.isdir(target):
+        target = os.path.join(target, source.name)
+    try:
+        with open(target, "x", encoding="utf-8") as out:
+            out.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{target} exists; give another name: rlhf-jax configs copy {name} FILE.") from None
+    except OSError as error:
+        raise UserError(f"cannot write {target} ({error}).") from None
+    return target
