@@ -1,5 +1,5 @@
-"""pip install . gives rlhf_jax with its configs; extras:
-test, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
+"""pip install . gives rlhf_jax with its configs and the command rlhf-jax; extras:
+test, docs, release, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
 
 import pathlib
 
@@ -18,6 +18,7 @@ setup(
     packages=[*find_packages(include=["rlhf_jax", "rlhf_jax.*"]), "rlhf_jax.configs"],
     package_dir={"rlhf_jax.configs": "configs"},
     package_data={
+        "rlhf_jax": ["py.typed"],
         "rlhf_jax.config": ["*.toml"],
         "rlhf_jax.metrics": ["*.toml"],
         "rlhf_jax.report": ["*.css", "*.js", "uplot/*"],
@@ -46,6 +47,7 @@ setup(
             "pytest-xdist>=3.8,<4",
             "hypothesis>=6.150,<7",
             "ruff>=0.17,<0.18",
+            "mypy>=2.4,<3",
             "setuptools>=77",
             "torch==2.13.0",
             "trl==1.12.0",
@@ -61,6 +63,8 @@ setup(
             "nbformat>=5.10,<6",
             "ipykernel>=7,<8",
         ],
+        "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2"],
+        "release": ["build>=1.4,<2", "twine>=6.2,<7"],
         "report": ["matplotlib>=3.9,<4"],
         "math": ["math-verify>=0.9,<0.10"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],

@@ -5,7 +5,7 @@ rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of
 rlhf_jax.load_policy(path).generate(texts)      # what a policy says
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +35,14 @@ _HOMES = {
     "load_policy": "inference",
     "run": "train",
 }
+
+if TYPE_CHECKING:
+    from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+    from rlhf_jax.errors import UserError
+    from rlhf_jax.inference import load_policy
+    from rlhf_jax.rewards.interface import jax_reward
+    from rlhf_jax.runtime.callbacks import Callback
+    from rlhf_jax.train import run
 
 
 def __getattr__(name: str) -> Any:

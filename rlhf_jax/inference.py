@@ -150,7 +150,10 @@ class Policy:
             template. A single text gives a single response.
           max_new_tokens: of a response, including eos.
           temperature: divides the logits; 0 is greedy decoding.
-          top_k, top_p, min_p, repetition_penalty: as in Hugging Face's generate.
+          top_k: sample from the k most likely tokens; 0: all.
+          top_p: sample from the most likely tokens whose total probability reaches top_p; 1: all.
+          min_p: exclude tokens less likely than min_p times the most likely one; None: none.
+          repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1: off.
           stop: texts that end a response, in addition to the tokenizer's eos; the response is cut before them.
           stop_token_ids: ids that end a response in place of the tokenizer's eos, or 'generation_config': those of the
             checkpoint's generation_config.json.
@@ -165,7 +168,8 @@ class Policy:
           UserError: an option is out of range, or a text is empty or too long for the model's context.
         """
         single = isinstance(texts, str)
-        options = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+        options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        options["repetition_penalty"] = repetition_penalty
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         self._check(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size, **options)
         if not all(isinstance(text, str) and text for text in stops):
@@ -186,7 +190,8 @@ class Policy:
             width = min(_MIN_WIDTH * _next_power_of_2(-(-longest // _MIN_WIDTH)), self._context - max_new_tokens)
             tokens = [np.asarray(ids[i], np.int32) for i in rows]
             lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
-            prompts = PromptBatch(batches.pad_left(tokens, width, self.tokenizer.pad_id), lengths, rows)
+            left: Any = batches.pad_left(tokens, width, self.tokenizer.pad_id)
+            prompts = PromptBatch(left, lengths, rows)  # type: ignore[arg-type]  # numpy until it is sharded
             rollout = self.sample(prompts, seed, sampling, rows=rows)
             response, lengths = jax.device_get((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):

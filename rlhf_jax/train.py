@@ -113,8 +113,8 @@ def run(
 
     Args:
       config: a stage's config or a Pipeline.
-      train_dataset, eval_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only);
-        eval_dataset may be a dict of several by name.
+      train_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only).
+      eval_dataset: the same for evaluation; a dict of several by name too.
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
         or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO, RLOO and GRPO.
       optimizer: an optax transformation with its own learning rate, in place of AdamW.

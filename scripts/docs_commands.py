@@ -38,11 +38,30 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in FENCE.findall(text_of(page)):
             if not re.match(r"```(?!bash|sh|$)\w", block):
-                commands += [(page.name, words) for words in words_of(block.strip("`\n")) if is_ours(words)]
+                found = map(by_python, words_of(block.strip("`\n")))
+                commands += [(page.name, words) for words in found if is_ours(words)]
     return commands
+
+
+def by_python(words: list[str]) -> list[str]:
+    """A command with `python -m rlhf_jax.COMMAND` in place of `rlhf-jax COMMAND`."""
+    at = next((n for n, word in enumerate(words) if pathlib.PurePath(word).name == "rlhf-jax"), None)
+    if at is None or at + 1 == len(words):
+        return words
+    command = words[at + 1]
+    module = (
+        [f"rlhf_jax.{command}"] if command in ("train", "evaluate", "report", "chat") else ["rlhf_jax.cli", command]
+    )
+    return [*words[:at], "python", "-m", *module, *words[at + 2 :]]
+
+
+def programs() -> dict[str, str]:
+    """{file name: text} of the config files that docs/researchers.md prints."""
+    text = text_of(ROOT / "docs" / "researchers.md")
+    return dict(re.findall(r"This file, `(\w+\.py)`.*?^```python\n(.*?)^```", text, re.M | re.S))
 
 
 def is_ours(words: list[str]) -> bool:
     """Whether a command runs this package or a script of scripts/."""
-    modules = {"rlhf_jax.train", "rlhf_jax.evaluate", "rlhf_jax.report"}
+    modules = {f"rlhf_jax.{name}" for name in ("train", "evaluate", "report", "chat", "cli")}
     return bool(modules & {*words}) or any(re.match(r"(\S*/)?scripts/\w", word) for word in words)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from docs_commands import ROOT, STANDS_FOR, commands
+from docs_commands import ROOT, STANDS_FOR, commands, programs
 
 from rlhf_jax.data import synthetic
 
@@ -88,6 +88,8 @@ def write_what_readers_write(folder: pathlib.Path) -> None:
         "def brevity(prompts, completions, **columns):\n    return [-0.1 * len(text.split()) for text in completions]\n"
     )
     (folder / "my_rewards.py").write_text(reward)
+    for name, text in programs().items():
+        (folder / name).write_text(text)
     judge = "def prefer(prompts, completions):\n    return [int(len(b) < len(a)) for a, b in completions]\n"
     (folder / "my_judge.py").write_text(judge)
     for name in ("posts.jsonl", "held_out.jsonl"):

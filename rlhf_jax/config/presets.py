@@ -106,4 +106,6 @@ def preset(name: str, **options: Any) -> GRPOConfig:
     Raises:
       UserError: there is no such preset.
     """
-    return dataclasses.replace(with_preset(GRPOConfig(), name), **options)
+    config = with_preset(GRPOConfig(), name)
+    assert isinstance(config, GRPOConfig)
+    return dataclasses.replace(config, **options)

@@ -7,6 +7,7 @@ batch, nor on slots, chunks or the number of devices.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
 from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
 from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows, mark_seen, take_rows
-from rlhf_jax.types import Array, PromptBatch, Rollout, Unfinished
+from rlhf_jax.types import Array, Params, PromptBatch, Rollout, Unfinished
 
 __all__ = [
     "Decoding",
@@ -28,16 +29,30 @@ __all__ = [
 ]
 
 
-def generate(model, params, prompts: PromptBatch, key: Array, sampling: Sampling, *, dtype=jnp.float32, **options):
+def generate(
+    model: Any,
+    params: Params,
+    prompts: PromptBatch,
+    key: Array,
+    sampling: Sampling,
+    *,
+    dtype: Any = jnp.float32,
+    **options: Any,
+) -> Rollout:
     """Samples responses to prompts. Pure; jit it with model, sampling, group, decoding and dtype static.
 
     Args:
       model: a `models.Model` with a causal head.
       params: its params, layers stacked; they are sliced into layers once, here.
-      prompts, key, sampling, dtype, options: see `generate_unstacked`.
+      prompts: tokens [P, C] int32 left-padded, lengths [P] int32; each is computed once for all of its responses.
+      key: typed PRNG key of this rollout.
+      sampling: what is sampled.
+      dtype: compute dtype; logits and log-probabilities are float32.
+      **options: group, responses to a prompt; and further ones, see `generate_unstacked`.
 
     Returns:
-      As `generate_unstacked`.
+      Rollout of B = P * group rows with T = sampling.max_new_tokens: response [B, T] int32, lengths [B] int32,
+      logprobs [B, T] float32.
     """
     return generate_unstacked(model, model.unstack(params, dtype), prompts, key, sampling, dtype=dtype, **options)
 

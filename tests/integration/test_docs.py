@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
+from rlhf_jax import chat, cli
 from rlhf_jax.config import command_line
+from rlhf_jax.config import files as config_files
 from rlhf_jax.evaluate import options as evaluate_options
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import options_page  # noqa: E402
-from docs_commands import FENCE, PAGES, STANDS_FOR, commands, text_of  # noqa: E402
+from docs_commands import FENCE, PAGES, STANDS_FOR, commands, programs, text_of  # noqa: E402
 
 
 def anchors(page: pathlib.Path) -> set[str]:
@@ -44,15 +46,23 @@ def test_there_are_commands():
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}-{n}" for n, (page, _) in enumerate(COMMANDS)])
 def test_documented_commands_are_understood(page, words):
     """Options and values by the command's own parser; of scripts, the options by their source."""
-    words = [STANDS_FOR.get(word, word) for word in words]
+    words = ["tldr_ppo.py" if word in programs() else STANDS_FOR.get(word, word) for word in words]
     if "rlhf_jax.train" in words:
-        given = [word for word in words[words.index("rlhf_jax.train") + 1 :] if word]
+        given = [word for word in words[words.index("rlhf_jax.train") + 1 :] if word and word != "--help"]
         if "$@" not in given:
             command_line.parse(given)
     elif "rlhf_jax.report" in words:
         assert all(not word.startswith("--") for word in words[words.index("rlhf_jax.report") + 1 :])
     elif "rlhf_jax.evaluate" in words:
         evaluate_options.parse(words[words.index("rlhf_jax.evaluate") + 1 :])
+    elif "rlhf_jax.chat" in words:
+        given = words[words.index("rlhf_jax.chat") + 1 :]
+        assert command_line.parse_options(given, chat.ChatOptions, chat.PROG, positional="model").model
+    elif "rlhf_jax.cli" in words:
+        given = words[words.index("rlhf_jax.cli") + 1 :]
+        assert given[0] in cli.COMMANDS or given[0].startswith("--") or given[0] == "COMMAND"
+        if given[:2] in (["configs", "copy"], ["configs", "show"]) and given[2] != "NAME":
+            assert config_files.shipped_config(given[2].partition(":")[0]).is_file()
     else:
         script = next(word for word in words if "scripts/" in word)
         path = ROOT / script[script.index("scripts/") :]

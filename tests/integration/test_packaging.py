@@ -34,7 +34,7 @@ def test_the_wheel_holds_every_file_of_the_package_config_and_the_licence(wheel)
     configs = {f"rlhf_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
     assert {path.relative_to(ROOT).as_posix() for path in files} | configs <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {path.suffix for path in files} >= {".py", ".css", ".js", ".toml"}
+    assert {path.suffix for path in files} >= {".py", ".css", ".js", ".toml", ".typed"}
     assert not [name for name in names if name.startswith(("tests/", "configs/"))]
 
 
