@@ -262,7 +262,7 @@ def group_mean(rewards: Array, keep: Array) -> Array:
 def group_std(rewards: Array, keep: Array) -> Array:
     """Standard deviation of the kept rewards of each group, over n - 1.
 
-    Args: as `group_mean`. Returns float32 [..., 1]; 0 where a group has one kept reward or none.
+    Args: rewards, keep as `group_mean`. Returns float32 [..., 1]; 0 where a group has one kept reward or none.
     Source: grpo_trainer.py:2765-2767 and `nanstd`, trainer/utils.py:859-887 (NaN for one, which becomes advantage 0).
     """
     rewards, keep = _float(rewards), jnp.asarray(keep)

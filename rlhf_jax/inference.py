@@ -49,6 +49,9 @@ def load_policy(
       tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
       dtype: compute dtype, 'float32' or 'bfloat16'.
 
+    Returns:
+      Policy, with its weights.
+
     Raises:
       UserError: the policy cannot be loaded; names the file or tensor.
     """

@@ -119,8 +119,9 @@ def clipped_policy_loss(
 ) -> Array:
     """PPO's clipped policy loss: the mean of `policy_loss_terms` where mask.
 
-    Args: logprobs, old_logprobs, advantages float, mask bool, one shape (mask: `advantages.response_mask`).
-    Returns float32 []; 0 for an empty mask. Masked elements are never read. Source: as `policy_loss_terms`; TRL :846.
+    Args: logprobs, old_logprobs, advantages float, mask bool, one shape (mask: `advantages.response_mask`); cliprange,
+    cliprange_high as `policy_loss_terms`. Returns float32 []; 0 for an empty mask. Masked elements are never read.
+    Source: as `policy_loss_terms`; TRL :846.
     """
     mask = jnp.asarray(mask)
     chex.assert_type(mask, bool)
@@ -162,8 +163,8 @@ def value_loss_terms(
 ) -> tuple[Array, Array]:
     """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token.
 
-    Args: values, old_values, returns, one shape, float. Returns (losses float32, clipped bool), the same shape;
-    clipped: the clip made the loss larger. Source: OpenAI baselines `ppo2`; TRL :829-836.
+    Args: values, old_values, returns, one shape, float; cliprange_value: c. Returns (losses float32, clipped bool), the
+    same shape; clipped: the clip made the loss larger. Source: OpenAI baselines `ppo2`; TRL :829-836.
     """
     values, old_values, returns = _float(values), _float(old_values), _float(returns)
     chex.assert_equal_shape([values, old_values, returns])
@@ -177,7 +178,7 @@ def clipped_value_loss(
 ) -> Array:
     """PPO's clipped value loss: the mean of `value_loss_terms` where mask, 0.5 included, vf_coef not.
 
-    Args: values, old_values, returns float, mask bool, one shape (mask: `advantages.value_mask`).
+    Args: values, old_values, returns float, mask bool, one shape (mask: `advantages.value_mask`); cliprange_value: c.
     Returns float32 []; 0 for an empty mask. Masked elements are never read. Source: as `value_loss_terms`; TRL :837.
     """
     mask = jnp.asarray(mask)
@@ -211,7 +212,7 @@ def clipped_ratio_loss_terms(
 ) -> Array:
     """-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
-    Args: ratio, advantages float; delta: upper bound of the unclipped ratio, None for none.
+    Args: ratio, advantages float, [B, T] or [B, 1] each; delta: upper bound of the unclipped ratio, None for none.
     Returns float32 of their common shape. Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), equation 3; delta:
     INTELLECT-2 (arXiv 2505.07291); :3210-3218.
     """
@@ -235,7 +236,7 @@ def cispo_loss_terms(logprobs: Array, ratio: Array, advantages: Array, *, epsilo
 def sapo_loss_terms(ratio: Array, advantages: Array, *, temperature_pos: float, temperature_neg: float) -> Array:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A: a soft gate instead of a clip.
 
-    Args: ratio, advantages float; temperature_pos: tau where A > 0; temperature_neg: elsewhere.
+    Args: ratio, advantages float, [B, T] or [B, 1] each; temperature_pos: tau where A > 0; temperature_neg: elsewhere.
     Returns float32 of their common shape. Source: SAPO (arXiv 2511.20347); :3219-3222.
     """
     ratio, advantages = _float(ratio), _float(advantages)
@@ -259,8 +260,9 @@ def vespo_weights(
     ln w is the sum of log-ratios, each within 20 of 0, and lies within ln 1e-8 and 20; k and lambda by the sign of A.
 
     Args: log_ratio [B, T] float, logp - old; advantages [B, 1] or [B, T] float; mask [B, T] bool; sampler_ratio
-    [B, T] float, old over sampler (`sampler_ratio`), multiplied into w; None: 1.
-    Returns float32 of the shape of advantages; 0 where it is not finite. Source: VESPO (arXiv 2602.10693); :3061-3107.
+    [B, T] float, old over sampler (`sampler_ratio`), multiplied into w; None: 1; k_pos, lambda_pos: k and lambda where
+    A >= 0; k_neg, lambda_neg: elsewhere. Returns float32 of the shape of advantages; 0 where it is not finite.
+    Source: VESPO (arXiv 2602.10693); :3061-3107.
     """
     log_ratio, advantages, mask = _float(log_ratio), _float(advantages), jnp.asarray(mask)
     lowest = jnp.log(1e-8)

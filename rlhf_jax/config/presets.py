@@ -103,6 +103,10 @@ def with_preset(config: StageConfig, name: str) -> StageConfig:
 def preset(name: str, **options: Any) -> GRPOConfig:
     """A GRPOConfig with the options of a preset and others, which override them.
 
+    Args:
+      name: of the preset, as dapo (docs/options.md).
+      **options: fields of GRPOConfig.
+
     Raises:
       UserError: there is no such preset.
     """

@@ -409,9 +409,15 @@ class Model:
 
 
 def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model:
-    """A model of the Pythia suite by size, '14m' to '12b'; vocab_size defaults to the published rows.
+    """A model of the Pythia suite, without params.
 
-    `overrides` are fields of the family's config. UserError for an unknown size.
+    Args:
+      shape: its size, '14m' to '12b'.
+      vocab_size: rows of the embedding; None: the published ones.
+      **overrides: fields of the family's config.
+
+    Raises:
+      UserError: there is no such size.
     """
     if shape not in gpt_neox.PYTHIA_SHAPES:
         raise UserError(f"Pythia has no size {shape!r}; sizes: {', '.join(gpt_neox.PYTHIA_SHAPES)}.")
@@ -420,8 +426,18 @@ def pythia(shape: str, vocab_size: int | None = None, **overrides: Any) -> Model
 
 
 def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overrides: Any) -> Model:
-    """A model of shape '[FAMILY:]LAYERSxWIDTHxHEADS[xKV]', such as '4x128x4' (GPT-NeoX) or 'qwen2:4x128x4x2'; KV are
-    the heads of keys and values. UserError if it is not one."""
+    """A model of any family and size, without params.
+
+    Args:
+      spec: '[FAMILY:]LAYERSxWIDTHxHEADS[xKV]', such as '4x128x4' (GPT-NeoX) or 'qwen2:4x128x4x2'; KV are the heads of
+        keys and values.
+      vocab_size: rows of the embedding.
+      max_positions: tokens of the context.
+      **overrides: fields of the family's config.
+
+    Raises:
+      UserError: the spec is not of this form, or its numbers do not divide.
+    """
     name, _, shape = spec.lower().rpartition(":")
     if (name or "gpt_neox") not in FAMILIES:
         raise UserError(f"model shape {spec!r}: there is no family {name!r}; families: {', '.join(FAMILIES)}.")

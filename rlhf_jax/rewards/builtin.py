@@ -40,6 +40,10 @@ def accuracy_reward(
       completions: B texts or lists of one message.
       solution: B texts.
       log_extra: receives the columns solution, gold_parsed and answer_parsed.
+      **kwargs: not read.
+
+    Returns:
+      B numbers or None.
 
     Raises:
       UserError: math_verify is not installed.
@@ -59,8 +63,19 @@ def reasoning_accuracy_reward(
     """`accuracy_reward` of the text after the reasoning; 0 for a completion whose reasoning does not end.
 
     Args:
+      completions: B texts or lists of one message.
+      solution: B texts.
       reasoning_delimiters: strings that end the reasoning, default ['</think>']. The first of them that is in the
         completion counts, where it occurs last.
+      log_extra: as `accuracy_reward`.
+      **kwargs: not read.
+
+    Returns:
+      B numbers or None.
+
+    Raises:
+      UserError: math_verify is not installed.
+      ValueError: the numbers of completions and solutions differ.
     """
     math_verification.check_installed("reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
@@ -96,6 +111,10 @@ def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str
     Args:
       completions: B texts or lists of one message.
       solution: B texts.
+      **kwargs: not read.
+
+    Returns:
+      B numbers.
 
     Raises:
       ValueError: the numbers of completions and solutions differ.
@@ -152,9 +171,16 @@ def get_cosine_scaled_reward(
 
     Args:
       max_len: tokens.
+      min_value_wrong: reward of the shortest wrong completion.
+      max_value_wrong: reward of a wrong one of max_len tokens.
+      min_value_correct: reward of a correct one of max_len tokens.
+      max_value_correct: reward of the shortest correct completion.
 
     Returns:
       function of (completions, solution, completion_ids); None where the solution is not parsable
+
+    Raises:
+      UserError: max_len is below 1.
     """
     if max_len < 1:
         raise UserError(f"max_len is {max_len}; it must be at least 1")
@@ -168,6 +194,13 @@ def think_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
     """1 if the completion begins with <think>, has no other <think>, and has </think> after it; else 0.
 
     A chat template that puts <think> into the prompt leaves every completion with 0.
+
+    Args:
+      completions: B texts or lists of one message.
+      **kwargs: not read.
+
+    Returns:
+      B numbers.
     """
     rewards = []
     for text in map(_text, completions):
@@ -184,6 +217,13 @@ def boxed_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
     else 0.
 
     Stricter than `think_format_reward`: no tag and no box may occur twice, and no text may follow the box.
+
+    Args:
+      completions: B texts or lists of one message.
+      **kwargs: not read.
+
+    Returns:
+      B numbers.
     """
     rewards = []
     for text in map(_text, completions):
@@ -218,8 +258,15 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     Source: DAPO, Yu et al. 2025 (arXiv 2503.14476), equation 13.
 
+    Args:
+      max_completion_len: tokens.
+      soft_punish_cache: tokens before it in which the reward falls.
+
     Returns:
       function of completion_ids
+
+    Raises:
+      UserError: soft_punish_cache is below 0.
     """
     if soft_punish_cache < 0:
         raise UserError(f"soft_punish_cache is {soft_punish_cache}; it must be at least 0")
@@ -246,8 +293,15 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
     Source: Yeo et al. 2025 (arXiv 2502.03373), appendix C.2.
 
+    Args:
+      ngram_size: token ids of an n-gram.
+      max_penalty: the reward where all repeat, at most 0.
+
     Returns:
       function of completion_ids
+
+    Raises:
+      UserError: max_penalty is above 0, or ngram_size below 1.
     """
     if max_penalty > 0:
         raise UserError(f"max_penalty is {max_penalty}; it must be at most 0")

@@ -104,8 +104,16 @@ def _download(name: str, revision: str | None, subfolder: str | None, weights: b
 
 
 def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
-    """The model of a checkpoint without params, from its config.json; of an adapter, that of its base. UserError as
-    `load`."""
+    """The model of a checkpoint without params, from its config.json; of an adapter, that of its base.
+
+    Args:
+      name_or_path: a folder or a hub name.
+      revision: of the hub.
+      subfolder: of the repository or folder.
+
+    Raises:
+      UserError: as `load`.
+    """
     path = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
     return _model(read_json(path), path)[0]
 
@@ -381,15 +389,25 @@ def save(
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write config.json and safetensors that transformers 4 and 5 load: kind 'causal' or 'scalar'.
+    """Writes config.json and safetensors that transformers 4 and 5 load.
 
-    params: stacked arrays, numpy or JAX in any shards; heads of the other kind are not written. Tensors are gathered to
-    the host one by one, and no more than one file's are held. With several processes every one must call it: all of
-    them gather, the first writes. `extra_config` is added to config.json (token ids: bos_token_id, eos_token_id,
-    pad_token_id). dtype 'float32', 'bfloat16' or 'float16'; max_shard_bytes: of a file.
-    transformers' classifier has no bias, so the bias c of a scalar head w is folded into the final layer norm's,
-    b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the same scores. A norm without a bias has no place
-    for it: it becomes the tensor score.bias, which `load` reads and transformers does not.
+    Tensors are gathered to the host one by one, and no more than one file's are held. With several processes every one
+    must call it: all of them gather, the first writes. transformers' classifier has no bias, so the bias c of a scalar
+    head w is folded into the final layer norm's, b + c w / |w|^2, which gives w . (b + c w / |w|^2) = w . b + c: the
+    same scores. A norm without a bias has no place for it: it becomes the tensor score.bias, which `load` reads and
+    transformers does not.
+
+    Args:
+      path: folder, made if it does not exist.
+      model: of the params.
+      params: stacked arrays, numpy or JAX in any shards; heads of the other kind are not written.
+      kind: 'causal' or 'scalar'.
+      extra_config: added to config.json (token ids: bos_token_id, eos_token_id, pad_token_id).
+      dtype: of the file's tensors: 'float32', 'bfloat16' or 'float16'.
+      max_shard_bytes: of a file.
+
+    Raises:
+      UserError: the dtype cannot be exported.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} cannot be exported; use one of {', '.join(DTYPES)}.")
