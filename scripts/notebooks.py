@@ -5,8 +5,8 @@
     python scripts/notebooks.py --only 05 --work DIR # in a folder that has runs/quickstart, whose files 05 reads
     python scripts/notebooks.py --no_run             # only the address
 
-The one setting is `repo_url` in mkdocs.yml. While it is empty, the notebooks have no badge, and 06 installs from a wheel
-that the reader uploads.
+The one setting is `repo_url` in mkdocs.yml. While it is empty, the notebooks have no badge, and 06 installs from a
+wheel that the reader uploads.
 """
 
 from __future__ import annotations
