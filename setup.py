@@ -64,7 +64,7 @@ setup(
             "ipykernel>=7,<8",
         ],
         "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2"],
-        "release": ["build>=1.4,<2", "twine>=6.2,<7"],
+        "release": ["build>=1.4,<2", "twine>=6.2,<8"],
         "report": ["matplotlib>=3.9,<4"],
         "math": ["math-verify>=0.9,<0.10"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
