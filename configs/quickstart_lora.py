@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from rlhf_jax.config import Pipeline, load_shipped
+from rlhf_jax.config import Pipeline
+from rlhf_jax.config.files import load_shipped
 
 
 def get_config(variant: str | None = None) -> Pipeline:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from rlhf_jax.config import REWARD_EXPORT, SFT_EXPORT, Pipeline, RLOOConfig, load_shipped
+from rlhf_jax.config import REWARD_EXPORT, SFT_EXPORT, Pipeline, RLOOConfig
+from rlhf_jax.config.files import load_shipped
 
 
 def get_config(variant: str | None = None) -> Pipeline:

@@ -16,7 +16,6 @@ from rlhf_jax.config.dataclasses import (
     register_stage,
     stage_name,
 )
-from rlhf_jax.config.files import load_shipped
 from rlhf_jax.config.presets import preset
 from rlhf_jax.config.resolution import resolve, sampling_options, stages_of
 
@@ -33,7 +32,6 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "StageConfig",
-    "load_shipped",
     "preset",
     "register_stage",
     "resolve",
