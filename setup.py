@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs; extras:
-test, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
+test, math, vision, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
 
 import pathlib
 
@@ -55,6 +55,7 @@ setup(
             "psutil>=7,<8",
             "matplotlib>=3.9,<4",
             "rouge-score>=0.1.2,<0.2",
+            "pillow>=11",
             "math-verify>=0.9,<0.10",
             "selenium>=4.35,<5",
             "nbclient>=0.10,<1",
@@ -62,6 +63,7 @@ setup(
             "ipykernel>=7,<8",
         ],
         "report": ["matplotlib>=3.9,<4"],
+        "vision": ["pillow>=11"],
         "math": ["math-verify>=0.9,<0.10"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
         "int8": ["qwix>=0.1.8,<0.2"],

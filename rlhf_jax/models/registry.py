@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import decoder, lora, quantization
+from rlhf_jax.models import decoder, lora, quantization, vision
 from rlhf_jax.models.context import Context, DecoderConfig
 from rlhf_jax.models.families import (
     gemma2,
@@ -30,12 +30,13 @@ from rlhf_jax.models.families import (
     qwen2,
     qwen3,
     smollm3,
+    smolvlm,
 )
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import product
 from rlhf_jax.models.tensor_table import PARAM_RULES, ParamRule
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, row_axes, shardings
-from rlhf_jax.types import Array, Params
+from rlhf_jax.types import Array, Images, Params
 
 HEADS = ("causal", "scalar")
 BY_DATA = "embed_out_by_data"
@@ -63,6 +64,7 @@ class Family:
     nested_defaults: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False
     )  # of keys absent in a nested config
+    reads_images: bool = False  # its config is a vision.VisionDecoderConfig
 
 
 def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
@@ -124,6 +126,25 @@ _FAMILIES = (
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 
+_IMAGE_TABLE = {
+    "config_from_hf": smolvlm.config_from_hf,
+    "config_to_hf": smolvlm.config_to_hf,
+    "decoder_config": _as_it_is,
+    "tensors": smolvlm.tensors,
+    "prefix": smolvlm.PREFIX,
+    "ignored": (r"^vision_model\.embeddings\.position_ids$", *llama.IGNORED),
+    "linears": smolvlm.LINEARS,
+    "modules": smolvlm.MODULES,
+    "lora_targets": (),
+    "reads_images": True,
+}
+IMAGE_FAMILIES: dict[str, Family] = {
+    name: Family(name=name, architectures=(image_text.WRAPPERS[name].architecture,), **_IMAGE_TABLE)
+    for name in ("smolvlm", "idefics3")
+}
+"""Families that read images too, by model_type; without images a checkpoint is its text model, one of FAMILIES."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A family and a shape, without weights: hashable, static under jit. Params are an argument of every method.
@@ -150,16 +171,31 @@ class Model:
         are `adapters`."""
         return adapters if self.lora is None else lora.with_lora(self.lora, base, adapters)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether it has the parts that read images."""
+        return self.family.reads_images
+
     def on(self, mesh: Mesh) -> Model:
         """The model on a mesh. Where its heads do not divide by the axis `tensor`, that axis is folded into `fsdp`, so
         that a small model does not limit the mesh of a large one."""
-        folded = self.config.num_attention_heads % mesh.shape["tensor"] != 0
+        heads = [self.config.num_attention_heads]
+        heads += [self.config.vision.tower.num_attention_heads] if self.reads_images else []
+        folded = any(count % mesh.shape["tensor"] for count in heads)
         return dataclasses.replace(self, layout=Layout(mesh, folded))
 
     @classmethod
-    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
-        """The model of a config.json, of images and text the text model; a UserError names the key, the value and
-        `where` of what is not supported."""
+    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json", *, images: bool = False) -> Model:
+        """The model of a config.json; of one of images and text the text model, or with `images` all of it. A UserError
+        names the key, the value and `where` of what is not supported."""
+        if images:
+            family = IMAGE_FAMILIES.get(str(config.get("model_type")))
+            if family is None:
+                raise UserError(
+                    f"{where}: the data has images, which model_type {config.get('model_type')!r} does not read here; "
+                    f"families that do: {', '.join(IMAGE_FAMILIES)}. Without the images it is trained on text."
+                )
+            return cls(family, family.config_from_hf(config, where))
         if image_text.is_image_text(config):
             families = [family for family in FAMILIES.values() if family.prefix == llama.PREFIX]
             defaults = {family.name: family.nested_defaults for family in families if family.nested_defaults}
@@ -196,6 +232,8 @@ class Model:
         config = self.config
         backbone_key, out_key, score_key = jax.random.split(key, 3)
         params = {"backbone": decoder.init_backbone(self.family.decoder_config(config), backbone_key)}
+        if self.reads_images:
+            params["backbone"] |= vision.init(config, jax.random.fold_in(backbone_key, 2))
         if "causal" in heads and not config.tie_word_embeddings:
             shape = (config.hidden_size, config.vocab_size)
             params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
@@ -219,6 +257,7 @@ class Model:
         dropout_key: Array | None = None,
         last: int | None = None,
         segment_ids: Array | None = None,
+        images: Images | None = None,
     ) -> Array:
         """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
@@ -227,10 +266,19 @@ class Model:
         the backward pass recomputes, 'none', 'dots' (all but the results of matrix products) or 'full'. `last`: return
         only so many last columns, [B, last, D]; on one device the last layer computes no more than they need.
         `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
-        where the id changes.
+        where the id changes. `images`: of the rows.
         """
         options = {"remat": remat, "dropout_key": dropout_key, "last": last, "segment_ids": segment_ids}
+        options["features"] = self.image_features(params, images, dtype, remat=remat, dropout_key=dropout_key)
         return decoder.hidden(self._context(dtype), params["backbone"], tokens, mask, **options)
+
+    def image_features(
+        self, params: Params, images: Images | None, dtype: Any = jnp.float32, **options: Any
+    ) -> Array | None:
+        """What stands in place of the embeddings of image tokens, see `vision.features`; None without images."""
+        if images is None:
+            return None
+        return vision.features(self._context(dtype), params["backbone"], images, **options)
 
     def hidden_after_prompts(
         self,
@@ -242,11 +290,14 @@ class Model:
         *,
         dtype: Any = jnp.float32,
         remat: str = "none",
+        images: Images | None = None,
     ) -> tuple[Array, Array]:
         """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
-        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
+        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D]).
+        `images`: of the prompts."""
         rows = (prompts, prompt_mask, responses, mask)
-        return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, remat=remat)
+        options = {"remat": remat, "features": self.image_features(params, images, dtype, remat=remat)}
+        return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, **options)
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32. `params` may be those of
@@ -333,13 +384,15 @@ class Model:
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
         layers = [lora.merge_lora(layer, dtype) for layer in layers]
-        return {**params, "backbone": {**params["backbone"], "layers": layers}}
+        parts = {name: part for name, part in params["backbone"].items() if name != "layers"}
+        return {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
 
     def prefill(
-        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
+        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32, images: Images | None = None
     ) -> tuple[Array, decoder.Prefix]:
-        """Runs prompts [P, C]: last column's hidden states [P, D], and the prompts' keys and values."""
-        return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask)
+        """Runs prompts [P, C] and `images`: last column's hidden states [P, D], and the prompts' keys and values."""
+        features = self.image_features(unstacked, images, dtype)
+        return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask, features)
 
     @property
     def held_heads(self) -> int:
