@@ -129,6 +129,9 @@ class StageConfig:
     """With use_peft: keep them in 4 bits (NF4, as QLoRA), with one scale per 64 rows of a column."""
     export_merged: bool = True
     """Also export the model with its adapter merged, as a checkpoint that needs no PEFT."""
+    freeze_vision_tower: bool = False
+    """Of a model that reads images, without use_peft: train its connector and its text model, not its vision
+    transformer."""
 
     # --- data
     dataset_name: str = "trl-lib/tldr"

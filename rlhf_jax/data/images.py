@@ -11,8 +11,10 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +39,8 @@ CLASSES = {
 }
 """Image processors without their suffixes, and where transformers has their PIL form."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
+_FIRST = 1000
+"""Rows that are searched for images in their conversations."""
 _ROLES = ("system", "user", "assistant", "tool")
 _INSTALL = "pip install 'rlhf_jax[vision]'"
 
@@ -321,12 +325,26 @@ def column_of(rows: Rows) -> str | None:
 
 
 def holds_images(rows: Rows, columns: Sequence[str]) -> bool:
-    """Whether rows have images: a column of them, or a block of type 'image' in a conversation of `columns`."""
-    if column_of(rows) is not None:
-        return True
+    """Whether rows have images: a column of them, or among the first rows a conversation of `columns` with a block of
+    type 'image'."""
+    return column_of(rows) is not None or _holds_blocks(rows, columns)
+
+
+def holds_decoded(rows: Rows, columns: Sequence[str]) -> bool:
+    """Whether the first rows have images that are no text, which could be a file's name or anything else."""
+    column, first = column_of(rows), itertools.islice(encoded(rows), _FIRST)
+    for row in first if column else ():
+        value = None if isinstance(row, MalformedRow) else row.get(column)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if one is not None:
+                return not isinstance(one, str)
+    return _holds_blocks(rows, columns)
+
+
+def _holds_blocks(rows: Rows, columns: Sequence[str]) -> bool:
     return any(
         isinstance(block, Mapping) and block.get("type") == "image"
-        for row in rows
+        for row in itertools.islice(rows, _FIRST)
         if not isinstance(row, MalformedRow)
         for column in columns
         if isinstance(row.get(column), list)
@@ -334,6 +352,13 @@ def holds_images(rows: Rows, columns: Sequence[str]) -> bool:
         if isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for block in message["content"]
     )
+
+
+def copy_processor(source: str, folder: str) -> None:
+    """Copies the files of an image processor beside a checkpoint, for transformers' AutoProcessor."""
+    for file in _FILES:
+        if os.path.exists(os.path.join(source, file)):
+            shutil.copyfile(os.path.join(source, file), os.path.join(folder, file))
 
 
 def encoded(rows: Rows) -> Rows:

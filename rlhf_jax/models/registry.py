@@ -161,6 +161,8 @@ class Model:
     """Its adapters: kernels are frozen, and its params are those of `with_lora`. None: trained in full."""
     attn_implementation: str = "blocked"
     """Of attention over whole rows: see `attention_kernels`."""
+    frozen_vision: bool = False
+    """Whether its vision transformer is not trained: `with_lora`'s base holds it."""
 
     def _context(self, dtype: Any) -> Context:
         config = self.family.decoder_config(self.config)
@@ -168,13 +170,28 @@ class Model:
 
     def with_lora(self, base: Params, adapters: Params) -> Params:
         """`base` with `adapters` put into it, see `lora.with_lora`. A model without `lora` has no base: its full params
-        are `adapters`."""
+        are `adapters`; with `frozen_vision` they are those of `split_frozen`."""
+        if self.lora is None and self.frozen_vision:
+            tower = {"vision": base["backbone"]["vision"]}
+            return {**adapters, "backbone": {**adapters["backbone"], **tower}}
         return adapters if self.lora is None else lora.with_lora(self.lora, base, adapters)
+
+    def split_frozen(self, params: Params) -> tuple[Params, Params | None]:
+        """(params that are trained in full, the frozen ones or None)."""
+        if not self.frozen_vision:
+            return params, None
+        backbone = {name: part for name, part in params["backbone"].items() if name != "vision"}
+        return {**params, "backbone": backbone}, {"backbone": {"vision": params["backbone"].get("vision")}}
 
     @property
     def reads_images(self) -> bool:
         """Whether it has the parts that read images."""
         return self.family.reads_images
+
+    @property
+    def suppress_ids(self) -> tuple[int, ...]:
+        """Tokens that are never sampled: the placeholder of images."""
+        return (self.config.image_token_id,) if self.reads_images else ()
 
     def on(self, mesh: Mesh) -> Model:
         """The model on a mesh. Where its heads do not divide by the axis `tensor`, that axis is folded into `fsdp`, so

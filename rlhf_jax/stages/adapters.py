@@ -113,10 +113,10 @@ def start_of(config, continues_adapter: bool) -> Start:
     return Start(path, revision, trained, None if reference == BASE else reference, paths)
 
 
-def origin_of(path: str | None, revision: str | None) -> Origin | None:
-    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and the
-    text model of a checkpoint of images and text, in which PEFT would look for other names."""
-    if path is None or hf.is_adapter(path, revision) or not hf.is_text_model(path, revision):
+def origin_of(path: str | None, revision: str | None, images: bool = False) -> Origin | None:
+    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and,
+    without `images`, the text model of a checkpoint of images and text, in which PEFT would look for other names."""
+    if path is None or hf.is_adapter(path, revision) or not (images or hf.is_text_model(path, revision)):
         return None
     return path, revision
 

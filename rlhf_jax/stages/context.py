@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import models
+from rlhf_jax import data, models
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.config import batch_sizes
-from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
+from rlhf_jax.data import check_tokenizer_fits_model, images, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import attention_kernels, quantization
 from rlhf_jax.models.io import generation_config, hf
@@ -120,14 +120,19 @@ class StageContext:
         kernel = std * jax.random.normal(key, (width, 1), jnp.float32)
         return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
-    def save_checkpoint(self, path: str, model, params: Params, kind: str, tokenizer) -> None:
-        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait."""
+    def save_checkpoint(
+        self, path: str, model, params: Params, kind: str, tokenizer, source: str | None = None
+    ) -> None:
+        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait. `source`: the
+        checkpoint whose image processor is copied, for a model that reads images."""
         ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
         hf.save(path, model, params, kind=kind, extra_config=ids)
         if multihost.is_main():
             save_tokenizer(tokenizer, path)
             if kind == "causal":
                 save_stop_ids(tokenizer, path)
+            if model.reads_images and source is not None:
+                images.copy_processor(processor_folder(source, self.config.model_revision), path)
         multihost.wait_for_all("export")
 
     def initial_state(self, params: Params, models_by_role: dict[str, Any], optimizer: Optimizer) -> TrainState:
@@ -241,6 +246,53 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     if model_path is not None and name != model_path:
         check_tokenizer_fits_model(tokenizer, model_path, config.model_revision)
     return tokenizer
+
+
+def wants_images(path: str | None, revision: str | None, rows: data.Rows, columns: Sequence[str]) -> bool:
+    """Whether a run trains a model that reads images: its checkpoint is of images and text, and its data has images.
+
+    Args:
+      path, revision: of the checkpoint; None: a text model from scratch.
+      rows: training data.
+      columns: of its conversations.
+
+    Raises:
+      UserError: the data has images, but the checkpoint is of text.
+    """
+    if not images.holds_images(rows, columns):
+        return False
+    if path is not None and not hf.is_text_model(processor_folder(path, revision)):
+        return True
+    if images.holds_decoded(rows, columns):
+        raise UserError(
+            f"{rows.name} has images, but {path or 'a model from scratch'} reads text alone: remove them from the "
+            "data, or give a model that reads images"
+        )
+    return False  # a column of this name that reward functions read
+
+
+def processor_folder(path: str, revision: str | None) -> str:
+    """The folder of a checkpoint's files, of an adapter those of its base."""
+    return str(hf.resolve_base(hf.resolve(path, revision, weights=False), weights=False)[0])
+
+
+def open_processor(model, tokenizer, path: str, revision: str | None) -> images.ImageProcessor:
+    """The image processor of a model that reads images.
+
+    Args:
+      model: reads images.
+      tokenizer: of the model.
+      path, revision: of its checkpoint.
+    """
+    vision = model.config.vision
+    return images.load_processor(
+        processor_folder(path, revision),
+        tokenizer,
+        name=path,
+        image_token_id=model.config.image_token_id,
+        tokens=vision.tokens,
+        size=vision.image_size,
+    )
 
 
 def scratch_model(config, tokenizer_rows: int, max_positions: int):
