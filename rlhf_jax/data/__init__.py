@@ -5,6 +5,7 @@ from rlhf_jax.data.batches import DataReport, bucket, default_buckets, fingerpri
 from rlhf_jax.data.demonstrations import (
     DemoBatch,
     DemoData,
+    demonstrations_from_rows,
     load_demonstrations,
     load_eval_demonstrations,
     load_normalization_data,
@@ -40,6 +41,7 @@ __all__ = [
     "check_tokenizer_fits_model",
     "check_same_tokenizer",
     "default_buckets",
+    "demonstrations_from_rows",
     "eval_sets",
     "fingerprint",
     "format_post",

@@ -293,6 +293,8 @@ def load_processor(
         hf = getattr(importlib.import_module(module), class_name).from_pretrained(folder)
     except ImportError as error:
         raise UserError(f"the data has images, whose processor could not be imported ({error}): {_INSTALL}") from error
+    except UserError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{name}: its image processor could not be read: {error}") from error
     if not hf.do_resize and not hf.do_image_splitting:
@@ -496,6 +498,47 @@ def _block(
     except ImageError as error:
         raise ImageError(f"image {len(sources) + 1}: {error}") from None
     return {"type": "image"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoImages:
+    """A demonstration with images.
+
+    Attributes:
+      row: as read.
+      prompt, ids: of the prompt, and of all.
+      is_text: [S] bool, which of `ids` are no image tokens; those are no labels: there is nothing to learn from them.
+      tiles: of all images.
+    """
+
+    row: ImageRow
+    prompt: list[int]
+    ids: list[int]
+    is_text: np.ndarray
+    tiles: int
+
+
+def read_demo(
+    template: chat.ChatTemplate,
+    processor: ImageProcessor,
+    tokenizer: Tokenizer,
+    folder: str | None,
+    columns: Sequence[str],
+    fault: Callable[[Mapping[str, Any]], str | None],
+    row: Any,
+) -> DemoImages:
+    """A row of demonstrations; the arguments are those of `read_row`. ImageError as there."""
+    read = read_row(row, columns, processor, folder, fault)
+    prompt: list[int] = []
+    if len(columns) == 2:
+        text = template.render(read.messages[columns[0]], generation_prompt=True, column=columns[0])
+        blocks = [block for message in read.messages[columns[0]] for block in message["content"]]
+        own = sum(block["type"] == "image" for block in blocks)
+        prompt = processor.encode(text, read.sources[:own], tokenizer)[0]
+    messages = [message for column in columns for message in read.messages[column]]
+    text = template.render(messages, generation_prompt=False, column=columns[-1])
+    ids, tiles = processor.encode(text, read.sources, tokenizer)
+    return DemoImages(read, prompt, ids, np.asarray(ids) != processor.image_token_id, tiles)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -332,6 +332,7 @@ class RolloutStage:
                 base=base["policy"],
                 origin=adapters.origin_of(start.path, start.revision, opened.policy.reads_images),
                 tokenizer=tokenizer,
+                source=self.base_model,
             )
         else:
             path = os.path.join(folder, "policy")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -13,11 +16,14 @@ from safetensors.numpy import load_file
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf
+from rlhf_jax.models.io import peft as peft_files
+from rlhf_jax.types import Images
 from tests.helpers import vision as tiny
-from tests.helpers.arrays import same_bits
+from tests.helpers.arrays import distance, same_bits
+from tests.helpers.models_common import reference_inputs
 from tests.helpers.optional import optional
 
-torch = optional("torch")
+torch, peft = optional("torch"), optional("peft")
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 49_280, "tie_word_embeddings": False}
 SIGLIP = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16, "image_size": 512}
 # (text_config, vision_config, scale_factor), and the parameters of transformers' model.
@@ -164,3 +170,29 @@ def test_lora_targets_are_those_that_peft_finds(folder):
         found(r"model\.text_model\.layers\.0\.self_attn\.q_proj")
     with pytest.raises(UserError, match="no default"):
         lora.resolve_targets(model, None, "lora_target_modules")
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), (r".*text_model.*\.v_proj",), ("all-linear",)])
+def test_an_adapter_goes_to_peft_and_back(folder, tmp_path, targets):
+    """Its regular expression names the same layers to PEFT, and no others."""
+    model, params = hf.load(folder, images=True)
+    form = lora.Lora(r=2, alpha=8, dropout=0.0, target_modules=lora.resolve_targets(model, targets, "targets"))
+    adapted = dataclasses.replace(model, lora=form)
+    adapters = lora.init(adapted, jax.random.key(0), params)
+    adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), adapters)
+    peft_files.save(tmp_path, adapted, adapters, kind="causal", base=str(folder))
+    again, read = hf.load_adapter(tmp_path, model)
+    assert again == form and same_bits(read, jax.tree.map(np.asarray, adapters))
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny.shared(model.family.name)), tmp_path).eval()
+    adapted_modules = {name.partition(".lora_A")[0] for name, _ in theirs.named_parameters() if "lora_A" in name}
+    assert len(adapted_modules) == sum(x.shape[0] for x in jax.tree.leaves(adapters)) / 2
+    tokens, mask, pixels = tiny.prompt_rows(np.random.default_rng(0), [1, 2], 2, 20)
+    inputs = {**reference_inputs(tokens, mask), "pixel_values": torch.tensor(pixels)}
+    inputs["input_ids"] = torch.tensor(np.where(mask, tokens, tiny.PAD), dtype=torch.long)
+    with torch.no_grad():
+        wanted = theirs(**inputs).logits.numpy()[mask]
+    hidden = adapted.hidden(adapted.with_lora(params, adapters), tokens, mask, images=Images(jnp.asarray(pixels)))
+    assert distance(np.asarray(model.logits(params, hidden))[mask], wanted) < 1e-5
+    merged = hf.load(tmp_path, images=True)[1]
+    hidden = model.hidden(merged, tokens, mask, images=Images(jnp.asarray(pixels)))
+    assert distance(np.asarray(model.logits(merged, hidden))[mask], wanted) < 1e-5
