@@ -111,6 +111,11 @@ def check_images(config, algorithm: Algorithm) -> None:
             f"reward_model_path {config.reward_model_path} reads text alone, but the training data has images: use "
             "reward functions (reward_funcs), which get the images"
         )
+    if config.reward_server is not None:
+        raise UserError(
+            f"reward_server {config.reward_server} is sent text, but the training data has images: use reward "
+            "functions (reward_funcs), which get the images"
+        )
 
 
 def describe_vision(policy: Model) -> str:

@@ -39,8 +39,6 @@ def options_of(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in options.items() if value is not None and name not in OF_THE_RECORD}
     if kept.get("algorithm") == "rloo":  # which trainer this is has been decided
         del kept["algorithm"]
-    if isinstance(kept.get("lr_scheduler"), str):
-        kept["lr_scheduler"] = kept["lr_scheduler"].removeprefix("SchedulerType.").lower()
     return kept
 
 
@@ -64,8 +62,11 @@ def compare_processing(report: Report, folder: Path, model: Model, trace: Any) -
         where = f"row {row}"
         wanted = recorded[f"row{row}_input_ids"]
         report.add("processing: ids", float(not np.array_equal(ids, wanted)), 0.0, where)
-        wanted = recorded[f"row{row}_pixel_values"] if f"row{row}_pixel_values" in recorded.files else ()
         ours = np.asarray(vision.normalized(data.images.batch([row]), jnp.float32))[0]
+        wanted = ours[:0]
+        if f"row{row}_pixel_values" in recorded.files:
+            wanted = recorded[f"row{row}_pixel_values"]
+            wanted = wanted[np.any(wanted, axis=(1, 2, 3))]
         count = len(wanted)
         report.add("processing: tiles", float(np.abs(ours[:count] - wanted).max(initial=0.0)), PIXELS, where)
         # The rest only pads.
