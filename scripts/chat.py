@@ -2,6 +2,7 @@
 
     python scripts/chat.py --model runs/quickstart --temperature 0.7
     python scripts/chat.py --model runs/tldr/policy --multiline < post.txt
+    python scripts/chat.py --model runs/quickstart_vision_grpo --image picture.png
 
 If the tokenizer has a chat template, messages form a conversation until /new or until the context is full. Other
 policies complete each text on its own, without history. A base or summarization policy expects a whole prompt,
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--stop", nargs="*", default=[], help="stop texts; a response ends before them")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first response; each further one adds 1")
     parser.add_argument("--system", help="system message; needs a chat template")
+    parser.add_argument("--image", nargs="*", default=[], help="image files, shown with each conversation's first text")
     parser.add_argument("--multiline", action="store_true", help="an input ends with two empty lines")
     args = parser.parse_args()
     escape_unencodable_output()
@@ -68,8 +70,12 @@ def main() -> int:
         name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
     }
     try:
-        policy = rlhf_jax.load_policy(args.model, revision=args.revision, tokenizer=args.tokenizer, dtype=args.dtype)
+        policy = rlhf_jax.load_policy(
+            args.model, revision=args.revision, tokenizer=args.tokenizer, dtype=args.dtype, images=bool(args.image)
+        )
         conversational = bool(policy.tokenizer.hf.chat_template)
+        if args.image and not conversational:
+            raise UserError(f"--image: {policy.path} has no chat template")
         if args.system and not conversational:
             raise UserError(f"--system: {policy.path} has no chat template")
     except UserError as error:
@@ -93,7 +99,11 @@ def main() -> int:
                 continue
             if not text.strip():
                 continue
-            asked = [*messages, {"role": "user", "content": text}]
+            content: Any = text
+            if args.image and len(messages) == len(system):
+                images = [{"type": "image", "image": path} for path in args.image]
+                content = [*images, {"type": "text", "text": text}]
+            asked = [*messages, {"role": "user", "content": content}]
             try:
                 (answer,) = policy.generate([asked] if conversational else [text], stop=args.stop, seed=seed, **options)
             except UserError as error:

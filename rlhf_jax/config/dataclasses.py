@@ -136,7 +136,7 @@ class StageConfig:
     # --- data
     dataset_name: str = "trl-lib/tldr"
     """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
-    preferences) or 'arithmetic' (sums with worked solutions)."""
+    preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and questions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -457,6 +457,8 @@ class PolicyConfig(StageConfig):
     """Number of times during a run that sample completions are printed and written; 0: never."""
     log_completions: bool = False
     """Also print and write the responses of training batches, every logging_steps updates."""
+    log_multimodal: bool = True
+    """In the files of these responses, also write thumbnails of the prompts' images."""
     num_completions_to_print: PositiveInt | None = 5
     """Rows of a completion table in the terminal; None: all. The files have all."""
     log_unique_prompts: bool = False

@@ -6,6 +6,7 @@ torchvision. Shape letters: P prompts, I tiles of a prompt, S pixels on a side o
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
@@ -39,6 +40,8 @@ CLASSES = {
 }
 """Image processors without their suffixes, and where transformers has their PIL form."""
 _FILES = ("processor_config.json", "preprocessor_config.json")
+THUMBNAIL = 64
+"""Pixels on the longer side of a thumbnail."""
 _FIRST = 1000
 """Rows that are searched for images in their conversations."""
 _ROLES = ("system", "user", "assistant", "tool")
@@ -304,7 +307,21 @@ def load_processor(
             f"{name}: its image processor cuts tiles of {hf.max_image_size['longest_edge']} pixels (max_image_size), "
             f"but the model's vision_config has image_size {size}."
         )
-    image_token = getattr(tokenizer.hf, "image_token", None) or "<image>"
+    return _processor(hf, name, tokenizer, image_token_id, tokens, size)
+
+
+def plain_processor(tokenizer: Tokenizer, *, image_token_id: int, tokens: int, size: int) -> ImageProcessor:
+    """The image processor of a model from scratch, whose images are one tile each; the arguments are those of
+    `load_processor`. UserError where transformers cannot be imported for it, or the tokenizer has no image token."""
+    _pil()
+    module, class_name = CLASSES["SmolVLMImageProcessor"]
+    edge = {"longest_edge": size}
+    hf = getattr(importlib.import_module(module), class_name)(size=edge, max_image_size=edge, do_image_splitting=False)
+    return _processor(hf, "scratch_model", tokenizer, image_token_id, tokens, size)
+
+
+def _processor(hf: Any, name: str, tokenizer: Tokenizer, image_token_id: int, tokens: int, size: int) -> ImageProcessor:
+    image_token = image_token_of(tokenizer)
     if tokenizer.hf.convert_tokens_to_ids(image_token) != image_token_id:
         raise UserError(
             f"tokenizer {tokenizer.name!r} has id {tokenizer.hf.convert_tokens_to_ids(image_token)} for {image_token}, "
@@ -316,6 +333,19 @@ def load_processor(
         if getattr(tokenizer.hf, attribute, None)
     }
     return ImageProcessor(hf, name, image_token, image_token_id, tokens, size, **texts)
+
+
+def image_token_of(tokenizer: Tokenizer) -> str:
+    """The text of the image token."""
+    return getattr(tokenizer.hf, "image_token", None) or "<image>"
+
+
+def image_token_id_of(tokenizer: Tokenizer) -> int:
+    """The id of the image token; UserError where the tokenizer has none."""
+    token = image_token_of(tokenizer)
+    if token not in tokenizer.hf.get_vocab():
+        raise UserError(f"the data has images, but tokenizer {tokenizer.name!r} has no token {token}")
+    return int(tokenizer.hf.convert_tokens_to_ids(token))
 
 
 # --- rows
@@ -580,6 +610,16 @@ class DataImages:
             digest.update(str(len(sources)).encode())
             for source in sources:
                 digest.update(source.digest)
+
+    def thumbnails(self, row: int) -> list[str]:
+        """The images of a row as data addresses of PNGs of at most THUMBNAIL pixels a side."""
+        out = []
+        for image in self.read(row):
+            small, buffer = image.convert("RGB"), io.BytesIO()
+            small.thumbnail((THUMBNAIL, THUMBNAIL))
+            small.save(buffer, "PNG")
+            out.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+        return out
 
     def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The column of images for reward functions: PIL images in a list a row, or one a row."""

@@ -493,7 +493,7 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
     """A model of shape '[FAMILY:]LAYERSxWIDTHxHEADS[xKV]', such as '4x128x4' (GPT-NeoX) or 'qwen2:4x128x4x2'; KV are
     the heads of keys and values. UserError if it is not one."""
     name, _, shape = spec.lower().rpartition(":")
-    if (name or "gpt_neox") not in FAMILIES:
+    if (name or "gpt_neox") not in {**FAMILIES, **IMAGE_FAMILIES}:
         raise UserError(f"model shape {spec!r}: there is no family {name!r}; families: {', '.join(FAMILIES)}.")
     try:
         layers, width, heads, *rest = (int(part) for part in shape.split("x"))
@@ -527,6 +527,12 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
         hf |= {"num_key_value_heads": own, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
         hf |= {"max_position_embeddings": max_positions}
         hf |= {"query_pre_attn_scalar": width // heads} if name.startswith("gemma") else {}
+    if name in IMAGE_FAMILIES:
+        text = {"model_type": "llama", "vocab_size": vocab_size, **hf, "pad_token_id": None}
+        vision = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+        vision |= {"intermediate_size": 4 * width, "image_size": 32, "patch_size": 8}
+        hf = {"model_type": name, "text_config": text, "vision_config": vision, "scale_factor": 2, **overrides}
+        return Model.from_hf_config({**hf, "tie_word_embeddings": True}, f"model shape {spec}", images=True)
     hf = {"model_type": name, "vocab_size": vocab_size, "tie_word_embeddings": True, **hf, **overrides}
     return Model.from_hf_config({**hf, "pad_token_id": None}, f"model shape {spec}")
 

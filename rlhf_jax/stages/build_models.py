@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.data import Rows
-from rlhf_jax.data.images import ImageProcessor
+from rlhf_jax.data.images import ImageProcessor, image_token_id_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
 from rlhf_jax.models.io import hf
@@ -60,12 +60,12 @@ class OpenedModels:
 def open_policy(context: StageContext, algorithm: Algorithm, rows: Rows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, messages = context.config, [context.attention_message]
-    images = wants_images(
-        None if config.scratch_model else config.sft_model_path, config.model_revision, rows, (config.prompt_column,)
-    )
+    columns = (config.prompt_column,)
+    images = wants_images(config.sft_model_path, config.model_revision, rows, columns, config.scratch_model)
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
-        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length)
+        token = image_token_id_of(tokenizer) if images else None
+        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length, token)
     else:
         model = hf.load_model(config.sft_model_path, revision=config.model_revision, images=images)
         tokenizer = open_tokenizer(config, config.sft_model_path, model.config.vocab_size)
@@ -92,7 +92,7 @@ def open_policy(context: StageContext, algorithm: Algorithm, rows: Rows) -> Open
     processor = None
     if images:
         check_images(config, algorithm)
-        processor = open_processor(policy, tokenizer, config.sft_model_path, config.model_revision)
+        processor = open_processor(policy, tokenizer, None if config.scratch_model else path, config.model_revision)
         messages.append(describe_vision(policy))
     elif config.freeze_vision_tower:
         raise UserError("freeze_vision_tower: the training data has no images, so there is no vision tower to freeze")

@@ -16,6 +16,7 @@ from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.rewards.scorer import Scored, Scorer
+from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.runner import Runner
 from rlhf_jax.types import Array, Images, Params, Rollout, TrainState
@@ -257,10 +258,14 @@ class RolloutEvaluator:
             response_mask = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * response_mask).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
         rows = []
+        if batch.images is not None:
+            thumbnails = functools.lru_cache(maxsize=None)(batch.source.images.thumbnails)
         for i, (prompt, text) in enumerate(zip(batch.source.display_texts(batch.rows), self.texts(response, lengths))):
             if lengths[i] < 0:  # goes on in the next update
                 continue
             row = {"prompt": prompt, "completion": text}
+            if batch.images is not None and self._config.log_multimodal:
+                row[THUMBNAILS] = thumbnails(int(batch.rows[i]))
             row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
             taken = {*row, "advantage"}
             extra = batch.scored.extra.items()

@@ -49,16 +49,16 @@ class SFTTask:
 
     def has_images(self, config, rows: data.Rows) -> bool:
         """As `context.wants_images`."""
-        path = None if config.scratch_model else config.model_name_or_path
         columns = config.prompt_column, config.completion_column, demonstrations.MESSAGES
-        return wants_images(path, config.model_revision, rows, columns)
+        return wants_images(config.model_name_or_path, config.model_revision, rows, columns, config.scratch_model)
 
     def load_data(self, config, model, tokenizer, rows, eval_dataset):
         """(training data, evaluation sets by name, None)"""
         processor = None
         if model.reads_images:
             check_images(config)
-            processor = open_processor(model, tokenizer, config.model_name_or_path, config.model_revision)
+            path = None if config.scratch_model else config.model_name_or_path
+            processor = open_processor(model, tokenizer, path, config.model_revision)
         eval_packing = config.packing if config.eval_packing is None else config.eval_packing
 
         def packed(demonstrations, packing: bool):

@@ -13,6 +13,7 @@ import jax
 
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.data.images import image_token_id_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.parallel import multihost, sharding
@@ -213,7 +214,8 @@ def open_model(context: StageContext, head: str, images: bool = False) -> tuple[
     config, messages = context.config, [context.attention_message]
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
-        model = scratch_model(config, tokenizer.vocab_size, config.max_length)
+        token = image_token_id_of(tokenizer) if images else None
+        model = scratch_model(config, tokenizer.vocab_size, config.max_length, token)
     else:
         model = hf.load_model(config.model_name_or_path, revision=config.model_revision, images=images)
         check_context(model, config.max_length, "--max_length", config.model_name_or_path)

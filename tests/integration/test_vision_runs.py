@@ -49,6 +49,7 @@ def options(folder, tmp_path, **changes):
         "total_episodes": 8,
         "learning_rate": 1e-2,
         "num_sample_generations": 0,
+        "dataset_test_split": None,
         "run_dir": str(tmp_path / "run"),
         **changes,
     }
@@ -133,6 +134,7 @@ def test_a_frozen_tower_stays_as_it_is(folder, tmp_path):
         batch_size=2,
         query_length=32,
         max_length=48,
+        dataset_test_split=None,
         freeze_vision_tower=True,
         run_dir=str(tmp_path / "sft"),
     )
