@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs and the command rlhf-jax; extras:
-test, docs, release, math, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
+test, docs, release, math, vision, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
 
 import pathlib
 
@@ -57,6 +57,7 @@ setup(
             "psutil>=7,<8",
             "matplotlib>=3.9,<4",
             "rouge-score>=0.1.2,<0.2",
+            "pillow>=11",
             "math-verify>=0.9,<0.10",
             "selenium>=4.35,<5",
             "nbclient>=0.10,<1",
@@ -66,6 +67,7 @@ setup(
         "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2"],
         "release": ["build>=1.4,<2", "twine>=6.2,<8"],
         "report": ["matplotlib>=3.9,<4"],
+        "vision": ["pillow>=11"],
         "math": ["math-verify>=0.9,<0.10"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
         "int8": ["qwix>=0.1.8,<0.2"],

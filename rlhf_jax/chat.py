@@ -2,6 +2,7 @@
 
     rlhf-jax chat runs/quickstart --temperature 0.7
     rlhf-jax chat runs/tldr_ppo_1b --multiline < post.txt
+    rlhf-jax chat runs/quickstart_vision_grpo --image picture.png
 
 If the tokenizer has a chat template, messages form a conversation until /new or until the context is full. Other
 policies complete each text on its own, without history. A base or summarization policy expects a whole prompt,
@@ -55,6 +56,8 @@ class ChatOptions:
     """Seed of the first response; each further one adds 1."""
     system: str | None = None
     """System message; needs a chat template."""
+    image: tuple[str, ...] = ()
+    """Image files, shown with the first text of each conversation."""
     multiline: bool = False
     """An input ends with two empty lines."""
 
@@ -92,10 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{PROG} needs a model: {PROG} runs/quickstart")
         compile_cache.enable()
         policy = inference.load_policy(
-            options.model, revision=options.revision, tokenizer=options.tokenizer, dtype=options.dtype
+            options.model,
+            revision=options.revision,
+            tokenizer=options.tokenizer,
+            dtype=options.dtype,
+            images=bool(options.image),
         )
-        if options.system and not policy.tokenizer.hf.chat_template:
-            raise UserError(f"--system: {policy.path} has no chat template")
+        for name in ("system", "image"):
+            if getattr(options, name) and not policy.tokenizer.hf.chat_template:
+                raise UserError(f"--{name}: {policy.path} has no chat template")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
@@ -127,7 +135,11 @@ def converse(policy: inference.Policy, options: ChatOptions) -> None:
             number = text.removeprefix("/seed ").strip()
             seed = int(number) if number.isdecimal() else seed
         elif text.strip():
-            asked = [*messages, {"role": "user", "content": text}]
+            content: Any = text
+            if options.image and len(messages) == len(system):
+                images = [{"type": "image", "image": path} for path in options.image]
+                content = [*images, {"type": "text", "text": text}]
+            asked = [*messages, {"role": "user", "content": content}]
             try:
                 (answer,) = policy.generate([asked] if conversational else [text], seed=seed, **sampling)
             except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault
+from rlhf_jax.data.images import ImageProcessor, load_processor, plain_processor, read_row
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
@@ -28,6 +30,26 @@ POLICY_STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
 
 
+def processor_folder(path: str, revision: str | None) -> str:
+    """The folder of a checkpoint's files, of an adapter those of its base."""
+    return str(hf.resolve_base(hf.resolve(path, revision, weights=False), weights=False)[0])
+
+
+def open_processor(model: Any, tokenizer: Any, path: str | None, revision: str | None) -> ImageProcessor:
+    """The image processor of a model that reads images.
+
+    Args:
+      model: reads images.
+      tokenizer: of the model.
+      path, revision: of its checkpoint; None: a model from scratch, whose images are one tile.
+    """
+    vision = model.config.vision
+    options = {"image_token_id": model.config.image_token_id, "tokens": vision.tokens, "size": vision.image_size}
+    if path is None:
+        return plain_processor(tokenizer, **options)
+    return load_processor(processor_folder(path, revision), tokenizer, name=path, **options)
+
+
 def policy_folder(path: str) -> str:
     """The folder of a run's policy: RUN/policy, or that of the last stage of a pipeline. Other paths (a checkpoint, a
     hub name) are returned unchanged."""
@@ -39,7 +61,12 @@ def policy_folder(path: str) -> str:
 
 
 def load_policy(
-    path: str, *, revision: str | None = None, tokenizer: str | None = None, dtype: str = "float32"
+    path: str,
+    *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+    dtype: str = "float32",
+    images: bool = False,
 ) -> Policy:
     """Loads a policy; its batches are sharded over all devices.
 
@@ -48,6 +75,7 @@ def load_policy(
       revision: of the hub.
       tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
       dtype: compute dtype, 'float32' or 'bfloat16'.
+      images: read a checkpoint of images and text with its vision tower; else as its text model.
 
     Returns:
       Policy, with its weights.
@@ -55,7 +83,7 @@ def load_policy(
     Raises:
       UserError: the policy cannot be loaded; names the file or tensor.
     """
-    policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype)
+    policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype, images=images)
     policy.load()
     return policy
 
@@ -68,6 +96,7 @@ class Policy:
       model: the models.Model, on `mesh`.
       tokenizer: data.Tokenizer.
       params: on the mesh; None before `load` and after `release`.
+      processor: of images; None: it reads text.
     """
 
     def __init__(
@@ -78,17 +107,22 @@ class Policy:
         tokenizer: str | None = None,
         dtype: str = "float32",
         weights: Weights | None = None,
+        images: bool = False,
     ):
-        """`weights`: loads them and has the mesh; default: a new mesh of all devices, on its axis `data`."""
+        """`images` as `load_policy`. `weights`: loads them and has the mesh; default: a new mesh of all devices, on its
+        axis `data`."""
         if dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype is {dtype!r}; it must be 'float32' or 'bfloat16'")
         self.path, self.revision = policy_folder(str(path)), revision
         self.weights = weights or Weights(sharding.make_mesh())
         self.mesh, self.dtype = self.weights.mesh, jnp.dtype(dtype)
-        self.model = hf.load_model(self.path, revision=revision).on(self.mesh)
+        self.model = hf.load_model(self.path, revision=revision, images=images).on(self.mesh)
         rows = self.model.config.vocab_size
         source = (tokenizer, None) if tokenizer else (self.path, revision)
         self.tokenizer = data.load_tokenizer(*source, vocab_size=rows)
+        self.processor: ImageProcessor | None = None
+        if images:
+            self.processor = open_processor(self.model, self.tokenizer, self.path, revision)
         self.params: Params | None = None
         self._sample = jax.jit(self._pure_sample, static_argnums=(4, 5))
 
@@ -106,6 +140,7 @@ class Policy:
     def _pure_sample(self, params, prompts, seed, rows, sampling, group):
         layers = self.model.unstack(params, self.dtype)
         options = {"group": group, "rows": rows, "dtype": self.dtype}
+        sampling = dataclasses.replace(sampling, suppress_ids=self.model.suppress_ids)
         rollout = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(rollout, self.mesh)
 
@@ -115,7 +150,7 @@ class Policy:
         """`group` responses to each prompt of a batch.
 
         Args:
-          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P]; P divides over the devices.
+          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P], images; P divides over the devices.
           seed: together with a row's number, it determines the response.
           sampling: options.
           group: responses per prompt, G.
@@ -150,7 +185,8 @@ class Policy:
 
         Args:
           texts: texts to continue; or conversations, lists of {"role", "content"}, rendered by the tokenizer's chat
-            template. A single text gives a single response.
+            template. A single text gives a single response. With images contents may be lists of blocks, as
+            {"type": "image", "image": PIL image, bytes or path} and {"type": "text", "text"}.
           max_new_tokens: of a response, including eos.
           temperature: divides the logits; 0 is greedy decoding.
           top_k: sample from the k most likely tokens; 0: all.
@@ -177,7 +213,8 @@ class Policy:
         self._check(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size, **options)
         if not all(isinstance(text, str) and text for text in stops):
             raise UserError(f"stop is {stop!r}; it must be a non-empty text or a list of them")
-        ids = self._encode([texts] if single else texts, max_new_tokens, chat_template_kwargs)
+        ids, sources = self._encode([texts] if single else texts, max_new_tokens, chat_template_kwargs)
+        tiles = max((count for _, count in sources), default=0)
         rows = self.model.config.vocab_size
         stop_ids = resolve_stop_ids(stop_token_ids, path=self.path, revision=self.revision, rows=rows)
         stop_ids = stop_ids or self.tokenizer.eos_ids
@@ -195,6 +232,8 @@ class Policy:
             lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
             left: Any = batches.pad_left(tokens, width, self.tokenizer.pad_id)
             prompts = PromptBatch(left, lengths, rows)  # type: ignore[arg-type]  # numpy until it is sharded
+            if tiles:
+                prompts = prompts.replace(images=self.processor.batch([sources[i][0] for i in rows], tiles))
             rollout = self.sample(prompts, seed, sampling, rows=rows)
             response, lengths = jax.device_get((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
@@ -220,9 +259,17 @@ class Policy:
             if name not in at_least and (error := field_ranges(PolicyConfig)[name].error(name, value)):
                 raise UserError(error)
 
-    def _encode(self, texts, max_new_tokens: int, chat_template_kwargs) -> list[list[int]]:
-        """Token ids of each text or conversation."""
-        prompts = list(texts)
+    def _encode(self, texts, max_new_tokens: int, chat_template_kwargs) -> tuple[list[list[int]], list[Any]]:
+        """(token ids of each text or conversation, with images each one's (sources, number of tiles))."""
+        prompts, sources = list(texts), []
+        if self.processor is not None and not all(isinstance(text, str) for text in prompts):
+            template = ChatTemplate(self.tokenizer, chat_template_kwargs)
+            ids = []
+            for i, messages in enumerate(prompts):
+                own, read, tiles = self._encode_images(template, i, messages)
+                ids.append(own)
+                sources.append((read, tiles))
+            return self._checked(ids, max_new_tokens), sources
         if any(not isinstance(text, str) for text in prompts):
             template = ChatTemplate(self.tokenizer, chat_template_kwargs)
             for i, messages in enumerate(prompts):
@@ -230,6 +277,24 @@ class Policy:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
                 prompts[i] = template.render(messages, generation_prompt=True)
         ids = self.tokenizer.encode_batch(prompts) if prompts else []
+        return self._checked(ids, max_new_tokens), sources
+
+    def _encode_images(self, template: ChatTemplate, number: int, messages: Any):
+        """(ids, image sources, number of tiles) of a conversation."""
+
+        def fault(plain: Mapping[str, Any]) -> str | None:
+            return conversation_fault(plain, "text")
+
+        try:
+            read = read_row({"text": messages}, ("text",), self.processor, None, fault)
+            text = template.render(read.messages["text"], generation_prompt=True)
+            ids, tiles = self.processor.encode(text, read.sources, self.tokenizer)
+        except UserError as error:
+            raise UserError(f"text {number}: {error}") from None
+        return ids, read.sources, tiles
+
+    def _checked(self, ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """The same; UserError for a text that is empty or too long."""
         for i, own in enumerate(ids):
             if not own:
                 raise UserError(f"text {i} is empty")

@@ -17,6 +17,17 @@ Metrics = dict[str, Array]
 
 
 @flax.struct.dataclass
+class Images:
+    """The images of prompts, cut into tiles of one size."""
+
+    pixels: Array  # [P, I, 3, S, S] uint8, or as the model reads them float32; rows of fewer tiles end in zeros
+    # How the model reads uint8: (pixel * rescale_factor - mean) / std.
+    rescale_factor: float = flax.struct.field(pytree_node=False, default=1 / 255)
+    mean: tuple[float, ...] = flax.struct.field(pytree_node=False, default=(0.5, 0.5, 0.5))
+    std: tuple[float, ...] = flax.struct.field(pytree_node=False, default=(0.5, 0.5, 0.5))
+
+
+@flax.struct.dataclass
 class PromptBatch:
     """Left-padded prompts: a pure function of (seed, step)."""
 
@@ -24,6 +35,7 @@ class PromptBatch:
     lengths: Array  # [B] int32, 1..C
     rows: Array  # [B] int32, rows of the data set, for the columns that reward functions read; on the host all rows,
     # while tokens and lengths are those of the process' share
+    images: Images | None = None  # of the prompts, as tokens; None: the prompts are text
 
 
 @flax.struct.dataclass
@@ -50,6 +62,7 @@ class ScoredRollout:
     each_reward: Array | None = None  # [B, F] float32 of each reward without its weight, NaN where it does not apply
     # What counts as eos for the missing-eos penalty: the tokenizer's, or the stop ids in its place.
     eos_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(0,))
+    images: Images | None = None  # [P, ...] of the prompts, P = B / group_size; None: they are text
     group_size: int = flax.struct.field(pytree_node=False, default=1)  # adjacent rows that answer the same prompt
     reward_weights: tuple[float, ...] | None = flax.struct.field(pytree_node=False, default=None)  # of `each_reward`
 
@@ -85,6 +98,7 @@ class GroupExperience:
     ref_logprobs: Array | None = None  # [P, G, T] float32, where the loss has the KL to the reference
     sampler_logprobs: Array | None = None  # [P, G, T] float32, where the loss compares sampler and policy
     selected: Array | None = None  # [P, G, T] bool, tokens that the policy's loss is of; None: all of the response
+    images: Images | None = None  # [P, ...] of the prompts; None: they are text
 
 
 @flax.struct.dataclass

@@ -12,7 +12,7 @@ from rlhf_jax import advantages as adv
 from rlhf_jax import losses
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, GroupExperience, Params, Rollout
+from rlhf_jax.types import Array, GroupExperience, Images, Params, Rollout
 
 LOGIT_POSITIONS = 1024
 """Most positions per device whose logits are held at a time, where the vocabulary is small."""
@@ -164,7 +164,7 @@ def map_logit_chunks(function, model, params: Params, rows):
     return jax.tree.map(lambda x: x.reshape(b, parts * block, *x.shape[2:])[:, :t], out)
 
 
-def response_hidden(model, params, tokens, mask, t, config):
+def response_hidden(model, params, tokens, mask, t, config, images: Images | None = None):
     """The final hidden states of the T positions that predict the response.
 
     Args:
@@ -172,11 +172,12 @@ def response_hidden(model, params, tokens, mask, t, config):
       tokens, mask: [b, C + T].
       t: T.
       config: dtype, remat.
+      images: of the rows' prompts.
 
     Returns:
       [b, T, D] in the compute dtype.
     """
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "images": images}
     return model.hidden(params, tokens, mask, last=t + 1, **options)[:, :-1]
 
 
@@ -230,7 +231,7 @@ def group_logprobs(
     c = rows.prompt_tokens.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rows.prompt_lengths)[:, None]
     response, mask = rows.response.reshape(p * g, t), rows.mask.reshape(p * g, t)
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "images": rows.images}
     if g == 1:
         tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
         both = jnp.concatenate([prompt_mask, mask], axis=1)
@@ -244,13 +245,14 @@ def group_logprobs(
     return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
 
 
-def token_kl(models: Models, rollout: Rollout, config) -> Array:
+def token_kl(models: Models, rollout: Rollout, config, images: Images | None = None) -> Array:
     """log pi - log ref of each response token, the k1 estimate of its KL, for completion tables and reports.
 
     Args:
       models: policy and reference, with whole params.
       rollout: responses of the policy.
       config: a PPOConfig.
+      images: [B, ...] of the rows' prompts.
 
     Returns:
       [B, T] float32, 0 outside the response.
@@ -259,7 +261,7 @@ def token_kl(models: Models, rollout: Rollout, config) -> Array:
     t = rollout.response.shape[1]
 
     def logprobs(network: Network) -> Array:
-        hidden = response_hidden(network.model, network.params, tokens, mask, t, config)
+        hidden = response_hidden(network.model, network.params, tokens, mask, t, config, images)
         return response_logprobs(network.model, network.params, hidden, rollout.response, config.temperature)[0]
 
     difference = logprobs(models.policy) - logprobs(models.reference)

@@ -126,6 +126,7 @@ def make_experience(
         masked = ~rollout.ended & present
     trained_mask = response_mask & ~masked[:, None]
     experience = to_groups(rollout, group_size, lengths=jnp.where(masked, 0, rollout.lengths))
+    experience = experience.replace(images=scored.images)
 
     logprobs, ref_logprobs = compute_logprobs(
         models, experience, config, policy=needs.logprobs, lengths=group_rows(rollout.lengths, group_size)

@@ -18,11 +18,12 @@ def group_rows(x: Array, group_size: int) -> Array:
 def split_groups(experience: GroupExperience) -> GroupExperience:
     """The same with G = 1: every response gets its own copy of the prompt, so that rows can be shuffled one by one."""
     group_size = experience.lengths.shape[1]
-    of_rows = experience.replace(prompt_tokens=None, prompt_lengths=None)
+    of_rows = experience.replace(prompt_tokens=None, prompt_lengths=None, images=None)
     of_rows = jax.tree.map(lambda x: x.reshape((-1, 1) + x.shape[2:]), of_rows)
     return of_rows.replace(
         prompt_tokens=jnp.repeat(experience.prompt_tokens, group_size, axis=0),
         prompt_lengths=jnp.repeat(experience.prompt_lengths, group_size),
+        images=jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), experience.images),
     )
 
 

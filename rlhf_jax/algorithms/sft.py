@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from rlhf_jax import losses
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.types import Array, Metrics, Params, TrainState
+from rlhf_jax.types import Array, Images, Metrics, Params, TrainState
 
 
 def label_mask(
@@ -35,7 +35,16 @@ def label_mask(
 
 
 def token_losses(
-    model, params: Params, tokens: Array, lengths: Array, *, dtype, remat="none", dropout_key=None, segment_ids=None
+    model,
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    *,
+    dtype,
+    remat="none",
+    dropout_key=None,
+    segment_ids=None,
+    images: Images | None = None,
 ) -> Array:
     """Cross-entropy of every next token.
 
@@ -47,15 +56,15 @@ def token_losses(
       remat: recompute activations in the backward pass.
       dropout_key: [B] typed keys, or None for no dropout.
       segment_ids: [B, S] int32 of packed rows; None: a row is one sequence.
+      images: [B, ...] of the rows; None: they are text.
 
     Returns:
       [B, S - 1] float32, to be masked.
     """
     s = tokens.shape[1]
     mask = jnp.arange(s)[None, :] < lengths[:, None]
-    hidden = model.hidden(
-        params, tokens, mask, dtype=dtype, remat=remat, dropout_key=dropout_key, segment_ids=segment_ids
-    )
+    options = {"dtype": dtype, "remat": remat, "dropout_key": dropout_key, "segment_ids": segment_ids}
+    hidden = model.hidden(params, tokens, mask, images=images, **options)
 
     def logprobs(params, rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
@@ -78,7 +87,7 @@ def update(
     Args:
       model: with a causal head; its params are state.params["model"].
       state: donate it.
-      batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None.
+      batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None, images.
       config: an SFTConfig.
       optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
@@ -92,11 +101,11 @@ def update(
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
     count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
     dropout_keys = microbatch.row_keys(key, batch.lengths.shape[0])
-    rows = (batch.tokens, batch.lengths, mask, dropout_keys, batch.segment_ids)
+    rows = (batch.tokens, batch.lengths, mask, dropout_keys, batch.segment_ids, batch.images)
     micros = microbatch.split_micro(rows, config.micro_batch_size)
 
     def loss_fn(params, micro, index):
-        tokens, lengths, mask, dropout_keys, segment_ids = micro
+        tokens, lengths, mask, dropout_keys, segment_ids, images = micro
         per_token = token_losses(
             model,
             model.with_lora(base_params, params["model"]),
@@ -106,6 +115,7 @@ def update(
             remat=config.remat,
             dropout_key=None if config.disable_dropout else dropout_keys,
             segment_ids=segment_ids,
+            images=images,
         )
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
         return loss, {"loss": loss}
@@ -136,5 +146,6 @@ def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
     s = batch.tokens.shape[1]
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
     dtype = jnp.dtype(config.dtype)
-    per_token = token_losses(model, params, batch.tokens, batch.lengths, dtype=dtype, segment_ids=batch.segment_ids)
+    options = {"dtype": dtype, "segment_ids": batch.segment_ids, "images": batch.images}
+    per_token = token_losses(model, params, batch.tokens, batch.lengths, **options)
     return jnp.sum(jnp.where(mask, per_token, 0.0)), jnp.sum(mask).astype(jnp.float32)

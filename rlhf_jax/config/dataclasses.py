@@ -129,11 +129,14 @@ class StageConfig:
     """With use_peft: keep them in 4 bits (NF4, as QLoRA), with one scale per 64 rows of a column."""
     export_merged: bool = True
     """Also export the model with its adapter merged, as a checkpoint that needs no PEFT."""
+    freeze_vision_tower: bool = False
+    """Of a model that reads images, without use_peft: train its connector and its text model, not its vision
+    transformer."""
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
     """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
-    preferences) or 'arithmetic' (sums with worked solutions)."""
+    preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and questions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -454,6 +457,8 @@ class PolicyConfig(StageConfig):
     """Number of times during a run that sample completions are printed and written; 0: never."""
     log_completions: bool = False
     """Also print and write the responses of training batches, every logging_steps updates."""
+    log_multimodal: bool = True
+    """In the files of these responses, also write thumbnails of the prompts' images."""
     num_completions_to_print: PositiveInt | None = 5
     """Rows of a completion table in the terminal; None: all. The files have all."""
     log_unique_prompts: bool = False

@@ -5,12 +5,13 @@ from rlhf_jax.data.batches import DataReport, bucket, default_buckets, fingerpri
 from rlhf_jax.data.demonstrations import (
     DemoBatch,
     DemoData,
+    demonstrations_from_rows,
     load_demonstrations,
     load_eval_demonstrations,
     load_normalization_data,
     make_demonstrations,
 )
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split
 from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
 from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
 from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
@@ -40,6 +41,7 @@ __all__ = [
     "check_tokenizer_fits_model",
     "check_same_tokenizer",
     "default_buckets",
+    "demonstrations_from_rows",
     "eval_sets",
     "fingerprint",
     "format_post",
@@ -51,6 +53,7 @@ __all__ = [
     "load_pairs",
     "load_prompts",
     "load_rows",
+    "load_split",
     "load_tokenizer",
     "make_demonstrations",
     "make_pairs",

@@ -4,6 +4,8 @@ as the chat template renders it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +13,12 @@ import flax
 import numpy as np
 
 from rlhf_jax.data import batches, chat, row_texts
+from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
-from rlhf_jax.types import Array
+from rlhf_jax.types import Array, Images
 
 MESSAGES = "messages"
 """The column of whole conversations, as in TRL."""
@@ -30,6 +33,7 @@ class DemoBatch:
     lengths: Array  # [B] int32, 0 for a row that only pads the batch
     loss_mask: Array | None = None  # [B, S] bool, the tokens that are trained on; None: all
     segment_ids: Array | None = None  # [B, S] int32, the demonstration of each token of a packed row
+    images: Images | None = None  # [B, ...]; None: the demonstrations are text
 
 
 class DemoRows(batches.Batched[DemoBatch]):
@@ -55,7 +59,9 @@ class DemoData(DemoRows):
     buckets: tuple[int, ...]
     report: DataReport
     loss_masks: list[np.ndarray] | None = None
-    """bool each, of the tokens: the assistant's; None: all."""
+    """bool each, of the tokens: the assistant's, or all but those of images; None: all."""
+    images: image_rows.DataImages | None = None
+    """None: the demonstrations are text."""
 
     def _sequences(self) -> tuple[list[np.ndarray], ...]:
         return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
@@ -72,7 +78,17 @@ class DemoData(DemoRows):
             self.prompt_lengths[rows],
             batches.lengths_of(chosen),
             loss_mask,
+            images=None if self.images is None else self.images.batch(rows),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """The number of rows and a sha256 of their tokens, and of their images."""
+        if self.images is None:
+            return super().fingerprint
+        digest = hashlib.sha256(super().fingerprint.encode())
+        self.images.update(digest)
+        return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
 
 def join_with_eos(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
@@ -113,6 +129,7 @@ def _conversations(
     chat_template_kwargs: Mapping[str, Any] | None,
     assistant_only_loss: bool,
     completion_only_loss: bool,
+    processor: image_rows.ImageProcessor | None,
 ) -> DemoData:
     """`make_demonstrations` of conversations."""
     has_prompt = len(columns) == 2
@@ -124,6 +141,8 @@ def _conversations(
     template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
     if assistant_only_loss:
         template.check_marks_assistant()
+    if processor is not None:
+        rows = image_rows.encoded(rows)
 
     def encode(row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
         prompt: list[int] = []
@@ -134,12 +153,22 @@ def _conversations(
             return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
         return prompt, tokenizer.encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
 
-    split, encoded = chat.render_rows(
-        rows, lambda row: chat.messages_fault(row, columns, "demonstrations"), encode, on_bad_row
-    )
-    tokens, prompt_lengths, loss_masks, truncated, mismatched = [], [], [], 0, 0
-    for prompt, ids, assistant in encoded:
-        if len(prompt) > query_length or (len(ids) > max_length and query_overflow == "drop"):
+    def fault(row: Any) -> str | None:
+        return chat.messages_fault(row, columns, "demonstrations")
+
+    found: list[image_rows.DemoImages | None] = []
+    if processor is None:
+        split, encoded = chat.render_rows(rows, fault, encode, on_bad_row)
+        found = [None] * len(encoded)
+    else:
+        folder = image_rows.folder_of(rows)
+        read = functools.partial(image_rows.read_demo, template, processor, tokenizer, folder, columns, fault)
+        split, found = image_rows.split_rows(rows, read, on_bad_row)
+        encoded = [(one.prompt, one.ids, one.is_text) for one in found]
+    tokens, prompt_lengths, loss_masks, truncated, mismatched, kept_images = [], [], [], 0, 0, []
+    drops = query_overflow == "drop" or processor is not None  # cut image tokens would leave their images
+    for (prompt, ids, assistant), images in zip(encoded, found, strict=True):
+        if len(prompt) > query_length or (len(ids) > max_length and drops):
             continue
         start = max(1, len(prompt) if completion_only_loss else 0)
         in_loss = range(start, min(len(ids), max_length))
@@ -153,6 +182,7 @@ def _conversations(
         mismatched += completion_only_loss and ids[: len(prompt)] != prompt
         tokens.append(np.asarray(ids[:max_length], np.int32))
         prompt_lengths.append(len(prompt))
+        kept_images.append(images)
     row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
     note = f"{mismatched} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
     buckets, report = row_texts.buckets_and_report(
@@ -164,8 +194,12 @@ def _conversations(
         note=note if mismatched else None,
         template_date=template.date,
     )
-    masks = loss_masks if assistant_only_loss else None
-    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report, masks)
+    images = None
+    if processor is not None:
+        tiles = max(one.tiles for one in kept_images)
+        images = image_rows.DataImages(processor, [one.row.sources for one in kept_images], tiles, None)
+    lengths = np.asarray(prompt_lengths, np.int32)
+    return DemoData(tokens, lengths, tokenizer.pad_id, buckets, report, loss_masks or None, images)
 
 
 def make_demonstrations(
@@ -182,8 +216,10 @@ def make_demonstrations(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     assistant_only_loss: bool = False,
     completion_only_loss: bool = False,
+    processor: image_rows.ImageProcessor | None = None,
 ) -> DemoData:
-    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config.
+    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config;
+    `processor`: of the model, where rows have images.
 
     A sequence longer than `max_length` is truncated at the end, which removes its eos (query_overflow='truncate'), or
     dropped ('drop'). A row whose prompt alone fills `max_length` is dropped.
@@ -210,6 +246,12 @@ def make_demonstrations(
             chat_template_kwargs=chat_template_kwargs,
             assistant_only_loss=assistant_only_loss,
             completion_only_loss=completion_only_loss,
+            processor=processor,
+        )
+    if processor is not None:
+        raise UserError(
+            f"{rows.name} has images, which need conversations: give lists of messages in columns {prompt_column!r} "
+            f"and {completion_column!r}, or in {MESSAGES!r}"
         )
     if assistant_only_loss:
         raise UserError(
@@ -242,7 +284,9 @@ def make_demonstrations(
     return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
 
 
-def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
+def demonstrations_from_rows(
+    rows: Rows, config: Any, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
+) -> DemoData:
     """`make_demonstrations` with the data options of a config."""
     return make_demonstrations(
         rows,
@@ -257,11 +301,16 @@ def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> D
         chat_template_kwargs=config.chat_template_kwargs,
         assistant_only_loss=getattr(config, "assistant_only_loss", False),
         completion_only_loss=getattr(config, "completion_only_loss", False),
+        processor=processor,
     )
 
 
 def load_demonstrations(
-    config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False
+    config: Any,
+    tokenizer: Tokenizer,
+    dataset: Any = None,
+    evaluation: bool = False,
+    processor: image_rows.ImageProcessor | None = None,
 ) -> DemoData | None:
     """The demonstrations of a config, or of `dataset`, an object in place of the configured name.
 
@@ -269,13 +318,15 @@ def load_demonstrations(
       The data; None where the config has no evaluation data.
     """
     rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else demonstrations_from_rows(rows, config, tokenizer)
+    return None if rows is None else demonstrations_from_rows(rows, config, tokenizer, processor)
 
 
-def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, DemoData]:
+def load_eval_demonstrations(
+    config: Any, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
+) -> dict[str, DemoData]:
     """The evaluation sets of a config, by name; see `loading.eval_sets`."""
     sets = eval_sets(config, "demonstrations", dataset)
-    return {name: demonstrations_from_rows(rows, config, tokenizer) for name, rows in sets.items()}
+    return {name: demonstrations_from_rows(rows, config, tokenizer, processor) for name, rows in sets.items()}
 
 
 def load_normalization_data(config: Any, tokenizer: Tokenizer) -> DemoData | None:

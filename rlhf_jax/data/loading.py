@@ -20,10 +20,11 @@ from rlhf_jax.data.files import (
     read_folder,
     select_split,
 )
+from rlhf_jax.data.shapes import load_shapes
 from rlhf_jax.data.synthetic import load_synthetic
 from rlhf_jax.errors import UserError
 
-BUILT_IN = {"synthetic": load_synthetic, "arithmetic": load_arithmetic}
+BUILT_IN = {"synthetic": load_synthetic, "arithmetic": load_arithmetic, "shapes": load_shapes}
 """Built-in data sets by name."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""

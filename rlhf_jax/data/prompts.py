@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data import batches, chat, row_texts
+from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_split
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -34,6 +36,8 @@ class PromptData(batches.Batched[PromptBatch]):
     """The messages of each prompt; None if prompts are texts."""
     shuffle: bool = True
     """Shuffle the rows each epoch; false: keep file order."""
+    images: image_rows.DataImages | None = None
+    """None: the prompts are text."""
 
     def _sequences(self) -> tuple[list[np.ndarray], ...]:
         return (self.tokens,)
@@ -43,9 +47,9 @@ class PromptData(batches.Batched[PromptBatch]):
         that each program compiles once."""
         chosen = [self.tokens[i] for i in rows[local]]
         width = batches.bucket(self.report.longest, self.buckets)
-        return PromptBatch(
-            batches.pad_left(chosen, width, self.pad_id), batches.lengths_of(chosen), rows.astype(np.int32)
-        )
+        images = None if self.images is None else self.images.batch(rows[local])
+        tokens = batches.pad_left(chosen, width, self.pad_id)
+        return PromptBatch(tokens, batches.lengths_of(chosen), rows.astype(np.int32), images)
 
     @property
     def fingerprint(self) -> str:
@@ -53,6 +57,8 @@ class PromptData(batches.Batched[PromptBatch]):
         digest = hashlib.sha256(super().fingerprint.encode())
         for row in self.raw:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        if self.images is not None:
+            self.images.update(digest)
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
     @property
@@ -61,9 +67,13 @@ class PromptData(batches.Batched[PromptBatch]):
         return self.conversations is not None
 
     def texts(self, rows: Sequence[int]) -> list[str] | list[chat.Conversation]:
-        """Prompts as passed to reward functions: texts, or copies of the lists of messages."""
+        """Prompts as passed to reward functions: texts, or copies of the lists of messages. As in TRL, blocks of type
+        'image' have the PIL image."""
         if self.conversations is None:
             return self.display_texts(rows)
+        if self.images is not None:
+            read = functools.lru_cache(maxsize=None)(lambda row: self.images.filled(row, self.conversations[row]))
+            return [read(row) for row in rows]
         return [[dict(message) for message in self.conversations[i]] for i in rows]
 
     def display_texts(self, rows: Sequence[int]) -> list[str]:
@@ -80,7 +90,8 @@ class PromptData(batches.Batched[PromptBatch]):
     def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The other columns of these rows, for reward functions."""
         names = dict.fromkeys(name for row in self.raw for name in row)
-        return {name: [self.raw[i].get(name) for i in rows] for name in names}
+        columns = {name: [self.raw[i].get(name) for i in rows] for name in names}
+        return columns if self.images is None else {**columns, **self.images.columns(rows)}
 
 
 def make_prompts(
@@ -94,8 +105,9 @@ def make_prompts(
     length_buckets: tuple[int, ...] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     shuffle: bool = True,
+    processor: image_rows.ImageProcessor | None = None,
 ) -> PromptData:
-    """Tokenizes prompts. The arguments are options of the config.
+    """Tokenizes prompts. The arguments are options of the config; `processor`: of the model, where rows have images.
 
     A prompt that is a list of messages {"role", "content"} is rendered by the tokenizer's chat template with its
     generation prompt. The prompts of a data set are all texts or all conversations; a row of the other kind is bad. A
@@ -106,6 +118,18 @@ def make_prompts(
         are conversations and there is no chat template.
     """
     columns = row_texts.prompt_columns(rows, prompt_column)
+    if processor is not None:
+        return _image_prompts(
+            rows,
+            tokenizer,
+            processor,
+            columns[0],
+            query_length=query_length,
+            on_bad_row=on_bad_row,
+            length_buckets=length_buckets,
+            chat_template_kwargs=chat_template_kwargs,
+            shuffle=shuffle,
+        )
     conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
     if conversational:
         template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
@@ -145,7 +169,58 @@ def make_prompts(
     return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle)
 
 
-def prompts_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PromptData:
+def _image_prompts(
+    rows: Rows,
+    tokenizer: Tokenizer,
+    processor: image_rows.ImageProcessor,
+    column: str,
+    *,
+    query_length: int,
+    on_bad_row: str,
+    length_buckets: tuple[int, ...] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    shuffle: bool,
+) -> PromptData:
+    """`make_prompts` of conversations with images; one that is too long is dropped, since its images cannot be cut."""
+    template, folder = chat.ChatTemplate(tokenizer, chat_template_kwargs), image_rows.folder_of(rows)
+    rows = image_rows.encoded(rows)
+
+    def encode(row: Any) -> tuple[image_rows.ImageRow, str, list[int], int]:
+        read = image_rows.read_row(
+            row, (column,), processor, folder, lambda plain: chat.conversation_fault(plain, column)
+        )
+        text = template.render(read.messages[column], generation_prompt=True, column=column)
+        return read, text, *processor.encode(text, read.sources, tokenizer)
+
+    split, encoded = image_rows.split_rows(rows, encode, on_bad_row)
+    kept = [i for i, (_, _, ids, _) in enumerate(encoded) if len(ids) <= query_length]
+    row_texts.check_any_kept(rows, len(kept), f"query_length = {query_length} tokens, those of images included")
+    tokens = [np.asarray(encoded[i][2], np.int32) for i in kept]
+    left_out = {column, *image_rows.COLUMNS}
+    raw = [{name: split.good[i][name] for name in split.good[i] if name not in left_out} for i in kept]
+    buckets, report = row_texts.buckets_and_report(
+        rows,
+        split,
+        tokens,
+        length_buckets=length_buckets,
+        truncated=0,
+        note=image_rows.note_of([encoded[i][0] for i in kept]),
+        template_date=template.date,
+    )
+    found = image_rows.DataImages(
+        processor,
+        [encoded[i][0].sources for i in kept],
+        max(encoded[i][3] for i in kept),
+        image_rows.column_of(rows),
+    )
+    texts = [encoded[i][1] for i in kept]
+    conversations = [encoded[i][0].messages[column] for i in kept]
+    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle, found)
+
+
+def prompts_from_rows(
+    rows: Rows, config: Any, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
+) -> PromptData:
     """`make_prompts` with the data options of a config."""
     return make_prompts(
         rows,
@@ -157,10 +232,17 @@ def prompts_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PromptDa
         length_buckets=config.length_buckets,
         chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
         shuffle=getattr(config, "shuffle_dataset", True),
+        processor=processor,
     )
 
 
-def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PromptData | None:
+def load_prompts(
+    config: Any,
+    tokenizer: Tokenizer,
+    dataset: Any = None,
+    evaluation: bool = False,
+    processor: image_rows.ImageProcessor | None = None,
+) -> PromptData | None:
     """The prompts of a config, or of `dataset`, an object in place of the configured name.
 
     Synthetic prompts keep their demonstrations as column 'completion'.
@@ -169,10 +251,12 @@ def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluat
       The data; None where the config has no evaluation data.
     """
     rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else prompts_from_rows(rows, config, tokenizer)
+    return None if rows is None else prompts_from_rows(rows, config, tokenizer, processor)
 
 
-def load_eval_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PromptData]:
+def load_eval_prompts(
+    config: Any, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
+) -> dict[str, PromptData]:
     """The evaluation sets of a config, by name; see `loading.eval_sets`."""
     sets = eval_sets(config, "demonstrations", dataset)
-    return {name: prompts_from_rows(rows, config, tokenizer) for name, rows in sets.items()}
+    return {name: prompts_from_rows(rows, config, tokenizer, processor) for name, rows in sets.items()}

@@ -11,11 +11,15 @@ from typing import Any
 
 import huggingface_hub
 
-from rlhf_jax.data import arithmetic, synthetic
+from rlhf_jax.data import arithmetic, shapes, synthetic
 from rlhf_jax.data.fast_tokenizer import fast_tokenizer
 from rlhf_jax.errors import UserError
 
-BUILT_IN = {"synthetic": synthetic.build_tokenizer, "arithmetic": arithmetic.build_tokenizer}
+BUILT_IN = {
+    "synthetic": synthetic.build_tokenizer,
+    "arithmetic": arithmetic.build_tokenizer,
+    "shapes": shapes.build_tokenizer,
+}
 """Tokenizers of the built-in tasks by name."""
 PAD_TOKEN = "[PAD]"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -20,7 +20,7 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
 from rlhf_jax.stages.build_programs import sampling_of
-from rlhf_jax.types import Rollout
+from rlhf_jax.types import PromptBatch, Rollout
 
 
 @dataclasses.dataclass
@@ -119,7 +119,9 @@ class Sampler:
             start = len(texts)
             rows = np.arange(start * group, (start + size) * group, dtype=np.int32)
             rollout = policy.sample(prompts, seed, sampling, group, rows)
-            kl = None if compute_kl is None else compute_kl(policy.params, self._ref.params, rollout)
+            kl = None
+            if compute_kl is not None:
+                kl = compute_kl(policy.params, self._ref.params, rollout, self._images(prompts, policy))
             host, kl = jax.device_get((rollout, kl))
             rollouts.append((host, prompts.rows, real))
             count = real * group
@@ -133,12 +135,18 @@ class Sampler:
         kl = np.concatenate(kls).astype(np.float64) if kls else None
         return Answers(name, policy.path, texts, np.concatenate(lengths), np.concatenate(ended), kl, rollouts)
 
+    def _images(self, prompts: PromptBatch, policy: Policy):
+        return None if prompts.images is None else sharding.shard_batch(prompts.images, policy.mesh)
+
     def _kl_program(self, policy: Policy):
         config, reference = self._config, self._ref.model
 
-        def kl(params, ref_params, rollout):
+        def kl(params, ref_params, rollout, images):
             models = Models(Network(policy.model, params), Network(reference, ref_params))
-            return actor_critic.token_kl(models, rollout, config).sum(axis=1)
+            if images is not None:
+                group = rollout.lengths.shape[0] // images.pixels.shape[0]
+                images = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), images)
+            return actor_critic.token_kl(models, rollout, config, images).sum(axis=1)
 
         return jax.jit(kl)
 

@@ -17,7 +17,7 @@ from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate.answers import Answers, Sampler, add_scores, reference_answers, reference_texts
 from rlhf_jax.evaluate.judge import JudgeResult
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.inference import Policy
+from rlhf_jax.inference import Policy, policy_folder
 from rlhf_jax.models.io import generation_config
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
@@ -38,6 +38,9 @@ class PolicyEvaluation:
 
     def __init__(self, config: EvaluateConfig, plan: planning.Plan, weights: Weights):
         self.config, self.plan, self.weights = config, plan, weights
+        rows = self._load_rows()
+        columns = (plan.prompts.prompt_column,)
+        self.images = context.wants_images(policy_folder(plan.policy.path), plan.policy.revision, rows, columns)
         self.policy = self._open(plan.policy)
         self.eos_ids = self._stop_ids() or self.policy.tokenizer.eos_ids
         self.ref = None if plan.ref is None else self._open(plan.ref)
@@ -47,7 +50,7 @@ class PolicyEvaluation:
         tokenizer = dataclasses.replace(self.policy.tokenizer, template_date=date)
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
-        self.source = self._load_prompts(tokenizer)
+        self.source = data.prompts_from_rows(rows, plan.prompts, tokenizer, self.policy.processor)
         self.references = self._load_references()
         has_references = bool(self.references) and plan.reference is not False
         self.opponents = [*(["reference"] if has_references else []), *(other.name for other in plan.others)]
@@ -65,6 +68,7 @@ class PolicyEvaluation:
             tokenizer=self.config.tokenizer_name_or_path,
             dtype=self.plan.prompts.dtype,
             weights=self.weights,
+            images=self.images,
         )
         self._check_context(policy.model, checkpoint.path)
         return policy
@@ -78,10 +82,10 @@ class PolicyEvaluation:
         tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
         context.check_context(model, tokens, "--query_length + --response_length", path)
 
-    def _load_prompts(self, tokenizer: data.Tokenizer) -> data.PromptData:
+    def _load_rows(self) -> data.Rows:
         prompts_config = self.plan.prompts
         if self.config.data is not None:
-            rows = data.load_rows(
+            return data.load_rows(
                 prompts_config.dataset_name,
                 split=prompts_config.dataset_test_split,
                 kind="demonstrations",
@@ -90,8 +94,7 @@ class PolicyEvaluation:
                 max_samples=prompts_config.max_eval_samples,
                 label="evaluation data",
             )
-            return data.prompts_from_rows(rows, prompts_config, tokenizer)
-        sets = data.load_eval_prompts(prompts_config, tokenizer)
+        sets = data.eval_sets(prompts_config, "demonstrations")
         if not sets:
             raise UserError(f"--run_dir {self.config.run_dir}: the run has no evaluation data; set --data")
         return next(iter(sets.values()))

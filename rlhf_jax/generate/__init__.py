@@ -79,7 +79,7 @@ def generate_unstacked(
     Args:
       model: a `models.Model` with a causal head.
       unstacked: its params.
-      prompts: tokens [P, C] left-padded, lengths [P]; each is computed once for all of its responses.
+      prompts: tokens [P, C] left-padded, lengths [P], images; each is computed once for all of its responses.
       key: typed PRNG key of this rollout.
       sampling: what is sampled.
       group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
@@ -105,11 +105,12 @@ def generate_unstacked(
     prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
 
     def prefill(part):
-        return model.prefill(unstacked, *part, dtype)
+        tokens, mask, images = part
+        return model.prefill(unstacked, tokens, mask, dtype, images)
 
     slots = decoding.slots or b
     at_once = largest_divisor(b // group, slots // group)
-    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask), at_once)
+    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask, prompts.images), at_once)
     queue = Rows(
         response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
         logprobs=jnp.zeros((b, t_max), jnp.float32),

@@ -23,6 +23,7 @@ class Sampling:
       top_k, top_p, min_p, repetition_penalty: as in Hugging Face's `GenerationConfig`, applied in its order.
       stop_ids: tokens that end a response and are a part of it; empty: every response has T tokens.
       fill_id: token after the end; no mask is derived from it.
+      suppress_ids: tokens that are never sampled; log-probabilities are those of the distribution with them.
     """
 
     max_new_tokens: int
@@ -33,6 +34,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop_ids: tuple[int, ...] = ()
     fill_id: int = 0
+    suppress_ids: tuple[int, ...] = ()
 
 
 def draw(keys: Array, logits: Array) -> Array:
@@ -113,10 +115,19 @@ def sample(model, params, hidden: Array, keys: Array, t: Array, seen: Array | No
     Returns:
       (tokens [R] int32, their log-probabilities [R] float32)
     """
-    logits = process_logits(model.next_logits(params, hidden), seen, sampling)
+    raw = model.next_logits(params, hidden)
+    logits = process_logits(suppress(raw, sampling), seen, sampling)
     if sampling.temperature > 0:
         token = draw(jax.vmap(jax.random.fold_in)(keys, t), logits)
     else:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    if sampling.suppress_ids:
+        ids = jnp.array(sampling.suppress_ids)
+        logits = logits.at[:, ids].set(process_logits(raw, seen, sampling)[:, ids])
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def suppress(logits: Array, sampling: Sampling) -> Array:
+    """[B, V] logits with -inf for `sampling.suppress_ids`."""
+    return logits.at[:, jnp.array(sampling.suppress_ids)].set(-jnp.inf) if sampling.suppress_ids else logits

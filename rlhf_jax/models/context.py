@@ -101,6 +101,7 @@ class DropoutSite(enum.IntEnum):
     LORA_KEY = 9
     LORA_VALUE = 10
     LORA_MLP_GATE = 11
+    LORA_CONNECTOR = 12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

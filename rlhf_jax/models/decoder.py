@@ -141,8 +141,16 @@ def _pick(values: tuple[int, ...], layer: int | Array) -> int | Array:
     return values[layer] if isinstance(layer, int) else jnp.asarray(values)[layer]
 
 
-def _embed(context: Context, backbone: Params, tokens: Array, positions: Array, *, sharded_table: bool = True) -> Array:
-    """Token ids and positions [B, ...] -> [B, ..., D].
+def _embed(
+    context: Context,
+    backbone: Params,
+    tokens: Array,
+    positions: Array,
+    *,
+    sharded_table: bool = True,
+    features: Array | None = None,
+) -> Array:
+    """Token ids and positions [B, ...] -> [B, ..., D]; `features` [B, N, D] in place of image tokens.
 
     With `sharded_table` `fsdp` splits the table: each device looks up its columns for all rows, which are then
     resharded; the table itself, which is larger than a layer, is never gathered.
@@ -158,11 +166,20 @@ def _embed(context: Context, backbone: Params, tokens: Array, positions: Array, 
         x = jnp.where((tokens == config.padding_idx)[..., None], jax.lax.stop_gradient(x), x)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, context.dtype)
+    if features is not None:
+        x = replace_image_tokens(x, tokens, config.image_token_id, features)
     x = constrain(layout, constrain(layout, x, names[0], *[None] * (x.ndim - 2), names[1]), "rows")
     if "embed_positions" in backbone:
         table = backbone["embed_positions"]["embedding"]
         x = x + jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan).astype(context.dtype)
     return x
+
+
+def replace_image_tokens(x: Array, tokens: Array, image_token_id: int, features: Array) -> Array:
+    """Embeddings [P, C, D] of tokens [P, C] with features [P, N, D] at a row's image tokens, in order."""
+    is_image = tokens == image_token_id
+    place = jnp.clip(jnp.cumsum(is_image, axis=1) - 1, 0, features.shape[1] - 1)
+    return jnp.where(is_image[..., None], jnp.take_along_axis(features, place[..., None], axis=1).astype(x.dtype), x)
 
 
 def _final_norm(context: Context, backbone: Params, x: Array) -> Array:
@@ -198,6 +215,7 @@ def hidden(
     dropout_key: Array | None = None,
     last: int | None = None,
     segment_ids: Array | None = None,
+    features: Array | None = None,
 ) -> Array:
     """Hidden states after the final norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in the context's dtype.
 
@@ -210,6 +228,7 @@ def hidden(
       last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
         value of the other columns.
       segment_ids: [B, S] int32, sequences packed into a row; None: one each.
+      features: [B, N, D], of each row's images (see `vision.features`); None: the rows are text.
     """
     config = context.config
     tokens, positions = mask_tokens(tokens, mask)
@@ -219,7 +238,7 @@ def hidden(
     if dropout_key is not None:
         dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0])
         context = dataclasses.replace(context, dropout=dropout)
-    x = _embed(context, backbone, tokens, positions)
+    x = _embed(context, backbone, tokens, positions, features=features)
     x = context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
     drops_weights = dropout_key is not None and config.attention_dropout > 0
 
@@ -250,11 +269,13 @@ def hidden_after_prompts(
     mask: Array,
     *,
     remat: str = "none",
+    features: Array | None = None,
 ) -> tuple[Array, Array]:
     """As `hidden`, with each prompt computed once for all of its responses; gradients flow through the prompt.
 
     prompts [P, C] and responses [B, T] int32, B = P * G, row i answering prompt i // G; prompt_mask [P, C] and mask
     [B, T] bool -> (the prompts' last column [P, D], responses [B, T, D]). Prompts are left-padded.
+    `features` [P, N, D] are those of the prompts' images.
     """
     config = context.config
     prompts, prompt_positions = mask_tokens(prompts, prompt_mask)
@@ -285,8 +306,8 @@ def hidden_after_prompts(
         response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)
         return prompt, response
 
-    rows = ((prompts, prompt_positions), (responses, positions))
-    streams = tuple(_embed(context, backbone, *ids) for ids in rows)
+    rows = ((prompts, prompt_positions, features), (responses, positions, None))
+    streams = tuple(_embed(context, backbone, *ids, features=images) for *ids, images in rows)
     prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **_outside_scan(context, True))
     return _final_norm(context, backbone, prompt[:, -1]), _final_norm(context, backbone, response)
 
@@ -298,14 +319,18 @@ class Prefix(NamedTuple):
     mask: Array  # [P, C] bool
 
 
-def prefill(context: Context, backbone: Params, tokens: Array, mask: Array) -> tuple[Array, Prefix]:
+def prefill(
+    context: Context, backbone: Params, tokens: Array, mask: Array, features: Array | None = None
+) -> tuple[Array, Prefix]:
     """Runs the prompts and keeps their keys and values.
 
     tokens [P, C] int32, mask [P, C] bool, `backbone["layers"]` a list -> (last column's hidden states [P, D], prefix).
+    `features` [P, N, D] are those of the prompts' images.
     """
     masked, positions = mask_tokens(tokens, mask)
     config, ropes = context.config, _ropes(context.config, positions)
-    x, layers, block = _embed(context, backbone, masked, positions, sharded_table=False), [], Block(context)
+    x = _embed(context, backbone, masked, positions, sharded_table=False, features=features)
+    layers, block = [], Block(context)
 
     def to_cache(x: Array, window: int | None, *axes: int) -> Array:
         kept = x if window is None else x[:, -min(window, x.shape[1]) :]

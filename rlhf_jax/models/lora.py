@@ -74,7 +74,10 @@ def resolve_targets(model: Any, names: Sequence[str] | None, option: str) -> tup
     if not names:
         raise UserError(f"{option} names no layer; there are {known}.")
     linears, others = _module_names(model)
-    of_name = {name: [module for module in linears if f".{module}".endswith(f".{name}")] for name in names}
+    of_name = {
+        name: [module for module, (own, _) in linears.items() if own == name or f".{module}".endswith(f".{name}")]
+        for name in names
+    }
     if len(names) == 1 and not of_name[names[0]]:
         of_name[names[0]] = _matches(names[0], linears, others, option)
     if unknown := [name for name in names if not of_name[name]]:
@@ -88,9 +91,10 @@ def resolve_targets(model: Any, names: Sequence[str] | None, option: str) -> tup
         linear, layer = linears[module]
         layers.setdefault(linear, set()).add(layer)
     for linear, has in layers.items():
-        if missing := sorted(set(range(model.config.num_hidden_layers)) - has):
+        every = {layer for name, layer in linears.values() if name == linear}
+        if missing := sorted(every - has):
             raise UserError(
-                f"{option}: {', '.join(names)} is {linear} in {len(has)} of {model.config.num_hidden_layers} layers "
+                f"{option}: {', '.join(names)} is {linear} in {len(has)} of {len(every)} layers "
                 f"(not in layer {missing[0]}); adapters are stacked over layers, so all layers have the same ones."
             )
     return tuple(linear for linear in family.linears if linear in layers)

@@ -63,7 +63,7 @@ class Weights:
             lora.set_path(tree, names, leaf)
             return lora.get_path(self.transform_placed(model, cast_on_load, tree), names)
 
-        options = {"shardings": shardings, "cast_on_load": cast if cast_on_load else None}
+        options = {"shardings": shardings, "cast_on_load": cast if cast_on_load else None, "images": model.reads_images}
         return hf.load(path, kind=kind, revision=revision, **options)[1]
 
     def transform_placed(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
@@ -123,7 +123,7 @@ class AbstractWeights(Weights):
 
     def load(self, model, path, kind, revision, cast_on_load=None):
         """As `Weights.load`."""
-        shapes = hf.load_shapes(path, kind=kind, revision=revision)[1]
+        shapes = hf.load_shapes(path, kind=kind, revision=revision, images=model.reads_images)[1]
         shapes = jax.eval_shape(cast_on_load, shapes) if cast_on_load else shapes
         return self.place(shapes, self.shardings(model, shapes))
 

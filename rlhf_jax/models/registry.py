@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import decoder, lora, quantization
+from rlhf_jax.models import decoder, lora, quantization, vision
 from rlhf_jax.models.context import Context, DecoderConfig
 from rlhf_jax.models.families import (
     gemma2,
@@ -30,12 +30,13 @@ from rlhf_jax.models.families import (
     qwen2,
     qwen3,
     smollm3,
+    smolvlm,
 )
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import TransposedKernel, product, transposed_product
 from rlhf_jax.models.tensor_table import PARAM_RULES, ParamRule
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, row_axes, shardings
-from rlhf_jax.types import Array, Params
+from rlhf_jax.types import Array, Images, Params
 
 HEADS = ("causal", "scalar")
 BY_DATA = "embed_out_by_data"
@@ -63,6 +64,7 @@ class Family:
     nested_defaults: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False
     )  # of keys absent in a nested config
+    reads_images: bool = False  # its config is a vision.VisionDecoderConfig
 
 
 def _of_llama_layout(name: str, module: Any, class_name: str, **fields: Any) -> Family:
@@ -124,6 +126,25 @@ _FAMILIES = (
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 
+_IMAGE_TABLE = {
+    "config_from_hf": smolvlm.config_from_hf,
+    "config_to_hf": smolvlm.config_to_hf,
+    "decoder_config": _as_it_is,
+    "tensors": smolvlm.tensors,
+    "prefix": smolvlm.PREFIX,
+    "ignored": (r"^vision_model\.embeddings\.position_ids$", *llama.IGNORED),
+    "linears": smolvlm.LINEARS,
+    "modules": smolvlm.MODULES,
+    "lora_targets": (),
+    "reads_images": True,
+}
+IMAGE_FAMILIES: dict[str, Family] = {
+    name: Family(name=name, architectures=(image_text.WRAPPERS[name].architecture,), **_IMAGE_TABLE)
+    for name in ("smolvlm", "idefics3")
+}
+"""Families that read images too, by model_type; without images a checkpoint is its text model, one of FAMILIES."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A family and a shape, without weights: hashable, static under jit. Params are an argument of every method.
@@ -140,6 +161,8 @@ class Model:
     """Its adapters: kernels are frozen, and its params are those of `with_lora`. None: trained in full."""
     attn_implementation: str = "blocked"
     """Of attention over whole rows: see `attention_kernels`."""
+    frozen_vision: bool = False
+    """Whether its vision transformer is not trained: `with_lora`'s base holds it."""
 
     def _context(self, dtype: Any) -> Context:
         config = self.family.decoder_config(self.config)
@@ -147,19 +170,49 @@ class Model:
 
     def with_lora(self, base: Params, adapters: Params) -> Params:
         """`base` with `adapters` put into it, see `lora.with_lora`. A model without `lora` has no base: its full params
-        are `adapters`."""
+        are `adapters`; with `frozen_vision` they are those of `split_frozen`."""
+        if self.lora is None and self.frozen_vision:
+            tower = {"vision": base["backbone"]["vision"]}
+            return {**adapters, "backbone": {**adapters["backbone"], **tower}}
         return adapters if self.lora is None else lora.with_lora(self.lora, base, adapters)
+
+    def split_frozen(self, params: Params) -> tuple[Params, Params | None]:
+        """(params that are trained in full, the frozen ones or None)."""
+        if not self.frozen_vision:
+            return params, None
+        backbone = {name: part for name, part in params["backbone"].items() if name != "vision"}
+        return {**params, "backbone": backbone}, {"backbone": {"vision": params["backbone"].get("vision")}}
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it has the parts that read images."""
+        return self.family.reads_images
+
+    @property
+    def suppress_ids(self) -> tuple[int, ...]:
+        """Tokens that are never sampled: the placeholder of images."""
+        return (self.config.image_token_id,) if self.reads_images else ()
 
     def on(self, mesh: Mesh) -> Model:
         """The model on a mesh. Where its heads do not divide by the axis `tensor`, that axis is folded into `fsdp`, so
         that a small model does not limit the mesh of a large one."""
-        folded = self.config.num_attention_heads % mesh.shape["tensor"] != 0
+        heads = [self.config.num_attention_heads]
+        heads += [self.config.vision.tower.num_attention_heads] if self.reads_images else []
+        folded = any(count % mesh.shape["tensor"] for count in heads)
         return dataclasses.replace(self, layout=Layout(mesh, folded))
 
     @classmethod
-    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json") -> Model:
-        """The model of a config.json, of images and text the text model; a UserError names the key, the value and
-        `where` of what is not supported."""
+    def from_hf_config(cls, config: dict[str, Any], where: str = "config.json", *, images: bool = False) -> Model:
+        """The model of a config.json; of one of images and text the text model, or with `images` all of it. A UserError
+        names the key, the value and `where` of what is not supported."""
+        if images:
+            family = IMAGE_FAMILIES.get(str(config.get("model_type")))
+            if family is None:
+                raise UserError(
+                    f"{where}: the data has images, which model_type {config.get('model_type')!r} does not read here; "
+                    f"families that do: {', '.join(IMAGE_FAMILIES)}. Without the images it is trained on text."
+                )
+            return cls(family, family.config_from_hf(config, where))
         if image_text.is_image_text(config):
             families = [family for family in FAMILIES.values() if family.prefix == llama.PREFIX]
             defaults = {family.name: family.nested_defaults for family in families if family.nested_defaults}
@@ -196,6 +249,8 @@ class Model:
         config = self.config
         backbone_key, out_key, score_key = jax.random.split(key, 3)
         params = {"backbone": decoder.init_backbone(self.family.decoder_config(config), backbone_key)}
+        if self.reads_images:
+            params["backbone"] |= vision.init(config, jax.random.fold_in(backbone_key, 2))
         if "causal" in heads and not config.tie_word_embeddings:
             shape = (config.hidden_size, config.vocab_size)
             params["embed_out"] = {"kernel": normal(out_key, shape, std=config.initializer_range)}
@@ -219,6 +274,7 @@ class Model:
         dropout_key: Array | None = None,
         last: int | None = None,
         segment_ids: Array | None = None,
+        images: Images | None = None,
     ) -> Array:
         """Hidden states after the final layer norm: tokens [B, S] int32, mask [B, S] bool -> [B, S, D] in `dtype`.
 
@@ -227,10 +283,19 @@ class Model:
         the backward pass recomputes, 'none', 'dots' (all but the results of matrix products) or 'full'. `last`: return
         only so many last columns, [B, last, D]; on one device the last layer computes no more than they need.
         `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
-        where the id changes.
+        where the id changes. `images`: of the rows.
         """
         options = {"remat": remat, "dropout_key": dropout_key, "last": last, "segment_ids": segment_ids}
+        options["features"] = self.image_features(params, images, dtype, remat=remat, dropout_key=dropout_key)
         return decoder.hidden(self._context(dtype), params["backbone"], tokens, mask, **options)
+
+    def image_features(
+        self, params: Params, images: Images | None, dtype: Any = jnp.float32, **options: Any
+    ) -> Array | None:
+        """What stands in place of the embeddings of image tokens, see `vision.features`; None without images."""
+        if images is None:
+            return None
+        return vision.features(self._context(dtype), params["backbone"], images, **options)
 
     def hidden_after_prompts(
         self,
@@ -242,11 +307,14 @@ class Model:
         *,
         dtype: Any = jnp.float32,
         remat: str = "none",
+        images: Images | None = None,
     ) -> tuple[Array, Array]:
         """As `hidden` on prompt and response side by side, each prompt computed once: prompts [P, C] left-padded,
-        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D])."""
+        responses [B, T], row i answering prompt i // (B / P) -> (the prompts' last column [P, D], [B, T, D]).
+        `images`: of the prompts."""
         rows = (prompts, prompt_mask, responses, mask)
-        return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, remat=remat)
+        options = {"remat": remat, "features": self.image_features(params, images, dtype, remat=remat)}
+        return decoder.hidden_after_prompts(self._context(dtype), params["backbone"], *rows, **options)
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Next-token logits: hidden [..., D] -> float32 [..., V], accumulated in float32. `params` may be those of
@@ -337,7 +405,8 @@ class Model:
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
         layers = [lora.merge_lora(layer, dtype) for layer in layers]
-        params = {**params, "backbone": {**params["backbone"], "layers": layers}}
+        parts = {name: part for name, part in params["backbone"].items() if name != "layers"}
+        params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
         return self._with_transposed_kernels(params) if self._platform == "cpu" else params
 
     @property
@@ -355,10 +424,11 @@ class Model:
         return {**params, "embed_out": head, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(
-        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32
+        self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32, images: Images | None = None
     ) -> tuple[Array, decoder.Prefix]:
-        """Runs prompts [P, C]: last column's hidden states [P, D], and the prompts' keys and values."""
-        return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask)
+        """Runs prompts [P, C] and `images`: last column's hidden states [P, D], and the prompts' keys and values."""
+        features = self.image_features(unstacked, images, dtype)
+        return decoder.prefill(self._context(dtype), unstacked["backbone"], tokens, mask, features)
 
     @property
     def held_heads(self) -> int:
@@ -458,7 +528,7 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
       UserError: the spec is not of this form, or its numbers do not divide.
     """
     name, _, shape = spec.lower().rpartition(":")
-    if (name or "gpt_neox") not in FAMILIES:
+    if (name or "gpt_neox") not in {**FAMILIES, **IMAGE_FAMILIES}:
         raise UserError(f"model shape {spec!r}: there is no family {name!r}; families: {', '.join(FAMILIES)}.")
     try:
         layers, width, heads, *rest = (int(part) for part in shape.split("x"))
@@ -492,6 +562,12 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
         hf |= {"num_key_value_heads": own, "intermediate_size": -(-width // 3) * 8, "rms_norm_eps": 1e-6}
         hf |= {"max_position_embeddings": max_positions}
         hf |= {"query_pre_attn_scalar": width // heads} if name.startswith("gemma") else {}
+    if name in IMAGE_FAMILIES:
+        text = {"model_type": "llama", "vocab_size": vocab_size, **hf, "pad_token_id": None}
+        vision = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+        vision |= {"intermediate_size": 4 * width, "image_size": 32, "patch_size": 8}
+        hf = {"model_type": name, "text_config": text, "vision_config": vision, "scale_factor": 2, **overrides}
+        return Model.from_hf_config({**hf, "tie_word_embeddings": True}, f"model shape {spec}", images=True)
     hf = {"model_type": name, "vocab_size": vocab_size, "tie_word_embeddings": True, **hf, **overrides}
     return Model.from_hf_config({**hf, "pad_token_id": None}, f"model shape {spec}")
 

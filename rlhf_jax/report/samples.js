@@ -154,7 +154,8 @@ function samplesOf(tab, root) {
         }
       }
     });
-    return element("article", { class: "sample" }, facts(row), response(row, name, scale, words), details);
+    const images = (row.images ?? []).map((src) => element("img", { src, alt: "image of the prompt" }));
+    return element("article", { class: "sample" }, facts(row), ...images, response(row, name, scale, words), details);
   }
 
   run.addEventListener("change", () => fill("run"));

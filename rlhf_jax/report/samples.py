@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax.report.read_run import Run, parse_number, read_json_lines
 from rlhf_jax.report.series import rounded
+from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.utils.text import printable
 
 MAX_CHARACTERS = 1_500_000
 """Approximate limit for all samples of a page."""
 MAX_TEXT_LENGTH = 20_000
 """Maximum number of characters of a text."""
+_THUMBNAIL = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]{1,40000}")
 _TEXTS = ("prompt", "query", "completion", "model response")
 _KINDS = (("samples", r"(\d+)\.jsonl"), ("training", r"training_(\d+)\.jsonl"))
 
@@ -28,8 +31,8 @@ def collect_samples(runs: Sequence[Run], max_characters: int = MAX_CHARACTERS) -
 
     Returns:
       {"prompts": texts, "files": [{"run", "step", "kind", "rows"}], "left_out": number of files}; a row is {"p": index
-      of its prompt, "text", "score", "length", "ended", "tokens", "kl", "advantages", "advantage", "more": the other
-      columns}, without absent keys.
+      of its prompt, "text", "score", "length", "ended", "tokens", "kl", "advantages", "advantage",
+      "images": thumbnails, "more": the other columns}, without absent keys.
     """
     prompts: dict[str, int] = {}
     tables, left_out = [], 0
@@ -69,7 +72,7 @@ def _size(row: dict[str, Any]) -> int:
     """Approximate number of characters of a row in JSON."""
     return sum(
         len(value) * (6 if isinstance(value, list) else 1) for value in row.values() if hasattr(value, "__len__")
-    )
+    ) + sum(map(len, row.get("images", ())))
 
 
 def _text(value: Any) -> str:
@@ -96,7 +99,10 @@ def _rows(run: Run, path: str, prompts: dict[str, int]) -> list[dict[str, Any]]:
                 sample[name] = rounded(numbers[name])
         if isinstance(row.get("ended"), bool):
             sample["ended"] = row["ended"]
-        others = {n: v for n, v in row.items() if n not in (*_TEXTS, "score", "length", "advantage", "ended")}
+        if images := _thumbnails(row.get(THUMBNAILS)):
+            sample["images"] = images
+        apart = (*_TEXTS, THUMBNAILS, "score", "length", "advantage", "ended")
+        others = {n: v for n, v in row.items() if n not in apart}
         more = {
             n: rounded(x) if (x := numbers[n]) is not None and math.isfinite(x) else _text(v) for n, v in others.items()
         }
@@ -104,6 +110,12 @@ def _rows(run: Run, path: str, prompts: dict[str, int]) -> list[dict[str, Any]]:
             sample["more"] = {_text(name): value for name, value in more.items() if value is not None}
         samples.append(sample | _token_columns(token_rows[i] if i < len(token_rows) else None))
     return samples
+
+
+def _thumbnails(value: Any) -> list[str]:
+    """The thumbnails of a row, without anything that is none."""
+    images = value if isinstance(value, list) else []
+    return [image for image in images if isinstance(image, str) and _THUMBNAIL.fullmatch(image)]
 
 
 def _token_columns(row: dict[str, Any] | None) -> dict[str, Any]:

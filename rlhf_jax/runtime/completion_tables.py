@@ -13,6 +13,8 @@ from rich.text import Text
 from rlhf_jax.utils.text import printable
 
 Row = dict[str, Any]
+THUMBNAILS = "thumbnails"
+"""The column of small images, as data addresses, which only files have."""
 
 
 def unique_prompts(rows: Sequence[Row]) -> list[Row]:
@@ -21,6 +23,11 @@ def unique_prompts(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         first.setdefault(row.get("prompt", row.get("query")), row)
     return list(first.values())
+
+
+def without_thumbnails(rows: Sequence[Row]) -> list[Row]:
+    """Rows for tables of text."""
+    return [{name: value for name, value in row.items() if name != THUMBNAILS} for row in rows]
 
 
 def cell(value: Any) -> str:

@@ -196,6 +196,7 @@ class Loop:
             tokens = [token_row for row, token_row in zip(rows, tokens) if id(row) in first]
             rows = [row for row in rows if id(row) in first]
         self.folder.write_completions(self.step, rows, what, tokens)
+        rows = completion_tables.without_thumbnails(rows)
         for callback in self.callbacks:
             callback.on_completions(self.step, rows, what)
         if multihost.is_main():

@@ -108,7 +108,7 @@ def model_card(
     """
     dataset = config.get("dataset_name")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
-    data = f"the built-in {dataset} task" if dataset in ("synthetic", "arithmetic") else f"`{dataset}`"
+    data = f"the built-in {dataset} task" if dataset in ("synthetic", "arithmetic", "shapes") else f"`{dataset}`"
     library = "peft" if adapter else "transformers"
     metadata = huggingface_hub.ModelCardData(
         library_name=library,

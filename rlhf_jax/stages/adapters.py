@@ -113,10 +113,10 @@ def start_of(config, continues_adapter: bool) -> Start:
     return Start(path, revision, trained, None if reference == BASE else reference, paths)
 
 
-def origin_of(path: str | None, revision: str | None) -> Origin | None:
-    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and the
-    text model of a checkpoint of images and text, in which PEFT would look for other names."""
-    if path is None or hf.is_adapter(path, revision) or not hf.is_text_model(path, revision):
+def origin_of(path: str | None, revision: str | None, images: bool = False) -> Origin | None:
+    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and,
+    without `images`, the text model of a checkpoint of images and text, in which PEFT would look for other names."""
+    if path is None or hf.is_adapter(path, revision) or not (images or hf.is_text_model(path, revision)):
         return None
     return path, revision
 
@@ -204,6 +204,7 @@ def export(
     base: Params,
     origin: Origin | None,
     tokenizer: Any,
+    source: str | None = None,
 ) -> dict[str, str]:
     """Writes a trained model: NAME/ with its adapter merged, and NAME_adapter/ the adapter; without export_merged NAME/
     is the adapter. A base that is no checkpoint by itself is written to NAME_base/. Every process must call it.
@@ -218,6 +219,7 @@ def export(
       base: the params that they are merged into.
       origin: the checkpoint of the base; None: it has none.
       tokenizer: written beside each.
+      source: as `StageContext.save_checkpoint`.
 
     Returns:
       {name: path} of the model to use further, and of the others.
@@ -228,7 +230,7 @@ def export(
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
         wide = transform(plain, lambda base: lora.merge_lora(base, dtype), base)
         context.save_checkpoint(
-            path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind, tokenizer
+            path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind, tokenizer, source
         )
         del wide
         origin = path, None
@@ -248,7 +250,7 @@ def export(
     if export_merged:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
         merged = transform(plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params))
-        context.save_checkpoint(paths[name], plain, merged, kind, tokenizer)
+        context.save_checkpoint(paths[name], plain, merged, kind, tokenizer, source)
     else:
         paths[name] = adapter
     return paths

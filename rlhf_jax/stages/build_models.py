@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.data import Rows
+from rlhf_jax.data.images import ImageProcessor, image_token_id_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
 from rlhf_jax.models.io import hf
@@ -20,7 +22,14 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.stages import adapters
 from rlhf_jax.stages.algorithms import Algorithm
-from rlhf_jax.stages.context import StageContext, check_context, open_tokenizer, scratch_model
+from rlhf_jax.stages.context import (
+    StageContext,
+    check_context,
+    open_processor,
+    open_tokenizer,
+    scratch_model,
+    wants_images,
+)
 from rlhf_jax.types import Params, TrainState
 
 # --- models without params
@@ -36,6 +45,7 @@ class OpenedModels:
       value: with a scalar head; None: there is none, or the policy carries it.
       adapters: of the policy; None: it is trained in full.
       messages: lines on what was opened.
+      processor: of images; None: the data is text.
     """
 
     tokenizer: Any
@@ -44,19 +54,24 @@ class OpenedModels:
     value: Model | None = None
     adapters: adapters.PolicyAdapters | None = None
     messages: tuple[str, ...] = ()
+    processor: ImageProcessor | None = None
 
 
-def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
-    """Policy, reference and tokenizer, by their configs alone."""
+def open_policy(context: StageContext, algorithm: Algorithm, rows: Rows) -> OpenedModels:
+    """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, messages = context.config, [context.attention_message]
+    columns = (config.prompt_column,)
+    images = wants_images(config.sft_model_path, config.model_revision, rows, columns, config.scratch_model)
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
-        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length)
+        token = image_token_id_of(tokenizer) if images else None
+        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length, token)
     else:
-        model = hf.load_model(config.sft_model_path, revision=config.model_revision)
+        model = hf.load_model(config.sft_model_path, revision=config.model_revision, images=images)
         tokenizer = open_tokenizer(config, config.sft_model_path, model.config.vocab_size)
     path, dropout = config.sft_model_path or config.scratch_model, not getattr(config, "disable_dropout", True)
     policy, opened = context.on_mesh(model, "causal", path, dropout=dropout), None
+    policy = dataclasses.replace(policy, frozen_vision=images and config.freeze_vision_tower and not config.use_peft)
     if config.use_peft:
         opened = adapters.open_adapters(context, policy, algorithm.continues_adapter)
         form = opened.trained[0] if opened.trained else adapters.lora_form(config, policy, "causal")
@@ -70,11 +85,47 @@ def open_policy(context: StageContext, algorithm: Algorithm) -> OpenedModels:
     if opened is not None and opened.reference is not None:
         reference = dataclasses.replace(policy, lora=opened.reference[0])
     if config.ref_model_path is not None:
-        reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision)
+        reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision, images=images)
         reference = context.on_mesh(reference, "causal", config.ref_model_path)
     check_sequence_length(config, policy, path)
     check_same_ids(config, tokenizer, reference, "ref_model_path")
-    return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages))
+    processor = None
+    if images:
+        check_images(config, algorithm)
+        processor = open_processor(policy, tokenizer, None if config.scratch_model else path, config.model_revision)
+        messages.append(describe_vision(policy))
+    elif config.freeze_vision_tower:
+        raise UserError("freeze_vision_tower: the training data has no images, so there is no vision tower to freeze")
+    return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages), processor=processor)
+
+
+def check_images(config, algorithm: Algorithm) -> None:
+    """Refuses what does not read images."""
+    if algorithm.has_value_model:
+        raise UserError(
+            f"the training data has images, which {algorithm.name} does not train on, since its value model reads text "
+            "alone: use rloo or grpo"
+        )
+    if config.reward_model_path is not None:
+        raise UserError(
+            f"reward_model_path {config.reward_model_path} reads text alone, but the training data has images: use "
+            "reward functions (reward_funcs), which get the images"
+        )
+    if config.reward_server is not None:
+        raise UserError(
+            f"reward_server {config.reward_server} is sent text, but the training data has images: use reward "
+            "functions (reward_funcs), which get the images"
+        )
+
+
+def describe_vision(policy: Model) -> str:
+    """A line on how the policy reads images."""
+    vision = policy.config.vision
+    trained = "frozen" if policy.frozen_vision else "trained"
+    if policy.lora is not None:
+        has = any(name.startswith("vision_model.") for name in policy.lora.target_modules)
+        trained = "with adapters" if has else "frozen"
+    return f"reads images in tiles of {vision.image_size} pixels, {vision.tokens} tokens each; the tower is {trained}"
 
 
 def open_reward_models(context: StageContext, tokenizer, conversational: bool) -> list[scoring.RewardModel]:
@@ -196,6 +247,9 @@ def build_models(
     base = None
     if config.use_peft:
         base = {"policy": adapters.cast_base(context, opened.policy, policy)}
+    elif opened.policy.frozen_vision:
+        policy, frozen = opened.policy.split_frozen(policy)
+        base = {"policy": context.cast_frozen(opened.policy, frozen)}
     trained = {"policy": trained_policy(context, opened, policy)}
     if algorithm.has_value_model and opened.value is None:
         trained["policy"] = {**trained["policy"], "score": context.new_score_head(opened.policy)}
@@ -278,7 +332,7 @@ def load_reference(context: StageContext, opened: OpenedModels, policy: Params, 
     if config.use_peft:
         own = opened.adapters.reference
         return {} if own is None else context.place_params(reference, own[1])
-    return context.weights.copy(reference, policy, dtype)
+    return context.weights.copy(reference, opened.policy.split_frozen(policy)[0], dtype)
 
 
 def full_value(context: StageContext, opened: OpenedModels, policy: Params, reward_params: Sequence[Params]) -> Params:

@@ -33,7 +33,7 @@ class Programs:
       update: (TrainState, base, experience, metrics of `experience`) -> (TrainState, metrics); donates the state.
       skip: (TrainState, Rollout) -> (TrainState, metrics) of an update without any score; donates the state.
       eval_metrics: (trained params, base, experience) -> metrics.
-      token_kl: (trained params, base, reference params, Rollout) -> [B, T].
+      token_kl: (trained params, base, reference params, Rollout, Images of its rows or None) -> [B, T].
     """
 
     generate: Callable
@@ -44,20 +44,24 @@ class Programs:
     token_kl: Callable
 
 
-def sampling_of(config, eos_ids: tuple[int, ...], temperature: float | None = None) -> Sampling:
+def sampling_of(
+    config, eos_ids: tuple[int, ...], temperature: float | None = None, suppress_ids: tuple[int, ...] = ()
+) -> Sampling:
     """How responses are sampled.
 
     Args:
       config: sampling options, response_length, stop_token, stop_token_id, stop_token_ids.
       eos_ids: `Tokenizer.eos_ids`; the first fills the columns after a response.
       temperature: overrides that of the config and of generation_kwargs.
+      suppress_ids: of `Sampling`.
     """
     options = sampling_options(config)
     if temperature is not None:
         options["temperature"] = temperature
     stop = () if config.stop_token_id is None else (config.stop_token_id,)
     stop = eos_ids if config.stop_token == "eos" or config.stop_token_ids is not None else stop
-    return Sampling(max_new_tokens=config.response_length, stop_ids=stop, fill_id=eos_ids[0], **options)
+    options |= {"stop_ids": stop, "fill_id": eos_ids[0], "suppress_ids": suppress_ids}
+    return Sampling(max_new_tokens=config.response_length, **options)
 
 
 def decoding_of(config, mesh) -> Decoding:
@@ -113,7 +117,7 @@ def build_programs(
     def generate(policy, base, batch: PromptBatch, seed, step, temperature, group_size, kept=None):
         policy = whole({"policy": policy}, base).policy
         key = jax.random.fold_in(update_key(seed, step), 0)
-        sampling = sampling_of(config, eos_ids, temperature)
+        sampling = sampling_of(config, eos_ids, temperature, policy.model.suppress_ids)
         rows = jnp.arange(batch.lengths.shape[0] * group_size)
         rows_per_prompt = group_size if shares_prompts else 1
         layers = policy.model.unstack(policy.params, dtype)
@@ -195,10 +199,12 @@ def build_programs(
             return {}
         return algorithm.eval_metrics(whole(trained, base), experience, config=config)
 
-    def token_kl(trained, base, ref_params, rollout):
+    def token_kl(trained, base, ref_params, rollout, images=None):
         models = whole(trained, base, ref_params)
         return map_in_chunks(
-            lambda chunk: actor_critic.token_kl(models, chunk, config), rollout, config.rollout_batch_size
+            lambda chunk: actor_critic.token_kl(models, chunk[0], config, chunk[1]),
+            (rollout, images),
+            config.rollout_batch_size,
         )
 
     out_shardings = (state_shardings(state), None)

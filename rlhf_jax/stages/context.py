@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import models
+from rlhf_jax import data, models
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.config import batch_sizes
-from rlhf_jax.data import check_tokenizer_fits_model, load_tokenizer, save_tokenizer
+from rlhf_jax.data import check_tokenizer_fits_model, images, load_tokenizer, save_tokenizer
 from rlhf_jax.errors import UserError
+from rlhf_jax.inference import open_processor, processor_folder
 from rlhf_jax.models import attention_kernels, quantization
 from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.models.placement import Weights
@@ -120,14 +121,21 @@ class StageContext:
         kernel = std * jax.random.normal(key, (width, 1), jnp.float32)
         return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
-    def save_checkpoint(self, path: str, model, params: Params, kind: str, tokenizer) -> None:
-        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait."""
+    def save_checkpoint(
+        self, path: str, model, params: Params, kind: str, tokenizer, source: str | None = None
+    ) -> None:
+        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait. `source`: the
+        checkpoint whose image processor is copied, for a model that reads images."""
         ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
         hf.save(path, model, params, kind=kind, extra_config=ids)
         if multihost.is_main():
             save_tokenizer(tokenizer, path)
             if kind == "causal":
                 save_stop_ids(tokenizer, path)
+            if model.reads_images and source is not None:
+                images.copy_processor(processor_folder(source, self.config.model_revision), path)
+            elif model.reads_images:
+                open_processor(model, tokenizer, None, None).hf.save_pretrained(path)
         multihost.wait_for_all("export")
 
     def initial_state(self, params: Params, models_by_role: dict[str, Any], optimizer: Optimizer) -> TrainState:
@@ -243,21 +251,53 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     return tokenizer
 
 
-def scratch_model(config, tokenizer_rows: int, max_positions: int):
+def wants_images(
+    path: str | None, revision: str | None, rows: data.Rows, columns: Sequence[str], scratch: str | None = None
+) -> bool:
+    """Whether a run trains a model that reads images: its checkpoint is of images and text, and its data has images.
+
+    Args:
+      path, revision: of the checkpoint.
+      rows: training data.
+      columns: of its conversations.
+      scratch: scratch_model, in place of a checkpoint.
+
+    Raises:
+      UserError: the data has images, but the checkpoint is of text.
+    """
+    if not images.holds_images(rows, columns):
+        return False
+    if scratch is not None:
+        reads = scratch.partition(":")[0].lower() in models.IMAGE_FAMILIES
+    else:
+        reads = not hf.is_text_model(processor_folder(path, revision))
+    if reads:
+        return True
+    if images.holds_decoded(rows, columns):
+        raise UserError(
+            f"{rows.name} has images, but {scratch or path} reads text alone: remove them from the "
+            "data, or give a model that reads images"
+        )
+    return False  # a column of this name that reward functions read
+
+
+def scratch_model(config, tokenizer_rows: int, max_positions: int, image_token_id: int | None = None):
     """A model with random weights from `scratch_model`: a Pythia size or LAYERSxWIDTHxHEADS.
 
     Args:
       config: scratch_model.
       tokenizer_rows: ids of the tokenizer, its pad included; rounded up to a multiple of 128 (Pythia: 50,304).
       max_positions: longest sequence of the run.
+      image_token_id: of a model that is to read images; None: it reads text.
 
     Returns:
       models.Model.
     """
     rows = 128 * math.ceil(tokenizer_rows / 128)
     if "x" in config.scratch_model:
+        options = {} if image_token_id is None else {"image_token_id": image_token_id}
         # Rotary positions cost nothing: as much context as Pythia, so that later stages may use longer texts.
-        model = models.custom_shape(config.scratch_model, rows, max(2048, max_positions))
+        model = models.custom_shape(config.scratch_model, rows, max(2048, max_positions), **options)
     else:
         model = models.pythia(config.scratch_model, vocab_size=rows)
     # GPT-NeoX's "small init" (Nguyen and Salazar 2019), which Pythia was trained from: transformers' 0.02 needs twice

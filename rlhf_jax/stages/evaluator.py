@@ -16,9 +16,10 @@ from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.rewards.scorer import Scored, Scorer
+from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.runner import Runner
-from rlhf_jax.types import Array, Params, Rollout, TrainState
+from rlhf_jax.types import Array, Images, Params, Rollout, TrainState
 
 Completions = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Rows of a completions table, and values by token of the first of them."""
@@ -39,6 +40,7 @@ class ScoredBatch:
     scored: Scored
     source: Any
     rows: np.ndarray
+    images: Images | None = None  # of the prompts, on the mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,8 @@ class RolloutEvaluator:
         by_batch, weights, scores = [], [], []
         runner, policy = self.runner, state.params["policy"]
         for batch, real in self._sample(policy, source, len(source), None, self.group_size, step, tick):
-            experience, metrics = runner.make_experience(state, batch.rollout, batch.scored, self.group_size)
+            made = runner.make_experience(state, batch.rollout, batch.scored, self.group_size, batch.images)
+            experience, metrics = made
             losses = runner.programs.eval_metrics(state.params, runner.models.base, experience)
             metrics = {**metrics, **losses, **batch.scored.metrics}
             metrics, each, scorable = sharding.fetch((metrics, batch.scored.total_scores, batch.scored.scorable))
@@ -139,6 +142,7 @@ class RolloutEvaluator:
         runner = self.runner
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
+            prompts = prompts.replace(images=runner.place_images(prompts))
             rollout, _ = runner.generate_rollout(
                 policy,
                 prompts,
@@ -153,7 +157,7 @@ class RolloutEvaluator:
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
             trainer_state = runner.trainer_state(step, is_eval=True)
             scored = self.scorer.score(rollout, source, rows, group_size, trainer_state, limit=real)
-            yield ScoredBatch(rollout, scored, source, rows), real
+            yield ScoredBatch(rollout, scored, source, rows, prompts.images), real
 
     def complete(
         self,
@@ -183,7 +187,9 @@ class RolloutEvaluator:
         parts = []
         for batch, real in self._sample(policy, source, limit, temperature, 1, 0, tick):
             rollout = batch.rollout
-            kl = self.runner.token_kl(policy, rollout) if self.runner.has_reference else None
+            kl = None
+            if self.runner.has_reference:
+                kl = self.runner.token_kl(policy, rollout, images=batch.images)
             scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
             of_rows = (
@@ -222,7 +228,8 @@ class RolloutEvaluator:
         if self.token_advantages and self._config.old_logprobs == "forward":  # the sampler's: another temperature
 
             def advantages(batch):
-                return self.runner.make_experience(state, batch.rollout, batch.scored, 1)[0].advantages
+                made = self.runner.make_experience(state, batch.rollout, batch.scored, 1, batch.images)
+                return made[0].advantages
 
         limit = min(len(source), self._config.batch_size, TOKEN_ROWS)
         answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages, tick)
@@ -251,10 +258,14 @@ class RolloutEvaluator:
             response_mask = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * response_mask).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]
         rows = []
+        if batch.images is not None:
+            thumbnails = functools.lru_cache(maxsize=None)(batch.source.images.thumbnails)
         for i, (prompt, text) in enumerate(zip(batch.source.display_texts(batch.rows), self.texts(response, lengths))):
             if lengths[i] < 0:  # goes on in the next update
                 continue
             row = {"prompt": prompt, "completion": text}
+            if batch.images is not None and self._config.log_multimodal:
+                row[THUMBNAILS] = thumbnails(int(batch.rows[i]))
             row |= {name: float(value) for name, value in zip(self.scorer.names, each[i])}
             taken = {*row, "advantage"}
             extra = batch.scored.extra.items()
@@ -262,8 +273,11 @@ class RolloutEvaluator:
             rows.append(row | {"advantage": float(advantages[i, 0])})
         return rows, tokens
 
-    def first_token_kl(self, state: TrainState, rollout: Rollout) -> Array | None:
-        """KL of the tokens [N, T] of a rollout's first rows, about TOKEN_ROWS; None without a reference."""
+    def first_token_kl(
+        self, state: TrainState, rollout: Rollout, images: Images | None = None, group_size: int = 1
+    ) -> Array | None:
+        """KL of the tokens [N, T] of a rollout's first rows, about TOKEN_ROWS; None without a reference. `images` are
+        those of its prompts, each with `group_size` rows."""
         if not self.runner.has_reference:
             return None
         rows = rollout.lengths.shape[0]
@@ -271,7 +285,9 @@ class RolloutEvaluator:
         count -= count % chunk if chunk < count else 0
         if count < rows:
             rollout = _first_rows(rollout, count)
-        return self.runner.token_kl(state.params["policy"], rollout, state)
+        if images is not None:
+            images = _of_first_rows(images, count, group_size)
+        return self.runner.token_kl(state.params["policy"], rollout, state, images)
 
     def token_rows(self, response, lengths, kl, advantages) -> list[dict[str, Any]]:
         """The values by token of responses, for completions/STEP.tokens.jsonl.
@@ -324,6 +340,12 @@ class RolloutEvaluator:
 def _first_rows(rollout: Rollout, count: int) -> Rollout:
     """The first rows of a rollout; jitted, since each of several processes holds only a share of it."""
     return jax.tree.map(lambda x: x[:count], rollout)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _of_first_rows(images: Images, count: int, group_size: int) -> Images:
+    """The images of the first rows of a rollout, one a row."""
+    return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0)[:count], images)
 
 
 def _combine(name: str, values: Sequence[float], weights: Sequence[int]) -> float:

@@ -28,7 +28,15 @@ class RewardTask:
     measures_training_data = True
     update = staticmethod(reward_model.update)
 
-    def load_data(self, config, tokenizer, train_dataset, eval_dataset):
+    def load_rows(self, config, train_dataset):
+        """What `load_data` reads: the data set as it is given."""
+        return train_dataset
+
+    def has_images(self, config, rows) -> bool:
+        """False: a reward model reads text."""
+        return False
+
+    def load_data(self, config, model, tokenizer, train_dataset, eval_dataset):
         """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
         train_data = data.load_pairs(config, tokenizer, train_dataset)
         eval_sets = data.load_eval_pairs(config, tokenizer, eval_dataset)

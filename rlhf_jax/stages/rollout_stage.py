@@ -68,10 +68,11 @@ class RolloutStage:
         if optimizer is not None:
             refuse_options_of_adamw(self.config)
         self.group_size = algorithm.group_size(self.config)
-        opened = build_models.open_policy(context, algorithm)
+        train_rows = data.load_split(self.config, "train", "demonstrations", train_dataset)
+        opened = build_models.open_policy(context, algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
-        self.train_data = data.load_prompts(self.config, self.tokenizer, train_dataset)
-        self.eval_sets = data.load_eval_prompts(self.config, self.tokenizer, eval_dataset)
+        self.train_data = data.prompts_from_rows(train_rows, self.config, self.tokenizer, opened.processor)
+        self.eval_sets = data.load_eval_prompts(self.config, self.tokenizer, eval_dataset, opened.processor)
         self.messages = [*opened.messages, str(self.train_data.report)]
         reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.messages += [
@@ -163,6 +164,7 @@ class RolloutStage:
         config, runner, clock = self.config, self.runner, Clock()
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
+        prompts = prompts.replace(images=runner.place_images(prompts))
         policy, group_size = state.params["policy"], self.group_size
         rollout, kept = runner.generate_rollout(
             policy, prompts, seed=state.seed, step=state.step, group_size=group_size, kept=state.rollout
@@ -188,17 +190,17 @@ class RolloutStage:
             warnings.warn(f"update {step + 1}: {why}; nothing is learned from it", stacklevel=2)
             state, metrics = self.programs.skip(state, rollout)
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
-        made = runner.make_experience(state, rollout, scored, group_size)
+        made = runner.make_experience(state, rollout, scored, group_size, prompts.images)
         experience, metrics = clock.wait("experience", made)
 
         tick()
         self.phase = "update"
-        batch = ScoredBatch(rollout, scored, self.train_data, rows)
+        batch = ScoredBatch(rollout, scored, self.train_data, rows, prompts.images)
         self._completions = None
         if config.log_completions and (step + 1) % config.logging_steps == 0:
             # Copies, since the update may overwrite these buffers.
             advantages = jnp.array(experience.advantages)
-            self._completions = batch, advantages, self.evaluator.first_token_kl(state, rollout)
+            self._completions = batch, advantages, self._token_kl(state, batch)
         self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
         self._recent_batches[step + 1] = batch, experience
         updated = self.programs.update(state, self.models.base, experience, metrics)
@@ -206,6 +208,9 @@ class RolloutStage:
             self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
         state, metrics = clock.wait("update", updated)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+
+    def _token_kl(self, state: TrainState, batch: ScoredBatch):
+        return self.evaluator.first_token_kl(state, batch.rollout, batch.images, self.group_size)
 
     def _prompts(self, step: int) -> PromptBatch:
         """The host's batch of an update."""
@@ -284,7 +289,11 @@ class RolloutStage:
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=batch_sharding)
 
         p, b, policy = self.rows_per_update, config.batch_size, state.params["policy"]
-        prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p))
+        images = None
+        if self.train_data.images is not None:
+            shape = self.train_data.images.batch([0])
+            images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), shape)
+        prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p), images)
         policy_base = None if models.base is None else models.base["policy"]
         given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size, state.rollout)
         rollout, _ = build("generate", programs.generate, *given, resident=(policy, policy_base))
@@ -296,6 +305,7 @@ class RolloutStage:
             each_reward=rows(b, len(self.scorer.names), dtype=jnp.float32),
             reward_weights=self.scorer.weights,
             group_size=self.group_size,
+            images=images,
         )
         reference = self.runner.reference_params(state)
         given = (state.params, models.base, reference, scored, state.kl_coef)
@@ -310,7 +320,7 @@ class RolloutStage:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
         context, opened, base = self.context, self.opened, self.models.base
         tokenizer, params = self.tokenizer, state.params["policy"]
-        if base is not None:
+        if opened.policy.lora is not None:
             start = opened.adapters.start
             paths = adapters.export(
                 context,
@@ -320,12 +330,15 @@ class RolloutStage:
                 {key: value for key, value in params.items() if key != "score"},
                 kind="causal",
                 base=base["policy"],
-                origin=adapters.origin_of(start.path, start.revision),
+                origin=adapters.origin_of(start.path, start.revision, opened.policy.reads_images),
                 tokenizer=tokenizer,
+                source=self.base_model,
             )
         else:
             path = os.path.join(folder, "policy")
-            context.save_checkpoint(path, opened.policy, params, "causal", tokenizer)
+            if base is not None:
+                params = opened.policy.with_lora(base["policy"], params)
+            context.save_checkpoint(path, opened.policy, params, "causal", tokenizer, self.base_model)
             paths = {"policy": path}
         if self.algorithm.has_value_model:
             paths |= self._export_value(state, folder)

@@ -12,7 +12,7 @@ from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
 from rlhf_jax.stages.build_programs import Programs
 from rlhf_jax.stages.context import StageContext
-from rlhf_jax.types import Array, Params, PromptBatch, Rollout, RolloutState, ScoredRollout, TrainState
+from rlhf_jax.types import Array, Images, Params, PromptBatch, Rollout, RolloutState, ScoredRollout, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +57,25 @@ class Runner:
         kept: RolloutState | None = None,
     ) -> tuple[Rollout, RolloutState | None]:
         """Responses of a policy to a batch of prompts from the host, of which this process has its share; and what is
-        kept for the next rollout of training, where `kept` is of the one before."""
+        kept for the next rollout of training, where `kept` is of the one before. Images may be on the mesh already."""
         context, count = self.context, len(prompts.rows)
         share = PromptBatch(prompts.tokens, prompts.lengths, prompts.rows[context.local_rows(count)])
-        placed = context.place_share(share, count)
+        placed = context.place_share(share, count).replace(images=self.place_images(prompts))
         if temperature == sampling_options(context.config)["temperature"]:
             temperature = None  # the same program as in training
         return self.programs.generate(policy, self.models.base, placed, seed, step, temperature, group_size, kept)
 
-    def make_experience(self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int):
-        """(experience, metrics) of a scored rollout."""
+    def place_images(self, prompts: PromptBatch) -> Images | None:
+        """The images of a batch of prompts on the mesh, for generation, experience and update; None without images."""
+        images = prompts.images
+        if images is None or isinstance(images.pixels, Array):
+            return images
+        return self.context.place_share(images, len(prompts.rows))
+
+    def make_experience(
+        self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int, images: Images | None = None
+    ):
+        """(experience, metrics) of a scored rollout; `images`: of its prompts, on the mesh."""
         batch = self.scored_rollout(
             rollout,
             scores=scored.scores,
@@ -75,6 +84,7 @@ class Runner:
             each_reward=scored.each_reward,
             reward_weights=scored.weights,
             group_size=group_size,
+            images=images,
         )
         return self.programs.experience(
             state.params, self.models.base, self.reference_params(state), batch, state.kl_coef
@@ -84,9 +94,12 @@ class Runner:
         """What an algorithm makes experience of; `scores` are fields of ScoredRollout."""
         return ScoredRollout(rollout, eos_ids=self.eos_ids, **scores)
 
-    def token_kl(self, policy: Params, rollout: Rollout, state: TrainState | None = None) -> Array:
-        """KL of each response token to the reference: [B, T]."""
-        return self.programs.token_kl({"policy": policy}, self.models.base, self.reference_params(state), rollout)
+    def token_kl(
+        self, policy: Params, rollout: Rollout, state: TrainState | None = None, images: Images | None = None
+    ) -> Array:
+        """KL of each response token to the reference: [B, T]; `images`: of the rows' prompts, one a row."""
+        reference = self.reference_params(state)
+        return self.programs.token_kl({"policy": policy}, self.models.base, reference, rollout, images)
 
     def trainer_state(self, step: int, is_eval: bool = False) -> TrainerState:
         """The progress that reward functions may read, before update `step` (0-based)."""

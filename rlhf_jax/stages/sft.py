@@ -10,9 +10,27 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import sft
+from rlhf_jax.data import demonstrations
+from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
+from rlhf_jax.stages.context import open_processor, wants_images
 from rlhf_jax.stages.supervised import SupervisedStage, eval_name, export_model
 from rlhf_jax.types import Params
+
+
+def check_images(config) -> None:
+    """Refuses options that do not go with images.
+
+    Raises:
+      UserError: names the option.
+    """
+    for name, why in (
+        ("packing", "a pack's images would be as many as those of its demonstrations"),
+        ("eval_packing", "a pack's images would be as many as those of its demonstrations"),
+        ("assistant_only_loss", "the places of the template's marks are those without image tokens (nor has TRL it)"),
+    ):
+        if getattr(config, name):
+            raise UserError(f"{name} with images in the training data is not supported: {why}. Remove it")
 
 
 class SFTTask:
@@ -25,8 +43,22 @@ class SFTTask:
     measures_training_data = False
     update = staticmethod(sft.update)
 
-    def load_data(self, config, tokenizer, train_dataset, eval_dataset):
+    def load_rows(self, config, train_dataset) -> data.Rows:
+        """Training rows."""
+        return data.load_split(config, "train", "demonstrations", train_dataset)
+
+    def has_images(self, config, rows: data.Rows) -> bool:
+        """As `context.wants_images`."""
+        columns = config.prompt_column, config.completion_column, demonstrations.MESSAGES
+        return wants_images(config.model_name_or_path, config.model_revision, rows, columns, config.scratch_model)
+
+    def load_data(self, config, model, tokenizer, rows, eval_dataset):
         """(training data, evaluation sets by name, None)"""
+        processor = None
+        if model.reads_images:
+            check_images(config)
+            path = None if config.scratch_model else config.model_name_or_path
+            processor = open_processor(model, tokenizer, path, config.model_revision)
         eval_packing = config.packing if config.eval_packing is None else config.eval_packing
 
         def packed(demonstrations, packing: bool):
@@ -34,8 +66,8 @@ class SFTTask:
                 return demonstrations
             return data.pack(demonstrations, config.max_length, config.completion_only_loss)
 
-        train_data = packed(data.load_demonstrations(config, tokenizer, train_dataset), config.packing)
-        eval_sets = data.load_eval_demonstrations(config, tokenizer, eval_dataset)
+        train_data = packed(data.demonstrations_from_rows(rows, config, tokenizer, processor), config.packing)
+        eval_sets = data.load_eval_demonstrations(config, tokenizer, eval_dataset, processor)
         return train_data, {name: packed(one, eval_packing) for name, one in eval_sets.items()}, None
 
     def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str:

@@ -13,6 +13,8 @@ import jax
 
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.data.images import image_token_id_of
+from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
@@ -50,9 +52,10 @@ class SupervisedStage:
         self.task, self.name, self.progress = task, task.name, task.progress
         self.context = context = StageContext.open(config, weights)
         self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
-        self.model, tokenizer, self.messages = open_model(context, task.head)
+        rows = task.load_rows(self.config, train_dataset)
+        self.model, tokenizer, self.messages = open_model(context, task.head, task.has_images(self.config, rows))
         self.tokenizer = dataclasses.replace(tokenizer, template_date=template_date)
-        data = task.load_data(self.config, self.tokenizer, train_dataset, eval_dataset)
+        data = task.load_data(self.config, self.model, self.tokenizer, rows, eval_dataset)
         self.train_data, self.eval_sets, self.normalizing_data = data
         self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)
         self.messages.append(str(self.train_data.report))
@@ -68,6 +71,9 @@ class SupervisedStage:
         if self.model.lora is not None:
             self.base_params = adapters.cast_base(context, self.model, params)
             params = adapters.new_adapter(context, self.model, params, 0)
+        elif self.model.frozen_vision:
+            params, frozen = self.model.split_frozen(params)
+            self.base_params = context.cast_frozen(self.model, frozen)
         params = task.with_head(context, self.model, params)
         self.state = context.initial_state({"model": params}, {"model": self.model}, optimizer)
         self.update_step = jax.jit(
@@ -202,18 +208,23 @@ class SupervisedStage:
         """Nothing to end."""
 
 
-def open_model(context: StageContext, head: str) -> tuple[Any, Any, list[str]]:
-    """(model, tokenizer, messages), by its config alone: bad data is refused before a weight is read."""
+def open_model(context: StageContext, head: str, images: bool = False) -> tuple[Any, Any, list[str]]:
+    """(model, tokenizer, messages), by its config alone: bad data is refused before a weight is read. `images`: whether
+    it is to read them."""
     config, messages = context.config, [context.attention_message]
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
-        model = scratch_model(config, tokenizer.vocab_size, config.max_length)
+        token = image_token_id_of(tokenizer) if images else None
+        model = scratch_model(config, tokenizer.vocab_size, config.max_length, token)
     else:
-        model = hf.load_model(config.model_name_or_path, revision=config.model_revision)
+        model = hf.load_model(config.model_name_or_path, revision=config.model_revision, images=images)
         check_context(model, config.max_length, "--max_length", config.model_name_or_path)
         tokenizer = open_tokenizer(config, config.model_name_or_path, model.config.vocab_size)
     path = config.scratch_model or config.model_name_or_path
     model = context.on_mesh(model, head, path, dropout=not config.disable_dropout)
+    model = dataclasses.replace(model, frozen_vision=images and config.freeze_vision_tower and not config.use_peft)
+    if config.freeze_vision_tower and not images:
+        raise UserError("freeze_vision_tower: the training data has no images, so there is no vision tower to freeze")
     if config.use_peft:
         model = dataclasses.replace(model, lora=adapters.lora_form(config, model, head))
         messages.append(adapters.describe("a new adapter", model.lora, config))
@@ -232,9 +243,10 @@ def load_params(context: StageContext, model, kind: str, head: str) -> Params:
 
 def export_model(stage: SupervisedStage, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
     """Writes the trained model to NAME/; with adapters as `adapters.export`."""
-    if stage.base_params is None:
+    if stage.model.lora is None:
         path = f"{folder}/{name}"
-        stage.context.save_checkpoint(path, stage.model, params, kind, stage.tokenizer)
+        params = stage.model.with_lora(stage.base_params, params)
+        stage.context.save_checkpoint(path, stage.model, params, kind, stage.tokenizer, stage.base_model)
         paths = {name: path}
     else:
         paths = adapters.export(
@@ -245,8 +257,9 @@ def export_model(stage: SupervisedStage, params: Params, folder: str, name: str,
             params,
             kind=kind,
             base=stage.base_params,
-            origin=adapters.origin_of(stage.base_model, stage.config.model_revision),
+            origin=adapters.origin_of(stage.base_model, stage.config.model_revision, stage.model.reads_images),
             tokenizer=stage.tokenizer,
+            source=stage.base_model,
         )
     if kind == "causal" and stage.base_model is not None and multihost.is_main():
         # stop_token_ids of a later stage may take its list.

@@ -119,3 +119,7 @@ record legacy_options rloo_legacy --micro 4 --accum 2 --sequential --options "{
   \"lr_scheduler_type\": \"cosine\", $adam}"
 record legacy_crafted rloo_legacy --crafted --prompts 8 --accum 2 --options '{"stop_token": null,
   "local_rollout_forward_batch_size": 4}'
+
+record vision_rloo vision --prompts 8 --updates 2 --seed 5 --options '{"images": [0, 2], "num_generations": 2}'
+record vision_grpo vision --prompts 4 --updates 1 --micro 4 --seed 4 --options '{"trainer": "grpo", "images": [1, 1],
+  "image_splitting": true, "beta": 0.04, "num_generations": 2, "max_completion_length": 6}'

@@ -5,10 +5,11 @@
     python scripts/parity/record_trl.py grpo FOLDER --options '{"loss_type": "cispo", "epsilon_high": 5}'
     python scripts/parity/record_trl.py rloo_legacy FOLDER --options '{"rloo_k": 4}'
     python scripts/parity/record_trl.py ppo FOLDER --options '{"use_peft": true, "lora_r": 4, "use_rslora": true}'
+    python scripts/parity/record_trl.py vision FOLDER --options '{"trainer": "grpo", "image_splitting": true}'
 
-ppo, rloo and grpo need trl==1.12.0 and, with use_peft, peft, which `pip install '.[test]'` installs. rloo_legacy is the
-RLOOTrainer of TRL up to 0.21, which needs its own environment: `pip install trl==0.17.0 transformers==4.51.3
-torch==2.13.0 rich requests`.
+vision is RLOO or GRPO, by the option trainer, on a tiny SmolVLM. It, ppo, rloo and grpo need trl==1.12.0 and, with
+use_peft, peft, which `pip install '.[test]'` installs. rloo_legacy is the RLOOTrainer of TRL up to 0.21, which needs
+its own environment: `pip install trl==0.17.0 transformers==4.51.3 torch==2.13.0 rich requests`.
 
 A tiny model with random weights, by default a GPT-NeoX, is trained on random prompts. FOLDER gets the initial weights,
 a tokenizer, case.json (options, logged metrics), trace.npz (samples, permutations, scores, whitened rewards, losses)
@@ -28,8 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-MODULES = {"ppo": "ppo", "rloo": "rloo", "grpo": "grpo", "rloo_legacy": "legacy"}
-VERSIONS = {"ppo": "1.12.0", "rloo": "1.12.0", "grpo": "1.12.0", "rloo_legacy": "0.17.0"}
+MODULES = {"ppo": "ppo", "rloo": "rloo", "grpo": "grpo", "rloo_legacy": "legacy", "vision": "vision"}
+VERSIONS = {**dict.fromkeys(("ppo", "rloo", "grpo", "vision"), "1.12.0"), "rloo_legacy": "0.17.0"}
 
 
 def parse(arguments: list[str] | None = None):

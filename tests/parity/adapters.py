@@ -18,6 +18,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from rlhf_jax.models.io.safetensors import read_json
 from rlhf_jax.models.lora import Lora
+from tests.parity import vision
 from tests.parity.options import NESTED, Refused
 
 # TRL's names of PEFT's options, and short forms in a dict of their own.
@@ -72,7 +73,8 @@ def start_of(folder: Path, options: dict[str, Any], trains_on: bool = False) -> 
       Refused: names the option or folder in the way.
       UserError: names the tensor or file.
     """
-    policy, params = hf.load(folder / "policy", kind="causal")
+    images = vision.has_images(folder)
+    policy, params = hf.load(folder / "policy", kind="causal", images=images)
     parallel = getattr(policy.config, "use_parallel_residual", None)  # an option of GPT-NeoX alone
     if parallel is not None and options.get("parallel", True) != parallel:
         raise Refused(f"{folder.name}: option parallel disagrees with policy/config.json's use_parallel_residual")
@@ -83,7 +85,9 @@ def start_of(folder: Path, options: dict[str, Any], trains_on: bool = False) -> 
         asked = next((name for peft, name, value in given if peft in ("use_peft", *OWN) and value), None)
         if asked and not unused:
             raise Refused(f"{folder.name}: option {asked} asks for LoRA, but adapter/ is missing")
-        ref = hf.load(folder / "ref", kind="causal") if (folder / "ref").exists() else (policy, params)
+        ref = (policy, params)
+        if (folder / "ref").exists():
+            ref = hf.load(folder / "ref", kind="causal", images=images)
         return Start(policy, ref[0], None, params, ref[1], None, folder / "final_policy")
 
     if unused:
@@ -101,7 +105,7 @@ def start_of(folder: Path, options: dict[str, Any], trains_on: bool = False) -> 
     final = _named(folder / "final_policy", name, beside) or folder / "final_policy"
     start = Start(adapted, adapted, {"policy": params}, trained, {}, where, final)
     if full_ref:
-        ref, ref_params = hf.load(folder / "ref", kind="causal")
+        ref, ref_params = hf.load(folder / "ref", kind="causal", images=images)
         return dataclasses.replace(start, ref=ref, ref_params=ref_params)
     other = _reference(folder, options, where, trains_on)
     if other is None:
@@ -119,10 +123,10 @@ def ended(start: Start, params: Any) -> tuple[Any, Any]:
     Without an adapter in final_policy/, but with a model, that is the base with the adapter merged.
     """
     if start.base is None:
-        return params, hf.load(start.final, kind="causal")[1]
+        return params, hf.load(start.final, kind="causal", images=start.policy.reads_images)[1]
     if not _holds(start.final):
         whole = lora.merge_lora(start.policy.with_lora(start.base["policy"], params))
-        return whole, hf.load(start.final, kind="causal")[1]
+        return whole, hf.load(start.final, kind="causal", images=start.policy.reads_images)[1]
     form, theirs = _read(start.final, start.policy)
     for field in ("target_modules", "modules_to_save", "scale"):
         first, last = getattr(start.policy.lora, field), getattr(form, field)
@@ -234,6 +238,9 @@ def _listed(value: Any) -> list[str]:
 
 def _matched(targets: Any, model: Model) -> Iterator[str]:
     """The linears that PEFT finds for `target_modules`: a pattern, or a list of the ends of names."""
+    if model.reads_images:
+        yield from lora.resolve_targets(model, tuple(_listed(targets)), "target_modules")
+        return
     for name, (layers, *rest) in model.family.linears.items():
         key = f"{model.family.prefix}{layers}.0.{'.'.join(rest)}"
         if targets == lora.ALL_LINEAR or lora.ALL_LINEAR in _listed(targets):

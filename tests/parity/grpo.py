@@ -45,10 +45,10 @@ class GRPO(Current):
         items = [max(int(self.trace[f"step{micro}_num_items_in_batch"]), 1) for micro in micros]
         return np.array(items, np.float32) * self.accum / (self.config.batch_size // self.micro)
 
-    def _experience(self, params, base, ref, rollout, scores, scorable, each):
+    def _experience(self, params, base, ref, rollout, scores, scorable, each, images=None):
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=self.config.num_generations)
-        batch = batch.replace(each_reward=each, reward_weights=self.weights(each))
+        batch = batch.replace(each_reward=each, reward_weights=self.weights(each), images=images)
         experience, metrics = grpo.make_experience(models, batch, config=self.config)
         if self.config.off_policy_mask_threshold is not None:
             # What TRL compares with where it does not sample by vLLM (grpo_trainer.py:3162).
@@ -73,7 +73,8 @@ class GRPO(Current):
         weights = self.weights(each)
         scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
         params, ref = self.state.params, self.reference()
-        experience, found = self.program("_experience")(params, self.base, ref, rollout, scores, scorable, each)
+        given = params, self.base, ref, rollout, scores, scorable, each, self.images(generation)
+        experience, found = self.program("_experience")(*given)
         mask = np.asarray(adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1]))
         for name, ours in (("old", experience.logprobs), ("ref", experience.ref_logprobs)):
             recorded = f"{name}_per_token_logps_{generation}"

@@ -22,7 +22,7 @@ from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
-from tests.parity import adapters
+from tests.parity import adapters, vision
 from tests.parity import options as opt
 from tests.parity.options import Refused
 from tests.parity.report import (
@@ -53,12 +53,13 @@ class RLOOReplay:
 
     def __init__(self, folder: Path) -> None:
         opt.check_folder(folder)
-        opt.check_parts(folder, self.parts)
+        parts = [vision.PROCESSING if part == "tokenizer" else part for part in self.parts]
+        opt.check_parts(folder, parts if vision.has_images(folder) else self.parts)
         case = json.loads((folder / "case.json").read_text())
-        self.folder, self.options = folder, case["options"]
+        self.folder, self.options = folder, vision.options_of(folder, case["options"])
         self.logs = [log for log in case["logs"] if "train_runtime" not in log and "eval_loss" not in log]
         self.trace = np.load(folder / "trace.npz")
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(vision.tokenizer_folder(folder))
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         # What is recorded was sampled and trained without dropout.
         self.config: RLOOConfig = dataclasses.replace(self.read_options(), disable_dropout=True)
@@ -86,6 +87,8 @@ class RLOOReplay:
         )
         self.report = Report()
         self.report.notes += self.start.notes
+        if vision.has_images(self.folder):
+            vision.compare_processing(self.report, self.folder, self.start.policy, self.trace)
 
     def read_options(self) -> RLOOConfig:
         """The config that does what TRL did."""
@@ -101,12 +104,13 @@ class RLOOReplay:
             self.programs[key] = jax.jit(functools.partial(getattr(self, name), *statics))
         return self.programs[key]
 
-    def _experience(self, params, base, ref, rollout, scores, scorable):
-        return self._make_experience(self.config, params, base, ref, rollout, scores, scorable)
+    def _experience(self, params, base, ref, rollout, scores, scorable, images=None):
+        return self._make_experience(self.config, params, base, ref, rollout, scores, scorable, images)
 
-    def _make_experience(self, config, params, base, ref, rollout, scores, scorable):
+    def _make_experience(self, config, params, base, ref, rollout, scores, scorable, images=None):
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=config.num_generations)
+        batch = batch.replace(images=images)
         return self.algorithm.make_experience(models, batch, config=config)
 
     def steps_of_a_rate(self) -> int:
@@ -178,6 +182,10 @@ class Current(RLOOReplay):
         # One width for all generations, so that there is one program; padding changes nothing.
         self.widths = [max(self.trace[f"{x}_ids_{g}"].shape[1] for g in generations) for x in ("prompt", "completion")]
         return self.config_of(steps, rows)
+
+    def images(self, generation: int):
+        """The images of a generation batch's prompts; None without images."""
+        return vision.images_of(self.trace, generation, self.config.num_generations)
 
     def config_of(self, steps: int, rows: int):
         """See `options.rloo_config`."""
@@ -269,13 +277,14 @@ class Current(RLOOReplay):
             raise Refused(f"{self.folder.name}: option reward_weights: {len(weights)} for {each.shape[1]} functions")
         scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
         params, ref = self.state.params, self.reference()
-        experience, found = self.program("_experience")(params, self.base, ref, rollout, scores, scorable)
+        given = params, self.base, ref, rollout, scores, scorable, self.images(generation)
+        experience, found = self.program("_experience")(*given)
         inside = adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1])
         old = jnp.sum(jnp.where(inside, experience.logprobs.reshape(inside.shape), 0.0), axis=1)
         self.report.add("old log-probabilities", distance(old, self.trace[f"old_logps_{generation}"]), ARRAYS, where)
         # An advantage is a difference of rewards, and as exact as they are.
         ours, theirs = np.asarray(experience.advantages).reshape(-1), self.trace[f"advantages_{generation}"]
-        rewards = np.asarray(scores) / self.divisor(params, ref, rollout, scores, scorable)
+        rewards = np.asarray(scores) / self.divisor(*given)
         size = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(rewards)))
         self.report.add("advantages", absolute(ours, theirs) / (size or 1.0), ARRAYS, where)
         found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
@@ -291,18 +300,18 @@ class Current(RLOOReplay):
         """A recorded loss of a micro-batch over its share of the step's loss: RLOO's is not divided by `accum`."""
         return float(self.accum)
 
-    def divisor(self, params, ref, rollout, scores, scorable) -> float:
+    def divisor(self, params, base, ref, rollout, scores, scorable, images) -> float:
         """What normalize_advantages divided by; 1 without it."""
         if not self.config.normalize_advantages:
             return 1.0
-        experience, _ = self.program("_unnormalized")(params, self.base, ref, rollout, scores, scorable)
+        experience, _ = self.program("_unnormalized")(params, base, ref, rollout, scores, scorable, images)
         counts = np.asarray(scorable).reshape(-1, self.config.num_generations).sum(1)
         keep = np.asarray(scorable) & (np.repeat(counts, self.config.num_generations) > 1)
         return float(adv.normalize(experience.advantages.reshape(-1), jnp.asarray(keep), 1e-4)[1])
 
-    def _unnormalized(self, params, base, ref, rollout, scores, scorable):
+    def _unnormalized(self, params, base, ref, rollout, scores, scorable, images):
         config = dataclasses.replace(self.config, normalize_advantages=False)
-        return self._make_experience(config, params, base, ref, rollout, scores, scorable)
+        return self._make_experience(config, params, base, ref, rollout, scores, scorable, images)
 
     def run(self) -> Report:
         """All micro-batches, then the weights they ended with."""

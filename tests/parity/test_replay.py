@@ -55,6 +55,15 @@ QUANTITIES = {
         "final policy, tensors",
     ),
 }
+QUANTITIES["vision"] = (
+    "processing: ids",
+    "processing: tiles",
+    "processing: prompts of the rollout",
+    "advantages",
+    "losses of micro-batches",
+    "grad_norm",
+    "final policy, tensors",
+)
 # TRL's, of options whose value in a recorded run would otherwise say nothing.
 DEFAULTS = {
     "num_mini_batches": 1,
@@ -99,7 +108,12 @@ BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CASES.iterdir()))
+def marked(name):
+    """A case by name; the tiles of images take long."""
+    return pytest.param(name, marks=pytest.mark.runs if name == "vision_grpo" else ())
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in sorted(path.name for path in CASES.iterdir())])
 def test_a_recorded_run_of_trl_replays(name, capsys):
     """scripts/parity/record_cases.sh says what is in which."""
     status = replay.main([str(CASES / name)])
@@ -114,7 +128,7 @@ def test_a_recorded_run_of_trl_replays(name, capsys):
 
 
 def test_the_recorded_runs_are_small():
-    assert sum(file.stat().st_size for file in CASES.rglob("*") if file.is_file()) < 5e6
+    assert sum(file.stat().st_size for file in CASES.rglob("*") if file.is_file()) < 5.5e6
 
 
 def test_the_recorded_runs_have_the_switches_of_the_families():

@@ -103,19 +103,22 @@ def _download(name: str, revision: str | None, subfolder: str | None, weights: b
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def load_model(name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None) -> Model:
+def load_model(
+    name_or_path: str | Path, *, revision: str | None = None, subfolder: str | None = None, images: bool = False
+) -> Model:
     """The model of a checkpoint without params, from its config.json; of an adapter, that of its base.
 
     Args:
       name_or_path: a folder or a hub name.
       revision: of the hub.
       subfolder: of the repository or folder.
+      images: as `load`.
 
     Raises:
       UserError: as `load`.
     """
     path = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
-    return _model(read_json(path), path)[0]
+    return _model(read_json(path), path, images)[0]
 
 
 def resolve_base(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
@@ -184,6 +187,7 @@ def load(
     head_std: float | None = None,
     shardings: Callable[[Model, Params], Any] | None = None,
     cast_on_load: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
+    images: bool = False,
 ) -> tuple[Model, Params]:
     """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
 
@@ -193,13 +197,14 @@ def load(
     `shardings` returns a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what
     its own devices hold, one shard at a time (one full tensor at a time from a .bin file); every process must see the
     files. `cast_on_load` is then applied to each param, given its path, before the next one is read.
+    `images`: of a model of images and text all of it, not the text model alone.
     An adapter in PEFT's format is merged into its base on loading. A UserError names the file and the key, or the
     tensor that is missing, extra or of another shape.
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
     hf = read_json(folder / CONFIG)
-    model, offset = _model(hf, folder / CONFIG)
+    model, offset = _model(hf, folder / CONFIG, images)
     sources = _text_sources(model, hf, open_weights(folder), folder)
     loras = [peft.read(adapter, model) for adapter in adapters]
     replaced = {name for form, _ in loras for name in form.modules_to_save}
@@ -239,13 +244,18 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
 
 
 def load_shapes(
-    name_or_path: str | Path, *, kind: str = "causal", revision: str | None = None, new_head: bool = False
+    name_or_path: str | Path,
+    *,
+    kind: str = "causal",
+    revision: str | None = None,
+    new_head: bool = False,
+    images: bool = False,
 ) -> tuple[Model, Params]:
     """What `load` would return, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
     path = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
     hf = read_json(path)
-    model, heads = _model(hf, path)[0], [head for head in kind.split("+") if head in HEADS]
+    model, heads = _model(hf, path, images)[0], [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
     if "scalar" in heads and _is_scalar_model(hf) and not new_head:
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
@@ -262,7 +272,7 @@ def _is_scalar_model(hf: dict[str, Any]) -> bool:
     return "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf)
 
 
-def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
+def _model(hf: dict[str, Any], path: Path, images: bool = False) -> tuple[Model, float]:
     """The model of a config.json, and the offset subtracted from its scores (0 unless it is a ScalarModel)."""
     architectures = hf.get("architectures") or []
     if isinstance(architectures, str):
@@ -288,12 +298,12 @@ def _model(hf: dict[str, Any], path: Path) -> tuple[Model, float]:
             base = {**hf, "model_type": "gpt_neox"}
         else:
             raise UserError(f"{path}: base_config, the backbone's config of a ScalarModel, is missing.")
-    return Model.from_hf_config(base, str(path)), float(offset)
+    return Model.from_hf_config(base, str(path), images=images), float(offset)
 
 
 def _text_sources(model: Model, hf: dict[str, Any], sources: dict[str, Source], folder: Path) -> dict[str, Source]:
     """The tensors by their names in a checkpoint of the text model, where it is of images and text."""
-    if not is_image_text(hf):
+    if not is_image_text(hf) or model.reads_images:
         return sources
     names, others = text_tensors(hf, sources, model.family.prefix, model.config.tie_word_embeddings, str(folder))
     warnings.warn(
@@ -412,7 +422,10 @@ def save(
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} cannot be exported; use one of {', '.join(DTYPES)}.")
     # Both names of the dtype: transformers 4 reads torch_dtype, 5 reads dtype.
-    config = model.to_hf_config(kind, torch_dtype=dtype, dtype=dtype, **(extra_config or {}))
+    extra = {"torch_dtype": dtype, "dtype": dtype, **(extra_config or {})}
+    config = model.to_hf_config(kind, **extra)
+    if model.reads_images:  # transformers reads them in the text model's
+        config["text_config"] = {**config["text_config"], **extra}
     backbone = params["backbone"]
     tensors = {}  # by name: leaf, layer, whether the file has it transposed
     folds = "bias" in backbone["final_layer_norm"]

@@ -150,7 +150,8 @@ def _normalize_name(name: str, family: Any) -> str:
     name = re.sub(r"\.modules_to_save(\.[^.]+)?\.(weight|bias)$", r".\2", name)
     for ours, theirs in _renamed(family).items():
         name = f"{ours}.weight" if name == f"{theirs}.weight" else name
-    name = re.sub(rf"^({'|'.join(map(re.escape, _NESTED_PREFIXES))})", family.prefix, name)
+    if not family.reads_images:
+        name = re.sub(rf"^({'|'.join(map(re.escape, _NESTED_PREFIXES))})", family.prefix, name)
     in_backbone = not name.startswith((family.prefix, *(f"{module}." for module in _heads(family))))
     return f"{family.prefix}{name}" if in_backbone else name
 
@@ -205,6 +206,15 @@ def add_to_leaves(leaves: Params, form: Lora, adapters: Params) -> Params:
 
 
 # --- out
+
+
+def _target_modules(form: Lora, family: Any) -> list[str] | str:
+    """PEFT's target_modules: the ends of modules' names; of a model that reads images, whose linear layers are named by
+    their part (text_model.q_proj), a regular expression of whole names, since other parts may have the same ends."""
+    if not family.reads_images:
+        return list(form.target_modules)
+    parts = (name.partition(".") for name in form.target_modules)
+    return "|".join(rf".*\b{part}\..*\b{end}" for part, _, end in parts)
 
 
 def save(
@@ -262,7 +272,7 @@ def save(
         "r": form.r,
         "lora_alpha": form.alpha,
         "lora_dropout": form.dropout,
-        "target_modules": list(form.target_modules),
+        "target_modules": _target_modules(form, model.family),
         "use_rslora": form.use_rslora,
         "modules_to_save": modules or None,
         "bias": "none",
