@@ -22,8 +22,9 @@ from rlhf_jax.models.io import generation_config
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.runtime.run_folder import template_date, write_atomically
+from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import context
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 

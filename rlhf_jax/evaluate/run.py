@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate import rouge, terminal
@@ -18,7 +19,7 @@ from rlhf_jax.evaluate.policies import PolicyEvaluation
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.python_functions import resolve
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
@@ -52,7 +53,7 @@ def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str,
         if isinstance(judge, RemoteJudge) and policies is not None:
             judge.probe()
     results: dict[str, Any] = {"config": dataclasses.asdict(config), "plan": plan.as_json()}
-    os.makedirs(plan.output_dir, exist_ok=True)
+    storage.make_dir(plan.output_dir)
     samples: list[dict[str, Any]] = []
     if policies is not None:
         policy_results, samples = policies.run(judges, bootstrap_options, log)
