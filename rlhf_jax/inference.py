@@ -188,7 +188,7 @@ class Policy:
             lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
             prompts = PromptBatch(batches.pad_left(tokens, width, self.tokenizer.pad_id), lengths, rows)
             rollout = self.sample(prompts, seed, sampling, rows=rows)
-            response, lengths = jax.device_get((rollout.response, rollout.lengths))
+            response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
                 responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
         return responses[0] if single else responses

@@ -156,6 +156,7 @@ def _fields(config_type: type) -> set[str]:
 def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
     """The options that are set and that a stage's config also has."""
     skip = {"run_dir", "seed", "batch_size", "num_generations", "num_completions_to_print"}
+    skip |= {"distributed", "num_processes", "process_id"}
     names = (_fields(EvaluateConfig) & _fields(target)) - skip
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -289,10 +290,7 @@ def _check(plan: Plan) -> None:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if storage.is_remote(plan.output_dir):
-        probe = os.path.join(plan.output_dir, ".writable")
-        storage.write_atomically(probe, "")
-        storage.remove(probe)
-        return
+        return  # `run` tries it
     existing = os.path.abspath(plan.output_dir)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
