@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data
+from rlhf_jax import data, storage
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
@@ -55,7 +55,7 @@ def policy_folder(path: str) -> str:
     hub name) are returned unchanged."""
     for part in ("", *POLICY_STAGES):
         folder = os.path.join(path, part, "policy")
-        if any(os.path.isfile(os.path.join(folder, name)) for name in (hf.CONFIG, peft.CONFIG)):
+        if any(storage.is_file(os.path.join(folder, name)) for name in (hf.CONFIG, peft.CONFIG)):
             return folder
     return path
 
@@ -71,7 +71,7 @@ def load_policy(
     """Loads a policy; its batches are sharded over all devices.
 
     Args:
-      path: a run's folder, a checkpoint's folder or a hub name.
+      path: a run's folder, a checkpoint's folder or a hub name; folders may be in a bucket.
       revision: of the hub.
       tokenizer: a folder or hub name, if the checkpoint has no tokenizer; 'synthetic' and 'arithmetic' are built in.
       dtype: compute dtype, 'float32' or 'bfloat16'.
@@ -235,7 +235,7 @@ class Policy:
             if tiles:
                 prompts = prompts.replace(images=self.processor.batch([sources[i][0] for i in rows], tiles))
             rollout = self.sample(prompts, seed, sampling, rows=rows)
-            response, lengths = jax.device_get((rollout.response, rollout.lengths))
+            response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
                 responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
         return responses[0] if single else responses

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from rlhf_jax import storage
 from rlhf_jax.config import (
     Config,
     Pipeline,
@@ -37,6 +40,7 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime import compile_cache, determinism, hub_upload, model_card, out_of_memory, progress, trackers
 from rlhf_jax.runtime import run_folder as run_folders
+from rlhf_jax.runtime.bucket_checkpoints import BucketCheckpoints, open_checkpoints
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.loop import Loop, log, warn
@@ -212,7 +216,7 @@ def train_stage(
             log(f"{name}: {line}")
 
         # --- restore
-        checkpoints = Checkpoints(
+        checkpoints = open_checkpoints(
             run_folder.checkpoints, config.save_total_limit, greater_is_better=config.greater_is_better, warn=warn
         )
         check_disk_space(checkpoints, stage)
@@ -232,6 +236,7 @@ def train_stage(
             start_step=logged,
             terminal=terminal,
             monitor=monitor,
+            ensure_held=run_folder.lock.ensure_held,
             callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
         )
         for callback in callbacks:
@@ -276,9 +281,10 @@ def train_stage(
                 loop.state, _ = checkpoints.restore(best, loop.state)
             log(f"{name}: writing the models to {config.run_dir}")
             loop.activity = "export"
-            paths = stage.export(loop.state, config.run_dir)
+            folder = stack.enter_context(export_folder(config.run_dir))
+            paths = stage.export(loop.state, folder)
             final_metrics = stage.final_metrics(loop.state)
-        return finish(stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, paths=paths)
+        return finish(stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths)
 
 
 @contextlib.contextmanager
@@ -299,23 +305,46 @@ def closing(loop: Loop, stops: Stops) -> Iterator[None]:
 
 
 def finish(
-    stage, run_folder, callbacks: Sequence[Callback], options: dict[str, Any], *, end: int, final_metrics, paths
+    stage, run_folder, callbacks: Sequence[Callback], options: dict[str, Any], *, end: int, final_metrics, local
 ) -> Result:
-    """Model cards, the mark of a finished run, and the upload, after the models were written to `paths`."""
-    config = stage.config
+    """Model cards, the mark of a finished run, and the upload, after the models were written to `local` paths."""
+    config, paths = stage.config, local
     lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
     metrics = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **final_metrics}
     if multihost.is_main():
         curves = {of: [line[of] for line in lines if of in line] for of in stage.progress}
-        for path in paths.values():
+        for path in local.values():
             model_card.write_model_card(path, stage.name, options, metrics, base_model=stage.base_model, curves=curves)
+    if storage.is_remote(run_folder.path):
+        paths = {of: f"{run_folder.path}/{os.path.basename(path)}" for of, path in local.items()}
+        multihost.from_first(lambda: upload_exports(run_folder, local, paths))
     run_folder.finish(end, metrics=metrics, paths=paths)
     if multihost.is_main() and config.push_to_hub:
-        push(config, paths)
+        push(config, local)
     multihost.agree()  # the next stage reads what the first process has written
     for callback in callbacks:
         callback.on_train_end(stage, paths)
     return Result(config.run_dir, metrics, paths)
+
+
+@contextlib.contextmanager
+def export_folder(run_dir: str) -> Iterator[str]:
+    """The local folder that models are exported to: that of the run, or a temporary one for a run in a bucket."""
+    if not storage.is_remote(run_dir):
+        yield run_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhf_jax-export-") as folder:
+        if multihost.is_main() and storage.exists(recipe := f"{run_dir}/recipe.json"):  # for the model card
+            storage.write_atomically(os.path.join(folder, "recipe.json"), storage.read_text(recipe))
+        yield folder
+
+
+def upload_exports(run_folder, local: dict[str, str], paths: dict[str, str]) -> None:
+    """Uploads exported models into a bucket, in place of what an earlier export left."""
+    run_folder.lock.ensure_held()
+    for of, path in paths.items():
+        storage.remove_tree(path)
+        storage.upload_folder(local[of], path)
 
 
 def device_count(config: Config) -> int:
@@ -348,7 +377,7 @@ def push(config: StageConfig, paths: dict[str, str]) -> None:
         log(f"{stage_name(config)}: uploaded {folder} to {url}")
 
 
-def check_disk_space(checkpoints: Checkpoints, stage) -> None:
+def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage) -> None:
     """Refuses a run before anything is computed if a checkpoint would not fit on the disk."""
 
     def check():

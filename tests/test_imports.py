@@ -30,6 +30,11 @@ OUTSIDE = {
 OWNERS = {  # an outside thing, and the files that may touch it
     "orbax": {"runtime/checkpoint.py"},
     "safetensors": {"models/io/safetensors.py"},
+    "fsspec": set(),
+    "s3fs": set(),
+    "gcsfs": set(),
+    "boto3": set(),
+    "google.cloud": set(),
     "argparse": set(),
     "matplotlib": {"report/pictures.py"},
     "jax.distributed": {"parallel/multihost.py"},
@@ -52,7 +57,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
 FLOORS = [  # a room imports from its own floor's rooms below it alone: lower floors first
     ("utils",),
     ("errors", "types"),
-    ("advantages", "losses", "generate", "parallel"),
+    ("advantages", "losses", "generate", "parallel", "storage"),
     ("models", "data", "metrics"),
     ("algorithms",),
     ("rewards",),

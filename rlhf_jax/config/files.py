@@ -14,6 +14,7 @@ import sys
 import traceback
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, config_types, stage_name
 from rlhf_jax.config.values import checked_types, field_types, nearest, stage_type
@@ -100,6 +101,15 @@ def load_config(spec: str) -> Config:
     Raises:
       UserError: with the path and, for an exception in a config file, its line.
     """
+    if storage.is_remote(spec):  # a config that is code is read from local files alone
+        where = storage.absolute(spec)
+        path = where if where.endswith(".json") else f"{where}/config.json"
+        try:
+            return from_json(storage.read_text(path), path)
+        except storage.StorageError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--config {spec}: cannot read {path} ({error}).") from None
     path, variant = pathlib.Path(spec), None
     try:
         path.stat()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, PolicyConfig, StageConfig, stage_name
 from rlhf_jax.config.values import checked_types, checked_value, field_types
 from rlhf_jax.errors import UserError
@@ -39,7 +40,8 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
 
 
 def _run_dir(config: Config) -> str:
-    return config.run_dir or f"runs/{stage_name(config)}"
+    run_dir = config.run_dir or f"runs/{stage_name(config)}"
+    return storage.absolute(run_dir) if storage.is_remote(run_dir) else run_dir
 
 
 def _stages(config: Config) -> dict[str, StageConfig]:

@@ -50,10 +50,7 @@ def check(config: Config) -> None:
         problems += [f"{name}: {error}" if isinstance(config, Pipeline) else error for error in errors]
     if isinstance(config, Pipeline):
         problems += pipeline_links(config)
-    if "://" in (config.run_dir or ""):
-        problems.append(
-            f"run_dir is {config.run_dir!r}; it must be a folder. Mount the bucket (docs/scaling.md) and give its path."
-        )
+    problems += bucket_paths(config.run_dir or "")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -545,6 +542,12 @@ def _grpo(config: GRPOConfig) -> Iterator[str]:
                 f"entropy_coef {config.entropy_coef:g} must lie between entropy_coef_min {config.entropy_coef_min:g} "
                 f"and entropy_coef_max {config.entropy_coef_max:g} with use_adaptive_entropy."
             )
+
+
+def bucket_paths(run_dir: str) -> Iterator[str]:
+    """A line for a run_dir that is a URL and no folder of a bucket."""
+    if "://" in run_dir and not re.fullmatch(r"(s3|gs)://[^/\s?#]+(/[^?#]*)?", run_dir):
+        yield f"run_dir is {run_dir!r}; it must be a folder, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER."
 
 
 def pipeline_links(config: Pipeline) -> Iterator[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.data.arithmetic import load_arithmetic
 from rlhf_jax.data.files import (
     SUFFIXES,
@@ -87,7 +88,7 @@ def load_rows(
         )
     label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
-        source = os.fspath(source)
+        source = storage.local_copy(os.fspath(source))
         if source in BUILT_IN:
             rows = from_dataset(BUILT_IN[source](kind, split, max_samples, seed), f"{source} {kind} ({split})")
         elif os.path.isfile(source):
@@ -116,7 +117,7 @@ def load_rows(
 def is_single_split(source: Any) -> bool:
     """Whether a source is a single split: a file, or an object other than a DatasetDict."""
     if isinstance(source, str | os.PathLike):
-        return os.path.isfile(source)
+        return storage.is_file(os.fspath(source))
     return not isinstance(source, Mapping)
 
 
@@ -125,7 +126,7 @@ def _named_sources(text: str) -> dict[str, str] | None:
 
     A single source may contain '=' and ',': it is an existing path, or does not start with NAME=.
     """
-    if os.path.exists(text) or not _NAME_PREFIX.match(text.strip()):
+    if storage.is_remote(text) or os.path.exists(text) or not _NAME_PREFIX.match(text.strip()):
         return None
     sources: dict[str, str] = {}
     for part in map(str.strip, text.split(",")):

@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 
+from rlhf_jax import storage
 from rlhf_jax.data import arithmetic, shapes, synthetic
 from rlhf_jax.data.fast_tokenizer import fast_tokenizer
 from rlhf_jax.errors import UserError
@@ -100,7 +101,7 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
     every GPT-NeoX tokenizer. Files on the hub are fetched in one call: transformers requests each file separately and
     retries each for minutes while the hub is unreachable.
     """
-    tokenizer_class, folder = fast_tokenizer(), name_or_path
+    tokenizer_class, folder = fast_tokenizer(), storage.local_copy(name_or_path, (*_FILE_PATTERNS, "*.json"))
     if not os.path.isdir(folder):
         folder = huggingface_hub.snapshot_download(
             name_or_path, revision=revision, allow_patterns=[*_FILE_PATTERNS, "config.json"], ignore_patterns=["*/*"]
@@ -125,6 +126,7 @@ def _from_files(name_or_path: str, revision: str | None) -> Any:
 def _load(name_or_path: str, revision: str | None) -> Any:
     if name_or_path in BUILT_IN:
         return BUILT_IN[name_or_path]()
+    name_or_path = storage.local_copy(name_or_path, (*_FILE_PATTERNS, "*.json"))
     advice = "Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, 'synthetic' or 'arithmetic'."
     if os.path.isdir(name_or_path):
         if not any(os.path.exists(os.path.join(name_or_path, file)) for file in _FILES):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax import storage
 from rlhf_jax.config import StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import hlo, memory, topologies
@@ -24,7 +25,7 @@ def missing_start(config: StageConfig) -> str | None:
     """The export of an earlier stage of the pipeline that this stage starts from, if it does not exist yet."""
     folder, stage = os.path.split(config.run_dir or "")
     exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
-    starts = [value for value in vars(config).values() if value in exports and not os.path.exists(value)]
+    starts = [value for value in vars(config).values() if value in exports and not storage.exists(value)]
     return starts[0] if starts and stage == stage_name(config) else None
 
 

@@ -8,23 +8,34 @@ from collections.abc import Sequence
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import options
 from rlhf_jax.evaluate.run import run
+from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils import text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status: 0, 2 after a user error (one line on stderr), 130 if interrupted."""
+    """Runs the command. Returns its exit status: 0, 2 after a user error (one line on stderr), 1 if other
+    processes were not found or died, 130 if interrupted."""
     text.escape_unencodable_output()
     try:
         config = options.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.enable()
+        multihost.initialize(config.distributed, config.num_processes, config.process_id)
         run(config, lambda line: print(text.printable(line), flush=True))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        multihost.close(str(error))
         return error.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
+        multihost.close("interrupted")
         return 130
+    except Exception as error:
+        if multihost.peer_died():
+            return 1  # parallel.liveness has already reported which process died
+        multihost.close(multihost.error_text(error))
+        raise
+    multihost.close()
     return 0
 
 

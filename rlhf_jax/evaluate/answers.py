@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms import actor_critic
@@ -122,7 +121,7 @@ class Sampler:
             kl = None
             if compute_kl is not None:
                 kl = compute_kl(policy.params, self._ref.params, rollout, self._images(prompts, policy))
-            host, kl = jax.device_get((rollout, kl))
+            host, kl = sharding.fetch((rollout, kl))
             rollouts.append((host, prompts.rows, real))
             count = real * group
             ids = completion_ids(host.response[:count], host.lengths[:count])
@@ -199,7 +198,8 @@ def add_scores(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> No
         lengths = np.where(np.arange(total) < count, rollout.lengths, -1).astype(np.int32)  # -1 marks padding rows
         placed = sharding.shard_batch(rollout.replace(lengths=lengths), mesh)
         scored = scorer.score(placed, source, np.repeat(rows, group), group, TrainerState(is_eval=True), limit=count)
-        each, weighted = jax.device_get((scored.each_reward, jnp.where(scored.scorable, scored.total_scores, jnp.nan)))
+        each, total_scores, scorable = sharding.fetch((scored.each_reward, scored.total_scores, scored.scorable))
+        weighted = np.where(scorable, total_scores, np.float32(np.nan))
         rewards.append(each[:count].reshape(real, group, -1))
         scores.append(weighted[:count].reshape(real, group))
     answers.rewards = np.concatenate(rewards).astype(np.float64)

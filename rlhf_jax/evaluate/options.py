@@ -36,6 +36,14 @@ class EvaluateConfig:
     """Evaluation of a policy on held-out prompts, and of a reward model on pairs. Options that are None default to
     those of the run in run_dir, or to PPO's defaults."""
 
+    # --- processes
+    distributed: str = "auto"
+    """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
+    num_processes: int | None = None
+    """With HOST:PORT: number of processes; default: JAX_NUM_PROCESSES in the environment."""
+    process_id: int | None = None
+    """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
+
     # --- policies
     run_dir: str | None = None
     """Folder of a finished run, of one stage or a pipeline: default for the policy, data, rewards and options."""

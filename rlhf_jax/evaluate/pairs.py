@@ -72,7 +72,7 @@ class PairEvaluation:
         scores = []
         for batch, real in iterate_batches(self.source, size):
             placed = sharding.shard_batch(batch, self.weights.mesh)
-            scores.append([x[:real] for x in jax.device_get(pair_scores(params, placed))])
+            scores.append([x[:real] for x in sharding.fetch(pair_scores(params, placed))])
         chosen, rejected = map(np.concatenate, zip(*scores, strict=True))
         if not (np.isfinite(chosen).all() and np.isfinite(rejected).all()):
             raise UserError(f"reward model {path} gives scores that are not finite")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.config import (
     STAGES,
     PolicyConfig,
@@ -109,18 +110,18 @@ def make_plan(config: EvaluateConfig) -> Plan:
 
 def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
     """The configs of the finished stage or stages in a folder, by stage name, with paths adapted to a moved folder."""
-    if not os.path.isdir(run_dir):
+    if not storage.is_dir(run_dir):
         raise UserError(f"--run_dir {run_dir}: there is no such folder")
-    single = os.path.isfile(os.path.join(run_dir, "config.json"))
+    single = storage.is_file(os.path.join(run_dir, "config.json"))
     folders = [run_dir] if single else [os.path.join(run_dir, name) for name in STAGES]
     stages = {}
     for folder in folders:
-        if not os.path.isfile(os.path.join(folder, "config.json")):
+        if not storage.is_file(os.path.join(folder, "config.json")):
             continue
         config = config_files.load_config(folder)
         if not isinstance(config, StageConfig):
             raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage_name(config)}, not of one stage")
-        if run_folder.RunFolder(os.path.abspath(folder)).finished() is None:
+        if run_folder.RunFolder(storage.absolute(folder)).finished() is None:
             raise UserError(
                 f"--run_dir {run_dir}: the run in {folder} is not finished, so its model is not written yet. Rerun its "
                 "command to finish it, or set --model to a checkpoint"
@@ -135,12 +136,12 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
 
 def _relocated(config: StageConfig, folder: str) -> StageConfig:
     """The config with run_dir set to `folder`, and paths within a moved pipeline folder adapted."""
-    old, new = os.path.dirname(os.path.abspath(config.run_dir or "")), os.path.dirname(os.path.abspath(folder))
+    old, new = (os.path.dirname(storage.absolute(place)) for place in (config.run_dir or "", folder))
     changed: dict[str, Any] = {"run_dir": folder}
     for name, value in vars(config).items():
-        if isinstance(value, str) and name.endswith("_path") and not os.path.exists(value):
-            relative = os.path.relpath(os.path.abspath(value), old)
-            if not relative.startswith("..") and os.path.exists(os.path.join(new, relative)):
+        if isinstance(value, str) and name.endswith("_path") and not storage.exists(value):
+            relative = os.path.relpath(storage.absolute(value), old)
+            if not relative.startswith("..") and storage.exists(os.path.join(new, relative)):
                 changed[name] = os.path.join(new, relative)
     return dataclasses.replace(config, **changed)
 
@@ -155,6 +156,7 @@ def _fields(config_type: type) -> set[str]:
 def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
     """The options that are set and that a stage's config also has."""
     skip = {"run_dir", "seed", "batch_size", "num_generations", "num_completions_to_print"}
+    skip |= {"distributed", "num_processes", "process_id"}
     names = (_fields(EvaluateConfig) & _fields(target)) - skip
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -287,6 +289,8 @@ def _check(plan: Plan) -> None:
             problems += [*validation.out_of_range(config)] or [*validation.combinations(config)]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
+    if storage.is_remote(plan.output_dir):
+        return  # `run` tries it
     existing = os.path.abspath(plan.output_dir)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)

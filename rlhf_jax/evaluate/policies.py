@@ -20,10 +20,11 @@ from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy, policy_folder
 from rlhf_jax.models.io import generation_config
 from rlhf_jax.models.placement import Weights
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.runtime.run_folder import template_date, write_atomically
+from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import context
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
@@ -128,7 +129,7 @@ class PolicyEvaluation:
     def run(
         self, judges: list, bootstrap_options: dict[str, Any], log: Callable[[str], None]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Samples, scores and judges.
+        """Samples, scores and judges. Every process must call it; the first one judges and writes.
 
         Args:
           judges: of answers, see `evaluate.judge`.
@@ -136,15 +137,28 @@ class PolicyEvaluation:
           log: called with each line of progress.
 
         Returns:
-          (metrics of the policies for evaluation.json, rows of samples.jsonl)
+          (metrics of the policies for evaluation.json, rows of samples.jsonl; none on other processes than the first)
         """
         log(str(self.source.report))
         all_answers = self._sample(log)
-        rewards = () if self.scorer is None else self.scorer.names
         self._add_metrics(all_answers, log)
+        samples: list[dict[str, Any]] = []
+        results = multihost.from_first(lambda: self._judge(all_answers, judges, bootstrap_options, log, samples))
+        return results, samples
+
+    def _judge(
+        self,
+        all_answers: list[Answers],
+        judges: list,
+        bootstrap_options: dict[str, Any],
+        log: Callable[[str], None],
+        samples: list[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Judges answers, writes samples.jsonl and puts its rows into `samples`. Returns the metrics."""
+        rewards = () if self.scorer is None else self.scorer.names
         policy, others = all_answers[0], all_answers[1:]
         prompts = self.source.display_texts(range(len(self.source)))
-        samples = aggregate.sample_rows(prompts, all_answers, rewards, {})
+        samples[:] = aggregate.sample_rows(prompts, all_answers, rewards, {})
         self._write(samples)  # before the judges, which may fail after the expensive sampling
         judge_results: dict[str, JudgeResult] = {}
         win_rates = []
@@ -160,7 +174,7 @@ class PolicyEvaluation:
                     aggregate.win_rate_row(judge.name, result.preference, policy, other, result, **bootstrap_options)
                 )
         if judge_results:
-            samples = aggregate.sample_rows(prompts, all_answers, rewards, judge_results)
+            samples[:] = aggregate.sample_rows(prompts, all_answers, rewards, judge_results)
             self._write(samples)
         results: dict[str, Any] = {
             "data": {"name": self.source.report.name, "prompts": len(prompts), "fingerprint": self.source.fingerprint},
@@ -171,7 +185,7 @@ class PolicyEvaluation:
         }
         if self.config.best_of_n:
             results["best_of_n"] = aggregate.best_of_n_rows(policy, rewards, self.config.best_of_n, **bootstrap_options)
-        return results, samples
+        return results
 
     def _sampling_options(self) -> dict[str, Any]:
         config = self.plan.prompts

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate import rouge, terminal
@@ -16,14 +17,15 @@ from rlhf_jax.evaluate.options import EvaluateConfig, check
 from rlhf_jax.evaluate.pairs import PairEvaluation
 from rlhf_jax.evaluate.policies import PolicyEvaluation
 from rlhf_jax.models.placement import Weights
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards.python_functions import resolve
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
 def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Runs an evaluation, prints its tables and writes evaluation.json and samples.jsonl.
+    """Runs an evaluation, prints its tables and writes evaluation.json and samples.jsonl. With several processes every
+    one must call it; the first one judges, prints and writes.
 
     Args:
       config: the options.
@@ -35,6 +37,7 @@ def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str,
     Raises:
       UserError: an option, a file, a row or a tensor is invalid, or a judge or reward failed.
     """
+    log = log if multihost.is_main() else lambda _: None
     check(config)
     plan = planning.make_plan(config)
     judges = _judges(config)
@@ -50,9 +53,10 @@ def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str,
         )
     for judge in judges:
         if isinstance(judge, RemoteJudge) and policies is not None:
-            judge.probe()
-    results: dict[str, Any] = {"config": dataclasses.asdict(config), "plan": plan.as_json()}
-    os.makedirs(plan.output_dir, exist_ok=True)
+            multihost.from_first(judge.probe)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in _PROCESSES}
+    results: dict[str, Any] = {"config": options, "plan": plan.as_json()}
+    multihost.from_first(lambda: _open_output(plan.output_dir))
     samples: list[dict[str, Any]] = []
     if policies is not None:
         policy_results, samples = policies.run(judges, bootstrap_options, log)
@@ -60,12 +64,24 @@ def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str,
     if pairs is not None:
         results["reward_model"] = {"path": plan.pairs.model_name_or_path} | pairs.run(bootstrap_options, log)
     path = os.path.join(plan.output_dir, "evaluation.json")
-    write_atomically(path, json_text(results, indent=2) + "\n")
+    multihost.from_first(lambda: write_atomically(path, json_text(results, indent=2) + "\n"))
     for block in terminal.blocks(results, samples, config.num_completions_to_print):
         log(block)
     files = ["evaluation.json"] + (["samples.jsonl"] if samples else [])
     log(f"written: {' and '.join(os.path.join(plan.output_dir, name) for name in files)}")
     return results
+
+
+_PROCESSES = ("distributed", "num_processes", "process_id")
+"""Options without effect on the results, which evaluation.json leaves out."""
+
+
+def _open_output(folder: str) -> None:
+    """Creates the folder of the results; one in a bucket is tried, before anything is computed."""
+    storage.make_dir(folder)
+    if storage.is_remote(folder):
+        write_atomically(os.path.join(folder, ".writable"), "")
+        storage.remove(os.path.join(folder, ".writable"))
 
 
 def _judges(config: EvaluateConfig) -> list[FunctionJudge | RemoteJudge]:

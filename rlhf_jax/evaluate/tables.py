@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.metrics.statistics import Z95, mean_and_standard_error, wilson, win_rate
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 from rlhf_jax.utils.text import printable
 

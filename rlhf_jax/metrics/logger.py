@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.metrics import tensorboard
-from rlhf_jax.metrics.sinks import Callback, Entry, JsonLines, Sink
+from rlhf_jax.metrics.sinks import BucketJsonLines, Callback, Entry, JsonLines, Sink
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.utils.strict_json import with_floats
 
@@ -27,8 +29,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     Returns:
       One dict a line, in order.
     """
-    with open(path, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in io.StringIO(storage.read_text(path))]
     return [with_floats(row) for row in rows]
 
 
@@ -87,6 +88,7 @@ class MetricLogger:
         terminal: Sink | None = None,
         callback: Callable[[int, dict[str, Any]], Any] | None = None,
         monitor: Any = None,
+        ensure_held: Callable[[], None] = lambda: None,
     ) -> MetricLogger:
         """A logger with the files of a run's folder. Only the main process writes and prints.
 
@@ -97,13 +99,14 @@ class MetricLogger:
           terminal: the sink that prints.
           callback: called with (step, metrics as host numbers) for each update; on every process.
           monitor: as `MetricLogger`.
+          ensure_held: called before a bucket is written; raises if another run took the folder over.
 
         Raises:
           UserError: tensorboardX is not installed.
         """
         with_tensorboard, sinks = tensorboard.is_requested(report_to), []
         if is_main():
-            sinks.append(JsonLines(folder))
+            sinks.append(BucketJsonLines(folder, ensure_held) if storage.is_remote(folder) else JsonLines(folder))
             if with_tensorboard:
                 sinks.append(tensorboard.TensorBoard(os.path.join(folder, "tensorboard"), start_step))
             if terminal is not None:
@@ -169,6 +172,12 @@ class MetricLogger:
             sink.write(Entry(step, metrics, timings, messages))
         if self._monitor is not None and not closing:
             self._monitor.raise_error()
+
+    def sync(self) -> bool:
+        """Flushes. Returns whether all that was logged is stored, where a sink buffers it (in a bucket)."""
+        self.flush()
+        stored = [sink.sync() for sink in self._sinks if hasattr(sink, "sync")]
+        return all(stored)
 
     def close(self) -> None:
         """Flushes, and closes the sinks."""

@@ -9,8 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
+from rlhf_jax.storage import parts
 from rlhf_jax.utils.strict_json import json_text
+
+BUCKET_SECONDS = 5.0
+"""Least time between two writes of lines to a bucket, other than before a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,13 @@ class Sink(Protocol):
         """Called once, after the last `write`."""
 
 
+def _lines_of(entry: Entry) -> dict[str, bytes]:
+    """The lines of an update by file."""
+    step = {"step": entry.step}
+    rows = {"metrics": {**step, **entry.metrics}, "timings": {**step, "wall_time": time.time(), **entry.timings}}
+    return {name: (json_text(row) + "\n").encode() for name, row in rows.items()}
+
+
 class JsonLines:
     """metrics.jsonl and timings.jsonl of a run's folder.
 
@@ -54,10 +66,8 @@ class JsonLines:
 
     def write(self, entry: Entry) -> None:
         """Appends a line to each file."""
-        step = {"step": entry.step}
-        rows = {"metrics": {**step, **entry.metrics}, "timings": {**step, "wall_time": time.time(), **entry.timings}}
-        for name, row in rows.items():
-            self._unwritten[name] += (json_text(row) + "\n").encode()
+        for name, line in _lines_of(entry).items():
+            self._unwritten[name] += line
         self._append()
 
     def _append(self) -> None:
@@ -95,6 +105,63 @@ class JsonLines:
                     f"{self._paths[name]} lacks the last {lost} lines: the disk is full or gone. Free some space, then "
                     "rerun the command to resume from the newest checkpoint"
                 )
+
+
+class BucketJsonLines:
+    """metrics.jsonl and timings.jsonl of a run's folder in a bucket, as parts (see `storage.parts`).
+
+    Lines are written every few seconds, and by `sync`, which comes before each checkpoint. Those that cannot be written
+    are kept and tried again.
+    """
+
+    def __init__(self, folder: str, ensure_held: Callable[[], None] = lambda: None):
+        """Finds the end of both files; `ensure_held` is called before each write and raises if another run took the
+        folder over."""
+        self._ensure_held = ensure_held
+        paths = {name: f"{folder}/{name}.jsonl" for name in ("metrics", "timings")}
+        self._files = {name: parts.Appender(path) for name, path in paths.items()}
+        self._unwritten = dict.fromkeys(paths, b"")
+        self._failed = False
+        self._last = time.monotonic()
+
+    def write(self, entry: Entry) -> None:
+        """Takes an update's lines."""
+        for name, line in _lines_of(entry).items():
+            self._unwritten[name] += line
+        if time.monotonic() - self._last >= BUCKET_SECONDS:
+            self._append(attempts=1)
+
+    def sync(self) -> bool:
+        """Writes all lines. Returns whether they are in the bucket."""
+        self._append()
+        return not any(self._unwritten.values())
+
+    def _append(self, attempts: int | None = None) -> None:
+        self._last = time.monotonic()
+        self._ensure_held()
+        try:
+            for name, lines in self._unwritten.items():
+                if lines:
+                    self._files[name].append(lines, attempts=attempts)
+                    self._unwritten[name] = b""
+            self._failed = False
+        except storage.StorageError as error:
+            if not self._failed:
+                print(f"warning: {error}. Lines are kept in memory until it is writable", file=sys.stderr, flush=True)
+            self._failed = True
+
+    def close(self) -> None:
+        """Writes the last lines.
+
+        Raises:
+          UserError: they could not be written.
+        """
+        if not self.sync():
+            lost = max(lines.count(b"\n") for lines in self._unwritten.values())
+            raise UserError(
+                f"{self._files['metrics'].path} lacks the last {lost} lines: the bucket cannot be written. Rerun the "
+                "command to resume from the newest checkpoint once it can"
+            )
 
 
 class Callback:

@@ -8,8 +8,10 @@ It only reads files of the runs' folders, so it also works during a run.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 
+from rlhf_jax import storage
 from rlhf_jax.report import page, pictures, read_run, series
 from rlhf_jax.report.read_run import Run
 from rlhf_jax.report.series import Group
@@ -44,8 +46,15 @@ def write(run_dirs: Sequence[str], out: str | None = None, png: bool = True) -> 
       UserError: as `read`, or a file cannot be written, or matplotlib is missing.
     """
     _, groups = read(run_dirs)
-    path = os.path.abspath(out or os.path.join(run_dirs[0] if len(run_dirs) == 1 else "", "report.html"))
-    title = " and ".join(os.path.basename(os.path.abspath(folder)) for folder in run_dirs[:3])
+    path = storage.absolute(out or os.path.join(run_dirs[0] if len(run_dirs) == 1 else "", "report.html"))
+    title = " and ".join(os.path.basename(storage.absolute(folder)) for folder in run_dirs[:3])
     title += f" and {len(run_dirs) - 3} more" if len(run_dirs) > 3 else ""
     page.save(path, page.render_page(groups, title))
-    return [path, *(pictures.draw(groups, os.path.splitext(path)[0]) if png else [])]
+    if not png:
+        return [path]
+    if not storage.is_remote(path):
+        return [path, *pictures.draw(groups, os.path.splitext(path)[0])]
+    with tempfile.TemporaryDirectory(prefix="rlhf_jax-report-") as folder:
+        drawn = pictures.draw(groups, os.path.join(folder, os.path.splitext(os.path.basename(path))[0]))
+        storage.upload_folder(folder, os.path.dirname(path))
+    return [path, *(os.path.join(os.path.dirname(path), os.path.basename(file)) for file in drawn)]

@@ -13,7 +13,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.report import charts, html_parts, overoptimization, samples, table_data
 from rlhf_jax.report.html_parts import e
 from rlhf_jax.report.series import Group
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 _HERE = pathlib.Path(__file__).parent

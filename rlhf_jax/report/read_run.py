@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.config import STAGES
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json, short_repr
 
 MAX_ROWS = 64
 """Maximum number of rows read from a file of samples."""
+# Of a run in a bucket: everything but its models, checkpoints and event files. A * also stands for slashes.
+_COPIED = ("*.json", "*.jsonl")
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 Series = tuple[array.array, array.array]
 """(steps, values) of a metric; values may be NaN."""
@@ -122,7 +125,7 @@ def find_run_folders(run_dirs: Sequence[str]) -> list[str]:
     """
     run_folders = []
     for path in run_dirs:
-        path = os.path.abspath(os.path.expanduser(path))
+        path = storage.absolute(storage.local_copy(path, _COPIED))
         if not os.path.isdir(path):
             raise UserError(f"{path}: there is no such folder. Pass the --run_dir of a run")
         if stage_of(path):

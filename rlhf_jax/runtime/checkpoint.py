@@ -103,11 +103,17 @@ class Checkpoints:
         *,
         greater_is_better: bool = False,
         warn: Callable[[str], None] | None = None,
+        shown_as: str | None = None,
+        saved: Callable[[], Sequence[int]] | None = None,
     ):
         """Opens a folder for saving and restoring, and removes what an interrupted save left in it.
 
         Args:
           folder: a local path, created if missing.
+          shown_as: the folder in a bucket that this one is the local part of. Each process then has a folder of its
+            own, which gets the shards that it is the first to hold; a checkpoint is the files of all processes. Without
+            it all processes see the same folder.
+          saved: returns the steps in the bucket, for messages.
           keep: number of newest checkpoints to keep, beside the one with the best score; None: all.
           greater_is_better: whether the best score is the greatest.
           warn: called with warnings; default: prints to standard error.
@@ -120,7 +126,9 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         threading.excepthook = _ignore_orbax_threads
         self.folder = os.path.abspath(folder)
-        self._warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+        self._shown, self._shared = shown_as or self.folder, shown_as is None
+        self._saved = saved or self._on_disk
+        self.warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
         self._keep = Keep(keep, greater_is_better)
         self._saving: int | None = None
         self._manager = self._open()
@@ -141,14 +149,25 @@ class Checkpoints:
         self._manager.reload()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._keep,
-            create=True,
-            cleanup_tmp_directories=True,
-            enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
-        )
-        return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
+        options: dict[str, Any] = {
+            "preservation_policy": self._keep,
+            "create": True,
+            "cleanup_tmp_directories": True,
+            "enable_async_checkpointing": True,
+            "async_options": ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
+        }
+        if self._shared:
+            options = ocp.CheckpointManagerOptions(**options)
+            return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "extra"))
+        os.makedirs(self.folder, exist_ok=True)
+        alone = ocp.options.MultiprocessingOptions(primary_host=None)
+        options = ocp.CheckpointManagerOptions(**options | {"create": False, "multiprocessing_options": alone})
+        # Without OCDBT a shard is a file: the files of all processes together are the checkpoint.
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(multiprocessing_options=alone, use_ocdbt=False),
+            "extra": ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+        }
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     # --- saving
 
@@ -194,7 +213,7 @@ class Checkpoints:
         except Exception as raised:
             error = raised
         if any(multihost.gather_objects(error is not None)):
-            self._warn_failed(step, _reason(error))
+            self._warn_failed(step, reason_of(error))
             self._reopen()
             return False
         self._saving = step
@@ -211,7 +230,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             os.remove(probe)
         except OSError as error:
-            return _reason(error)
+            return reason_of(error)
         needed, free = self.room(state)
         if free is not None and free < needed:
             return f"it needs up to {_size(needed)}, but only {_size(free)} are free"
@@ -230,16 +249,16 @@ class Checkpoints:
         if not any(multihost.gather_objects(error is not None)):
             return
         if os.path.isdir(os.path.join(self.folder, str(step))):
-            self._warn(f"checkpoint {step} is saved, but an older one could not be deleted: {_reason(error)}")
+            self.warn(f"checkpoint {step} is saved, but an older one could not be deleted: {reason_of(error)}")
         else:
-            self._warn_failed(step, _reason(error))
+            self._warn_failed(step, reason_of(error))
         self._reopen()
 
     def _warn_failed(self, step: int, reason: str) -> None:
-        newest = max((other for other in self._on_disk() if other != step), default=None)
+        newest = max((other for other in self._saved() if other != step), default=None)
         newest = "no checkpoint yet" if newest is None else f"the newest checkpoint is of update {newest}"
-        where = os.path.join(self.folder, str(step))
-        self._warn(f"checkpoint {where} could not be written: {reason}. The run continues; {newest}")
+        where = os.path.join(self._shown, str(step))
+        self.warn(f"checkpoint {where} could not be written: {reason}. The run continues; {newest}")
 
     def _on_disk(self) -> list[int]:
         with contextlib.suppress(OSError):
@@ -253,7 +272,24 @@ class Checkpoints:
         try:
             self._manager = self._open()
         except OSError as error:  # the folder is missing or not writable
-            self._warn(f"checkpoints cannot be kept in {self.folder} now: {_reason(error)}")
+            self.warn(f"checkpoints cannot be kept in {self._shown} now: {reason_of(error)}")
+
+    def forget(self, step: int) -> None:
+        """Deletes this process' local part of a checkpoint that is in a bucket."""
+        shutil.rmtree(os.path.join(self.folder, str(step)), ignore_errors=True)
+        self._manager.reload()
+
+    def wait_for_files(self) -> None:
+        """Returns when this process' files of the last save are written; other threads than the main one may call it.
+
+        Raises:
+          Exception: of orbax or tensorstore; they were not.
+        """
+        self._manager.wait_until_finished()
+
+    def reload(self) -> None:
+        """Notices checkpoints that were put into the folder."""
+        self._manager.reload()
 
     # --- restoring
 
@@ -283,7 +319,7 @@ class Checkpoints:
           UserError: no such step; or a tensor is missing, unexpected, or of another shape or dtype; names it.
           Damaged: it cannot be read, or an array differs from the saved one.
         """
-        where = os.path.join(self.folder, str(step))
+        where = os.path.join(self._shown, str(step))
         if step not in self.steps():
             raise UserError(f"no checkpoint {where}; existing steps: {self.steps() or 'none'}")
         notes = self._notes(step)
@@ -322,22 +358,9 @@ class Checkpoints:
         Raises:
           UserError: as `restore`; or all checkpoints are damaged, since a run must not silently start over.
         """
-        damaged = []
-        while (step := self.latest()) is not None:
-            try:
-                return *self.restore(step, like), step
-            except Damaged as error:
-                damaged.append(str(error))
-                older = max((other for other in self.steps() if other < step), default=None)
-                if older is None:
-                    break
-                self._set_aside(step)
-                self._warn(f"{error}. It was renamed to {step}{DAMAGED_SUFFIX}; resuming from update {older}")
-        if damaged:
-            raise UserError(f"{damaged[-1]}. No other checkpoint is left. Remove {self.folder} to start over")
-        return None
+        return restore_newest(self, like)
 
-    def _set_aside(self, step: int) -> None:
+    def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint, so that its step can be saved again and its files can be inspected."""
         if multihost.is_main():
             aside = os.path.join(self.folder, f"{step}{DAMAGED_SUFFIX}")
@@ -369,8 +392,8 @@ class Checkpoints:
         return np.nan
 
     def _damaged(self, step: int, error: Exception) -> Damaged:
-        where = os.path.join(self.folder, str(step))
-        return Damaged(f"checkpoint {where} is damaged ({type(error).__name__}: {_reason(error)})")
+        where = os.path.join(self._shown, str(step))
+        return Damaged(f"checkpoint {where} is damaged ({type(error).__name__}: {reason_of(error)})")
 
     # --- the end
 
@@ -390,7 +413,25 @@ class Checkpoints:
         self.close()
 
 
-def _reason(error: Exception | None) -> str:
+def restore_newest(checkpoints: Any, like: Any) -> tuple[Any, dict[str, Any], int] | None:
+    """As `Checkpoints.restore_newest`, of a `Checkpoints` or a `BucketCheckpoints`."""
+    damaged = []
+    while (step := checkpoints.latest()) is not None:
+        try:
+            return *checkpoints.restore(step, like), step
+        except Damaged as error:
+            damaged.append(str(error))
+            older = max((other for other in checkpoints.steps() if other < step), default=None)
+            if older is None:
+                break
+            checkpoints.set_aside(step)
+            checkpoints.warn(f"{error}. It was renamed to {step}{DAMAGED_SUFFIX}; resuming from update {older}")
+    if damaged:
+        raise UserError(f"{damaged[-1]}. No other checkpoint is left. Remove {checkpoints.folder} to start over")
+    return None
+
+
+def reason_of(error: Exception | None) -> str:
     """The first line of an error, its middle cut: tensorstore gives the cause at the end."""
     if error is None:
         return "it failed on another process"

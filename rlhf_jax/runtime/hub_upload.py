@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub.utils
 from huggingface_hub import errors
 
+from rlhf_jax import storage
 from rlhf_jax.config import STAGES
 from rlhf_jax.errors import UserError
 
@@ -29,7 +30,7 @@ def repository(config: Any) -> str | None:
         raise UserError(f"--push_to_hub: no hub token was found. {login}") from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise UserError(f"--push_to_hub: the hub could not identify you: {_first_line(error)}. {login}") from error
-    *_, parent, folder = os.path.abspath(config.run_dir).split(os.sep)
+    *_, parent, folder = storage.absolute(config.run_dir).split("/" if storage.is_remote(config.run_dir) else os.sep)
     # In a pipeline, the folder has the name of a stage.
     name = config.hub_model_id or (f"{parent}-{folder}" if folder in STAGES else folder)
     name = name if "/" in name else f"{user}/{name}"

@@ -41,6 +41,9 @@ class Lock:
             self._acquire()
             self._lock.release()
 
+    def ensure_held(self) -> None:
+        """Does nothing: the operating system takes no lock away (see `lease.Lease`)."""
+
     def release(self) -> None:
         """Releases the lock, if held."""
         if self._lock.is_locked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax import storage
 from rlhf_jax.config import StageConfig, batch_sizes
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
@@ -211,7 +211,8 @@ class Loop:
           pending: what is still due after it.
           ended: the run ends here, before its last update: only the exports remain.
         """
-        self.logger.flush()
+        if not self._metrics_stored():
+            return
         name, score, started = self.config.metric_for_best_model, None, time.monotonic()
         known = self.logger.last
         if name is not None and not pending:
@@ -228,6 +229,23 @@ class Loop:
             if self.step < self.stage.total_steps:
                 raise UserError(problem)
             warn(problem)
+
+    def _metrics_stored(self) -> bool:
+        """Writes the metrics of all updates so far. False where a bucket refuses them: a checkpoint of later updates
+        would hide that they are missing."""
+        self.logger.flush()
+        if not storage.is_remote(self.folder.path):
+            return True
+        error = None
+        try:
+            self.folder.lock.ensure_held()
+        except UserError as raised:
+            error = raised
+        multihost.agree(error=error)
+        if multihost.from_first(self.logger.sync):
+            return True
+        warn(f"no checkpoint of update {self.step}, since its metrics could not be written. The run continues")
+        return False
 
     def pending(self) -> dict[str, Any] | None:
         """What is still due after the present update, with its metrics, which are written by the next start.
@@ -284,7 +302,7 @@ class Patience:
         self.values = multihost.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
 
     def _so_far(self, path: str) -> list[float]:
-        lines = metrics_logger.read_metrics(path) if os.path.exists(path) else []
+        lines = metrics_logger.read_metrics(path) if storage.exists(path) else []
         return [line[self.name] for line in lines if self.name in line]
 
     def exhausted(self, values: dict[str, float]) -> bool:

@@ -14,7 +14,7 @@ import huggingface_hub
 import numpy as np
 
 from rlhf_jax.config.diff import matches
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import printable, redact_queries, short_number
 
 _METHODS = {

@@ -5,11 +5,11 @@ Every process reads the same metrics, so all come to the same decision.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger
@@ -57,7 +57,7 @@ class Monitor:
 
     def _so_far(self) -> list[dict[str, Any]]:
         path = self._folder.metrics
-        lines = logger.read_metrics(path) if os.path.exists(path) else []
+        lines = logger.read_metrics(path) if storage.exists(path) else []
         wanted = {"step", *WATCHED}
         return [{k: v for k, v in line.items() if k in wanted or k.startswith("nonfinite/")} for line in lines]
 

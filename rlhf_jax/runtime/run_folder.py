@@ -3,6 +3,8 @@
 config.json  recipe.json  inputs.json  metrics.jsonl  timings.jsonl  tensorboard/  checkpoints/STEP/  finished.json
 completions/STEP.jsonl, STEP.tokens.jsonl  calibration/STEP.jsonl  nonfinite/STEP.jsonl  .lock
 policy/  value/  reward_model/: the final models
+
+It may be in a bucket (see `storage`): metrics.jsonl and timings.jsonl are parts there, and .lock a `Lease`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import io
 import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,11 +24,14 @@ from typing import Any
 
 import jax
 
+from rlhf_jax import storage
 from rlhf_jax.config.diff import MAY_DIFFER, differences
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.runtime.lease import Lease
 from rlhf_jax.runtime.lock import Lock
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import parse_json
 
@@ -36,30 +41,15 @@ TEMPLATE_DATE = "date in chat templates"
 Rows = Sequence[dict[str, Any]]
 
 
-def write_atomically(path: str, text: str) -> None:
-    """Writes a whole file or nothing: a reader sees the old text or the new one, even after a kill.
-
-    Args:
-      path: of the file; its folder must exist.
-      text: of the whole file.
-    """
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """The paths of a run's folder. Create it with `open`, which checks that the folder belongs to the run."""
 
     path: str
-    lock: Lock = dataclasses.field(init=False, compare=False, repr=False)
+    lock: Lock | Lease = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "lock", Lock(self.path))
+        object.__setattr__(self, "lock", Lease(self.path) if storage.is_remote(self.path) else Lock(self.path))
 
     def close(self) -> None:
         """Releases the lock: another run may use the folder."""
@@ -126,19 +116,19 @@ class RunFolder:
         Returns:
           The RunFolder; `close` releases the lock.
         """
-        folder = cls(os.path.abspath(os.path.expanduser(run_dir)))
+        folder = cls(storage.absolute(run_dir))
         probe = error = None
         if is_main():
             try:
                 check(run_dir, config, resume, may_differ, override)
                 with _write_errors(folder.path):
-                    os.makedirs(folder.path, exist_ok=True)
+                    storage.make_dir(folder.path)
                     folder.lock.take()
                     folder._check_inputs(inputs or {}, override)
                     write_atomically(folder.config, json_text(config, indent=2) + "\n")
                     write_atomically(folder.inputs, json_text(inputs or {}, indent=2) + "\n")
-                    if os.path.exists(folder.finished_file):  # a finished run continues with other options
-                        os.remove(folder.finished_file)
+                    if storage.exists(folder.finished_file):  # a finished run continues with other options
+                        storage.remove(folder.finished_file)
                     probe = folder._write_probe()
             except UserError as raised:
                 folder.lock.release()
@@ -149,7 +139,7 @@ class RunFolder:
                 multihost.agree(error=folder._check_probe(probe))
             finally:
                 if is_main():
-                    os.remove(os.path.join(folder.path, probe))
+                    storage.remove(os.path.join(folder.path, probe))
         return folder
 
     def _write_probe(self) -> str | None:
@@ -164,7 +154,7 @@ class RunFolder:
         """The error if this process does not see the file of process 0."""
         for _ in range(50):
             # A listing, since a network file system may cache that a name does not exist.
-            if os.path.isdir(self.path) and name in os.listdir(self.path):
+            if storage.is_dir(self.path) and name in storage.list_names(self.path):
                 return None
             time.sleep(0.2)
         return UserError(
@@ -174,11 +164,10 @@ class RunFolder:
 
     def _check_inputs(self, inputs: dict[str, str], override: bool) -> None:
         """Raises a UserError if data or initial checkpoints differ from those of the existing run."""
-        if not self.has_progress() or not os.path.exists(self.inputs):
+        if not self.has_progress() or not storage.exists(self.inputs):
             return
         try:
-            with open(self.inputs, encoding="utf-8") as file:
-                old = dict(json.load(file))
+            old = dict(json.loads(storage.read_text(self.inputs)))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{self.inputs} cannot be read ({error}). Remove it to resume without this check"
@@ -194,11 +183,15 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether checkpoints/ contains a saved step."""
-        return os.path.isdir(self.checkpoints) and any(name.isdigit() for name in os.listdir(self.checkpoints))
+        if storage.is_remote(self.checkpoints):
+            names = storage.complete_folders(self.checkpoints)
+        else:
+            names = os.listdir(self.checkpoints) if os.path.isdir(self.checkpoints) else []
+        return any(name.isdigit() for name in names)
 
     def has_progress(self) -> bool:
         """Whether there is a checkpoint or the run is finished."""
-        return self.has_checkpoint() or os.path.exists(self.finished_file)
+        return self.has_checkpoint() or storage.exists(self.finished_file)
 
     def finished(self) -> dict[str, Any] | None:
         """The content of finished.json, {"step", "metrics", "paths"}; None if the run is not finished.
@@ -206,11 +199,10 @@ class RunFolder:
         Raises:
           UserError: finished.json is damaged.
         """
-        if not os.path.exists(self.finished_file):
+        if not storage.exists(self.finished_file):
             return None
         try:
-            with open(self.finished_file, encoding="utf-8") as file:
-                content = parse_json(file.read())
+            content = parse_json(storage.read_text(self.finished_file))
             metrics, paths = with_floats(content["metrics"]), dict(content["paths"])
             return {"step": content["step"], "metrics": metrics, "paths": paths}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -245,25 +237,24 @@ class RunFolder:
             return
         written = step if written is None else written
         for path in (self.metrics, self.timings):
-            if os.path.exists(path):
-                with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-                    lines = file.readlines()
+            if storage.exists(path):
+                lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
                 kept = [line for line in lines if 0 <= _step_of(line) <= written and step > 0]
                 if kept != lines:
-                    write_atomically(path, "".join(kept))
+                    storage.replace_appended(path, "".join(kept))
         folders = [os.path.join(self.path, name) for name in ("completions", "calibration", "nonfinite")]
-        for folder in filter(os.path.isdir, folders):
-            for name in os.listdir(folder):
+        for folder in filter(storage.is_dir, folders):
+            for name in storage.list_names(folder):
                 match = re.fullmatch(r"(?:training_)?(\d+)(?:\.tokens)?\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
-                    os.remove(os.path.join(folder, name))
+                    storage.remove(os.path.join(folder, name))
         if written == 0:
-            shutil.rmtree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
+            storage.remove_tree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""
         path = os.path.join(self.path, "recipe.json")
-        if is_main() and not (os.path.exists(path) and self.has_progress()):
+        if is_main() and not (storage.exists(path) and self.has_progress()):
             write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
 
     def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> None:
@@ -293,7 +284,7 @@ class RunFolder:
 def _write_rows(path: str, rows: Rows) -> str:
     """Writes JSON lines on process 0, creating the file's folder. Returns the path."""
     if is_main():
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        storage.make_dir(os.path.dirname(path))
         write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
     return path
 
@@ -311,8 +302,8 @@ def _write_errors(path: str):
 
 def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
     """Options in which a config differs from that of the run in a folder, a line each; see `differences`."""
-    folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
-    if not os.path.exists(folder.config) or not folder.has_progress():
+    folder = RunFolder(storage.absolute(run_dir))
+    if not storage.exists(folder.config) or not folder.has_progress():
         return []
     return differences(_config_of(folder, run_dir), config, may_differ)
 
@@ -320,10 +311,11 @@ def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MA
 def template_date(run_dir: str) -> str:
     """The day that the chat templates of a run print in place of today's: that on which the run in the folder began, or
     today for a new one. A resume on another day sees the same prompts."""
-    folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
+    folder = RunFolder(storage.absolute(run_dir))
     try:
-        with open(folder.inputs, encoding="utf-8") as file:
-            return datetime.date.fromisoformat(json.load(file)[TEMPLATE_DATE]).isoformat()
+        return datetime.date.fromisoformat(json.loads(storage.read_text(folder.inputs))[TEMPLATE_DATE]).isoformat()
+    except storage.StorageError:
+        raise
     except (OSError, ValueError, TypeError, KeyError):  # a damaged file is reported when the folder is opened
         return datetime.date.today().isoformat()
 
@@ -353,9 +345,9 @@ def check(
       UserError: the folder contains something else, or a run of another config (names the options), or `resume`
         forbids it.
     """
-    folder = RunFolder(os.path.abspath(os.path.expanduser(run_dir)))
+    folder = RunFolder(storage.absolute(run_dir))
     _check_path(folder, run_dir)
-    used = os.path.exists(folder.config)
+    used = storage.exists(folder.config)
     if used and folder.has_progress() and resume == "never":
         raise UserError(f"--run_dir {run_dir} already contains a run, and --resume is never: choose another folder")
     if used:
@@ -389,6 +381,10 @@ def _check_path(folder: RunFolder, run_dir: str) -> None:
         )
     if os.path.islink(folder.path) and not os.path.exists(folder.path):
         raise UserError(f"--run_dir {run_dir} is a link to {os.readlink(folder.path)}, which does not exist")
+    if storage.is_remote(folder.path):
+        if storage.is_file(folder.path):
+            raise UserError(f"--run_dir {run_dir} is a file. Choose another folder")
+        return
     nearest = folder.path
     while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
         nearest = os.path.dirname(nearest)
@@ -409,7 +405,7 @@ def _check_links(folder: RunFolder) -> None:
 
 def _check_foreign_files(folder: RunFolder, run_dir: str) -> None:
     """Raises a UserError for a folder with files but no run."""
-    names = os.listdir(folder.path) if os.path.isdir(folder.path) else []
+    names = storage.list_names(folder.path) if storage.is_dir(folder.path) else []
     # Hidden files and an incomplete config.json of a killed run are accepted.
     names = sorted(name for name in names if not name.startswith(".") and name != "config.json.tmp")
     if names:
@@ -422,8 +418,9 @@ def _check_foreign_files(folder: RunFolder, run_dir: str) -> None:
 def _config_of(folder: RunFolder, run_dir: str) -> dict[str, Any]:
     """The config of the run in a folder; a model's folder, for example, has another kind of config.json."""
     try:
-        with open(folder.config, encoding="utf-8") as file:
-            old = parse_json(file.read())
+        old = parse_json(storage.read_text(folder.config))
+    except storage.StorageError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{folder.config} is not JSON ({error}): choose another --run_dir") from error
     if not isinstance(old, dict) or "stage" not in old:

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_jax import storage
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.callbacks import Callback, Control
-from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import parse_json, printable, redact_queries
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -109,10 +110,15 @@ class TrackerCallback(Callback):
         stored = _read(path)
         project = config.project or os.environ.get("WANDB_PROJECT") or PROJECT
         options = {name: redact_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
-        name = config.run_name or os.path.relpath(config.run_dir)
+        if storage.is_remote(config.run_dir):  # the trackers' own files stay on this machine
+            folder, shown = storage.cache_folder("trackers"), config.run_dir
+            storage.make_dir(folder)
+        else:
+            folder, shown = os.path.abspath(config.run_dir), os.path.relpath(config.run_dir)
+        name = config.run_name or shown
         try:
             own = stored.get(self.name, {})
-            stored[self.name] = self.start(os.path.abspath(config.run_dir), own, name, project, options)
+            stored[self.name] = self.start(folder, own, name, project, options)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"--report_to {self.name}: could not start: {reason}") from error
@@ -222,11 +228,10 @@ def _read(path: str) -> dict[str, dict[str, str]]:
     Raises:
       UserError: the file is damaged.
     """
-    if not os.path.exists(path):
+    if not storage.exists(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            stored = parse_json(file.read())
+        stored = parse_json(storage.read_text(path))
         return {name: dict(value) for name, value in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}, which names the run's trackers, cannot be read ({error}). Remove it") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax import storage
 from rlhf_jax.data import save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
@@ -233,7 +234,9 @@ def export(
             path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind, tokenizer, source
         )
         del wide
-        origin = path, None
+        # A run in a bucket exports to a temporary folder, which is uploaded.
+        where = context.config.run_dir
+        origin = (f"{where}/{name}_base" if storage.is_remote(where) else path), None
     export_merged = context.config.export_merged
     adapter = os.path.join(folder, f"{name}_adapter" if export_merged else name)
     norm = None

@@ -257,12 +257,18 @@ def test_all_problems_are_told_at_once():
     assert len(str(error.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("config", [PPOConfig(run_dir="gs://b/run"), Pipeline(run_dir="s3://b/run")])
-def test_a_bucket_is_no_run_folder_and_the_way_to_one_is_told_once(config):
-    with pytest.raises(
-        UserError, match="^run_dir is '(gs|s3)://b/run'; it must be a folder. Mount the bucket .*path.$"
-    ):
-        validation.check(config)
+@pytest.mark.parametrize(
+    "folder", ["hdfs://b/run", "gs://", "s3:///run", "s3://b/run?x=1", "https://s3.amazonaws.com/b"]
+)
+def test_a_url_that_is_no_folder_of_a_bucket_is_refused_once(folder):
+    for config in (PPOConfig(run_dir=folder), Pipeline(run_dir=folder)):
+        with pytest.raises(UserError, match=r"^run_dir is .*; it must be a folder, s3://BUCKET/FOLDER or gs://"):
+            validation.check(config)
+
+
+def test_a_folder_of_a_bucket_is_a_run_folder():
+    for folder in ("gs://b", "gs://b/run", "s3://b/deep/run/"):
+        validation.check(PPOConfig(run_dir=folder))
 
 
 def test_stop_token_ids_need_no_other_option():

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from huggingface_hub import errors as hub_errors
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.image_text import WRAPPERS, is_image_text, text_tensors
 from rlhf_jax.models.io import peft
@@ -50,9 +51,14 @@ def resolve(
     """The local folder of a checkpoint: the folder itself, or the hub repository downloaded to the cache.
 
     Downloads JSON files and, with `weights`, safetensors, or .bin files where there are no safetensors. huggingface_hub
-    reads HF_ENDPOINT and HF_HUB_OFFLINE. Raises a UserError when it is neither a folder nor on the hub.
+    reads HF_ENDPOINT and HF_HUB_OFFLINE. A folder in a bucket is copied to the cache in the same way. Raises a
+    UserError when it is neither a folder nor on the hub.
     """
-    path = Path(name_or_path).expanduser()
+    if storage.is_remote(str(name_or_path)):
+        patterns = ("*.json", "*.safetensors", "*.bin") if weights else ("*.json",)
+        path = Path(storage.local_copy(str(name_or_path), patterns))
+    else:
+        path = Path(name_or_path).expanduser()
     if path.is_dir():
         folder = path
     elif path.exists():
