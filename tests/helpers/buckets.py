@@ -27,6 +27,7 @@ class Faults:
       refuse: answers every call with 403.
       delay: seconds before each answer.
       lose_answers: calls that are carried out, but answered with a server error.
+      matching: part of the path of the calls that fail.
       calls: (method, path) of the calls so far.
     """
 
@@ -96,6 +97,12 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
+    def _names(self, body):
+        """The path, with the name of the object that an upload to GCS has in its body."""
+        if self.command == "POST" and "uploadType=multipart" in self.path:
+            return f"{self.path}&name={_name_in(body)}"
+        return self.path
+
     def _handle(self):
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             body = b""
@@ -111,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         if faults.refuse:
             code = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
             return self._answer(403, code, [("Content-Type", "application/xml")])
-        if faults.fails((self.command, self.path)):
+        if faults.fails((self.command, self._names(body))):
             return self._answer(503, b"")
         headers = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
         headers["Content-Length"] = str(len(body))
@@ -142,7 +149,7 @@ def _name_in(body: bytes) -> str:
 
 @contextlib.contextmanager
 def s3():
-    """(environment of its users, proxy) of an S3 server with the bucket BUCKET."""
+    """(environment of its users, proxy) of an S3 server with the bucket BUCKET, empty; one at a time."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -156,6 +163,7 @@ def s3():
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     try:
+        _call(proxy, "POST", "/moto-api/reset")  # all servers of a process share their objects
         _call(proxy, "PUT", f"/{BUCKET}")
         yield environment, proxy
     finally:
