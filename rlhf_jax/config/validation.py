@@ -73,7 +73,8 @@ def combinations(config: StageConfig) -> Iterator[str]:
     if config.dataset_streaming:
         yield (
             "dataset_streaming is not supported: batches are a function of the seed and the step, so that a run can "
-            "resume anywhere, and a stream has no random access. Leave the option out to download the dataset."
+            "resume anywhere, and a stream has no random access. Leave the option out: the dataset is downloaded once "
+            "and mapped from the disk, so that memory does not grow with it. max_train_samples takes the first rows."
         )
     for name, value in vars(config).items():
         if any(isinstance(part, str) and has_password(part) for part in (value if type(value) is tuple else (value,))):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rlhf_jax.data.ragged import Chained, Ragged, lengths_of
 from rlhf_jax.errors import UserError
 
 Batch = TypeVar("Batch")
@@ -117,20 +118,24 @@ def pad_left(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndarr
     return out
 
 
-def lengths_of(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """[B] int32."""
-    return np.fromiter((len(tokens) for tokens in sequences), np.int32, len(sequences))
-
-
 def fingerprint(*stores: Sequence[np.ndarray]) -> str:
     """sha256 of all tokens and lengths, in order. A resumed run compares it to detect changed data."""
     digest = hashlib.sha256()
     for store in stores:
         digest.update(np.int64(len(store)).tobytes())
         digest.update(lengths_of(store).tobytes())
-        for tokens in store:
-            digest.update(np.asarray(tokens, np.int32).tobytes())
+        for tokens in _values(store):
+            digest.update(np.ascontiguousarray(tokens, np.int32))
     return digest.hexdigest()
+
+
+def _values(store: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The numbers of all sequences in order, many at a time where they lie together."""
+    if isinstance(store, Chained):
+        for part in store.parts:
+            yield from _values(part)
+    else:
+        yield from store.values() if isinstance(store, Ragged) else store
 
 
 class Batched(Generic[Batch]):
@@ -138,6 +143,8 @@ class Batched(Generic[Batch]):
 
     report: DataReport
     shuffle = True
+    known_fingerprint: str | None = None
+    """Kept with cached tokens."""
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> Batch:
         """The batch of row indices `rows`, of which only `rows[local]` are prepared."""
@@ -178,4 +185,4 @@ class Batched(Generic[Batch]):
     @property
     def fingerprint(self) -> str:
         """The number of rows and a sha256 of their tokens."""
-        return f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"
+        return self.known_fingerprint or f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"

@@ -4,7 +4,7 @@ as the chat template renders it."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
+from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array
@@ -47,17 +48,18 @@ class DemoRows(batches.Batched[DemoBatch]):
 class DemoData(DemoRows):
     """Tokenized demonstrations."""
 
-    tokens: list[np.ndarray]
+    tokens: Sequence[np.ndarray]
     """int32 each: prompt + completion + eos."""
     prompt_lengths: np.ndarray
     """[N] int32."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
-    loss_masks: list[np.ndarray] | None = None
+    loss_masks: Sequence[np.ndarray] | None = None
     """bool each, of the tokens: the assistant's; None: all."""
+    known_fingerprint: str | None = None
 
-    def _sequences(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
@@ -100,72 +102,169 @@ def conversation_columns(rows: Rows, prompt_column: str, completion_column: str)
     return columns if len(columns) == 1 or chat.holds_conversations(rows, prompt_column) else ()
 
 
-def _conversations(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    columns: tuple[str, ...],
-    *,
-    max_length: int,
-    query_length: int,
-    query_overflow: str,
-    on_bad_row: str,
-    length_buckets: tuple[int, ...] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    assistant_only_loss: bool,
-    completion_only_loss: bool,
-) -> DemoData:
-    """`make_demonstrations` of conversations."""
-    has_prompt = len(columns) == 2
-    if completion_only_loss and not has_prompt:
-        raise UserError(
-            f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
-            f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
-        )
-    template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-    if assistant_only_loss:
-        template.check_marks_assistant()
+class ConversationEncoder:
+    """The `tokenized.Encoder` of conversations; the arguments are those of `make_demonstrations`.
 
-    def encode(row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
-        prompt: list[int] = []
-        if has_prompt:
-            prompt = tokenizer.encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
-        messages = [message for column in columns for message in row[column]]
+    Raises:
+      UserError: there is no chat template, or an option of the loss does not apply.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        columns: tuple[str, ...],
+        *,
+        max_length: int,
+        query_length: int,
+        query_overflow: str,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        assistant_only_loss: bool,
+        completion_only_loss: bool,
+    ):
+        if completion_only_loss and len(columns) == 1:
+            raise UserError(
+                f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
+                f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
+            )
+        self.tokenizer, self.row_columns = tokenizer, columns
+        self.template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
         if assistant_only_loss:
-            return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
-        return prompt, tokenizer.encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
+            self.template.check_marks_assistant()
+        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
+        self.assistant_only, self.completion_only = assistant_only_loss, completion_only_loss
+        masks = {"mask": "mask"} if assistant_only_loss else {}
+        self.columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag", "mismatched": "flag", **masks}
 
-    split, encoded = chat.render_rows(
-        rows, lambda row: chat.messages_fault(row, columns, "demonstrations"), encode, on_bad_row
-    )
-    tokens, prompt_lengths, loss_masks, truncated, mismatched = [], [], [], 0, 0
-    for prompt, ids, assistant in encoded:
-        if len(prompt) > query_length or (len(ids) > max_length and query_overflow == "drop"):
-            continue
-        start = max(1, len(prompt) if completion_only_loss else 0)
-        in_loss = range(start, min(len(ids), max_length))
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        limits = [self.max_length, self.query_length, self.query_overflow, self.assistant_only, self.completion_only]
+        return row_texts.identity(self.tokenizer, self.template, self.row_columns, limits)
+
+    def _ids(self, row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
+        """(prompt, all, which are the assistant's)"""
+        columns, template, encode = self.row_columns, self.template, self.tokenizer.encode
+        prompt: list[int] = []
+        if len(columns) == 2:
+            prompt = encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
+        messages = [message for column in columns for message in row[column]]
+        if self.assistant_only:
+            return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
+        return prompt, encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
+
+    def _checked_ids(self, row: Any) -> tuple[Any, str | None]:
+        return chat.rendered_or_fault(
+            row, lambda row: chat.messages_fault(row, self.row_columns, "demonstrations"), self._ids
+        )
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        return self._checked_ids(row)[1]
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        checked = [self._checked_ids(row) for row in rows]
+        return [self._columns(*ids) if fault is None else fault for ids, fault in checked]
+
+    def _columns(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> Encoded:
+        """The columns of a row; None for one that is left out."""
+        longest = self.max_length
+        if len(prompt) > self.query_length or (len(ids) > longest and self.query_overflow == "drop"):
+            return None
+        start = max(1, len(prompt) if self.completion_only else 0)
+        in_loss = range(start, min(len(ids), longest))
         if assistant is not None:
-            in_loss = np.flatnonzero(assistant[start:max_length])
-        if len(prompt) >= max_length or not len(in_loss):  # as TRL, no row without a loss
-            continue
-        if assistant is not None:
-            loss_masks.append(assistant[:max_length])
-        truncated += len(ids) > max_length
-        mismatched += completion_only_loss and ids[: len(prompt)] != prompt
-        tokens.append(np.asarray(ids[:max_length], np.int32))
-        prompt_lengths.append(len(prompt))
-    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
+            in_loss = np.flatnonzero(assistant[start:longest])
+        if len(prompt) >= longest or not len(in_loss):  # as TRL, no row without a loss
+            return None
+        return {
+            "tokens": ids[:longest],
+            "prompt_length": len(prompt),
+            "truncated": len(ids) > longest,
+            "mismatched": self.completion_only and ids[: len(prompt)] != prompt,
+            "mask": None if assistant is None else assistant[:longest],
+        }
+
+
+class TextEncoder:
+    """The `tokenized.Encoder` of texts; the arguments are those of `make_demonstrations`."""
+
+    columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag"}
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        prompt_column: str,
+        completion_column: str,
+        *,
+        max_length: int,
+        query_length: int,
+        query_overflow: str,
+    ):
+        self.tokenizer = tokenizer
+        self.prompt_columns = row_texts.prompt_columns(rows, prompt_column)
+        self.completion_column = completion_column_of(rows, self.prompt_columns, completion_column)
+        # A summary begins without the space that follows "TL;DR:".
+        own_name = completion_column == "summary"
+        self.space = " " if self.completion_column == "summary" and not own_name else ""
+        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
+
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        limits = [self.max_length, self.query_length, self.query_overflow, self.space]
+        return row_texts.identity(self.tokenizer, None, self.prompt_columns, self.completion_column, limits)
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        return row_texts.text_fault(row, (*self.prompt_columns, self.completion_column))
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        faults = [self.fault(row) for row in rows]
+        good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+        texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
+        prompts, cut = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
+        completions = self.tokenizer.encode_batch([self.space + row[self.completion_column] for row in good])
+        encoded = iter(map(self._columns, prompts, cut, completions))
+        return [next(encoded) if fault is None else fault for fault in faults]
+
+    def _columns(self, prompt: list[int] | None, prompt_cut: bool, completion: list[int]) -> Encoded:
+        """The columns of a row; None for one that is left out."""
+        if prompt is None or len(prompt) >= self.max_length:
+            return None
+        sequence = join_with_eos(prompt, completion, self.tokenizer.eos_id)
+        too_long = len(sequence) > self.max_length
+        if too_long and self.query_overflow == "drop":
+            return None
+        return {
+            "tokens": sequence[: self.max_length],
+            "prompt_length": len(prompt),
+            "truncated": too_long or prompt_cut,
+        }
+
+
+def _data_of(
+    made: Tokenized, encoder: TextEncoder | ConversationEncoder, length_buckets: Sequence[int] | None
+) -> DemoData:
+    """Demonstrations of their tokens."""
+    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
+    row_texts.check_any_kept(made.rows, len(made.kept), limits)
+    tokens = made.ragged("tokens")
+    mismatched = made.count("mismatched") if "mismatched" in encoder.columns else 0
     note = f"{mismatched} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
     buckets, report = row_texts.buckets_and_report(
-        rows,
-        split,
+        made,
         tokens,
         length_buckets=length_buckets,
-        truncated=truncated,
+        truncated=made.count("truncated"),
         note=note if mismatched else None,
-        template_date=template.date,
+        template_date=encoder.template.date if isinstance(encoder, ConversationEncoder) else None,
     )
-    masks = loss_masks if assistant_only_loss else None
-    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report, masks)
+    masks = made.ragged("mask") if "mask" in encoder.columns else None
+    fingerprint = made.meta.get("fingerprint")
+    lengths, pad_id = made.numbers("prompt_length"), encoder.tokenizer.pad_id
+    return DemoData(tokens, lengths, pad_id, buckets, report, masks, fingerprint)
 
 
 def make_demonstrations(
@@ -182,6 +281,7 @@ def make_demonstrations(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     assistant_only_loss: bool = False,
     completion_only_loss: bool = False,
+    num_proc: int | None = None,
 ) -> DemoData:
     """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config.
 
@@ -197,49 +297,33 @@ def make_demonstrations(
       UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, there is no
         chat template for conversations, or an option of the loss does not apply to the data.
     """
+    limits = {"max_length": max_length, "query_length": query_length, "query_overflow": query_overflow}
     if conversations := conversation_columns(rows, prompt_column, completion_column):
-        return _conversations(
+        encoder = ConversationEncoder(
             rows,
             tokenizer,
             conversations,
-            max_length=max_length,
-            query_length=query_length,
-            query_overflow=query_overflow,
-            on_bad_row=on_bad_row,
-            length_buckets=length_buckets,
+            **limits,
             chat_template_kwargs=chat_template_kwargs,
             assistant_only_loss=assistant_only_loss,
             completion_only_loss=completion_only_loss,
         )
-    if assistant_only_loss:
+    elif assistant_only_loss:
         raise UserError(
             f"assistant_only_loss needs conversations, but {rows.name} has texts: give lists of messages in a column "
             f"{MESSAGES!r}, or use completion_only_loss"
         )
-    columns = row_texts.prompt_columns(rows, prompt_column)
-    completion_column_found = completion_column_of(rows, columns, completion_column)
-    # A summary begins without the space that follows "TL;DR:".
-    space = " " if completion_column_found == "summary" and completion_column != "summary" else ""
-    text_columns = (*columns, completion_column_found)
-    split = row_texts.split_rows(rows, lambda row: row_texts.text_fault(row, text_columns), on_bad_row)
-    texts = [row_texts.prompt_text(row, columns) for row in split.good]
-    prompts, _ = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
-    completions = tokenizer.encode_batch([space + row[completion_column_found] for row in split.good])
-    tokens, prompt_lengths, truncated = [], [], 0
-    for full_prompt, prompt, completion in zip(tokenizer.encode_batch(texts), prompts, completions, strict=True):
-        if prompt is None or len(prompt) >= max_length:
-            continue
-        sequence = join_with_eos(prompt, completion, tokenizer.eos_id)
-        if len(sequence) > max_length and query_overflow == "drop":
-            continue
-        truncated += len(sequence) > max_length or len(prompt) < len(full_prompt)
-        tokens.append(np.asarray(sequence[:max_length], np.int32))
-        prompt_lengths.append(len(prompt))
-    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
-    buckets, report = row_texts.buckets_and_report(
-        rows, split, tokens, length_buckets=length_buckets, truncated=truncated
+    else:
+        encoder = TextEncoder(rows, tokenizer, prompt_column, completion_column, **limits)
+    made = tokenize(
+        rows,
+        encoder,
+        on_bad_row=on_bad_row,
+        num_proc=num_proc,
+        build=lambda made: _data_of(made, encoder, None),
+        describe=lambda data: {"fingerprint": data.fingerprint},
     )
-    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
+    return _data_of(made, encoder, length_buckets)
 
 
 def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> DemoData:
@@ -257,6 +341,7 @@ def demonstrations_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> D
         chat_template_kwargs=config.chat_template_kwargs,
         assistant_only_loss=getattr(config, "assistant_only_loss", False),
         completion_only_loss=getattr(config, "completion_only_loss", False),
+        num_proc=getattr(config, "dataset_num_proc", None),
     )
 
 

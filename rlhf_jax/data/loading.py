@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_jax.data.arithmetic import load_arithmetic
+from rlhf_jax.data import arithmetic, arrow_cache, synthetic
 from rlhf_jax.data.files import (
     SUFFIXES,
     MalformedRow,
@@ -19,11 +19,12 @@ from rlhf_jax.data.files import (
     read_file,
     read_folder,
     select_split,
+    table_fingerprint,
+    write_table,
 )
-from rlhf_jax.data.synthetic import load_synthetic
 from rlhf_jax.errors import UserError
 
-BUILT_IN = {"synthetic": load_synthetic, "arithmetic": load_arithmetic}
+BUILT_IN = {"synthetic": synthetic.load_synthetic, "arithmetic": arithmetic.load_arithmetic}
 """Built-in data sets by name."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""
@@ -34,9 +35,9 @@ _NAME_PREFIX = re.compile(r"[A-Za-z0-9_.-]*=")
 def _read_hub(name: str, split: str, config: str | None, revision: str | None) -> Rows:
     with datasets_without_progress_bars() as datasets:
         try:
-            return from_dataset(
-                datasets.load_dataset(name, config, split=split, revision=revision), f"{name} ({split})"
-            )
+            table = datasets.load_dataset(name, config, split=split, revision=revision)
+            large = table.data.nbytes >= arrow_cache.MINIMUM_BYTES
+            return from_dataset(table, f"{name} ({split})", [name, table._fingerprint] if large else None)
         except Exception as error:  # datasets raises many types of exceptions
             text = " ".join(str(error).split()) or type(error).__name__
             names = re.search(r"Should be one of \[(.*?)\]", text)
@@ -48,6 +49,23 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
                 f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
                 "dataset_name is a hub name, a local file or folder, 'synthetic' or 'arithmetic'."
             ) from error
+
+
+def _read_built_in(name: str, kind: str, split: str, size: int | None, seed: int) -> Rows:
+    """Rows of a built-in data set. Making thousands takes seconds, so they are cached."""
+    title = f"{name} {kind} ({split})"
+    known = {"synthetic": synthetic.SIZES, "arithmetic": arithmetic.SIZES}[name]
+    fingerprint = [name, kind, split, size, seed]
+    if (known.get(split, 0) if size is None else size) < 2048:
+        return from_dataset(BUILT_IN[name](kind, split, size, seed), title)
+
+    def write(folder: str) -> dict[str, Any]:
+        write_table(BUILT_IN[name](kind, split, size, seed), folder)
+        return {}
+
+    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
+    table = BUILT_IN[name](kind, split, size, seed) if entry is None else entry.table
+    return from_dataset(table, title, fingerprint)
 
 
 def load_rows(
@@ -81,14 +99,15 @@ def load_rows(
     if streaming or type(source).__name__ in ("IterableDataset", "IterableDatasetDict", "generator"):
         raise UserError(
             "dataset_streaming is refused: the rows of an update are a function of seed and step, so that a run can "
-            "resume at any step, and a stream has no random access. Leave it off; max_train_samples limits the number "
-            "of rows."
+            "resume at any step, and a stream has no random access. Leave it off: rows are mapped from the disk, so "
+            "memory does not grow with their number. max_train_samples takes the first rows. To train on a stream, "
+            "write as many rows as the run needs to a file: datasets' take, then to_json."
         )
     label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
         source = os.fspath(source)
         if source in BUILT_IN:
-            rows = from_dataset(BUILT_IN[source](kind, split, max_samples, seed), f"{source} {kind} ({split})")
+            rows = _read_built_in(source, kind, split, max_samples, seed)
         elif os.path.isfile(source):
             rows = read_file(source)
         elif os.path.isdir(source):
@@ -101,8 +120,9 @@ def load_rows(
         rows = from_list(source, f"the list given as {label}")
     elif isinstance(source, Mapping):
         rows = select_split(source, "the DatasetDict given", split)
+        rows = from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
     elif hasattr(source, "column_names") and hasattr(source, "select"):
-        rows = from_dataset(source, f"the data set given as {label}")
+        rows = from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
     else:
         raise UserError(
             f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"

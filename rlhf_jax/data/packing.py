@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import DemoBatch, DemoData, DemoRows
+from rlhf_jax.data.ragged import Ragged, lengths_of
 
 
 def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -57,7 +58,7 @@ class PackedDemoData(DemoRows):
     """Demonstrations packed into rows of one width. A row of a batch is a pack."""
 
     data: DemoData
-    packs: list[list[int]]
+    packs: Sequence[np.ndarray]
     """The demonstrations of each row."""
     width: int
     completion_only: bool
@@ -90,7 +91,7 @@ class PackedDemoData(DemoRows):
 
     def source_rows(self, row: int) -> dict[str, Any]:
         """{"rows"}: the demonstrations of a pack."""
-        return {"rows": list(self.packs[row])}
+        return {"rows": np.asarray(self.packs[row]).tolist()}
 
     @property
     def fingerprint(self) -> str:
@@ -106,7 +107,7 @@ def pack(data: DemoData, width: int, completion_only: bool) -> PackedDemoData:
       width: tokens of a row (max_length).
       completion_only: whether prompts are left out of the loss.
     """
-    packs = best_fit_decreasing([len(tokens) for tokens in data.tokens], width)
+    packs = Ragged.of_lists(best_fit_decreasing(lengths_of(data.tokens), width))
     share = data.report.tokens / (len(packs) * width)
     note = f"packed into {len(packs)} rows of {width} tokens, {share:.0%} full"
     notes = [data.report.note, note] if data.report.note else [note]

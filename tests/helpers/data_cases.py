@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -34,6 +33,7 @@ BAD_LINES = (
     b'{"prompt": "  ", "completion": " x"}',
     b'{"prompt": "i met anna.", "completion": ""}',
 )
+EQUAL_PAIR = {"prompt": "a", "chosen": " b", "rejected": " b", "by": 1}
 
 
 def posts(count: int, **more) -> list[dict]:
@@ -89,7 +89,9 @@ def _summary(made, columns: bool = False) -> dict:
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
             if value is not None:
-                digest.update(f"{field.name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+                digest.update(
+                    f"{field.name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+                )
 
     size = min(8, len(made))
     for step in range(3 * (len(made) // size)):
@@ -115,7 +117,7 @@ def _sources(folder: pathlib.Path) -> dict[str, object]:
     table.to_parquet(str(folder / "a.parquet"))
     table.to_csv(str(folder / "a.csv"))
     table.save_to_disk(str(folder / "saved"))
-    (folder / "parts").mkdir()
+    (folder / "parts").mkdir(exist_ok=True)
     table.select(range(25)).to_parquet(str(folder / "parts" / "train-0.parquet"))
     write_lines(folder / "parts" / "train-1.jsonl", rows[25:], BAD_LINES[:2])
     feather = pa.table({"prompt": [row["prompt"] for row in rows], "completion": [row["completion"] for row in rows]})
@@ -143,21 +145,22 @@ def _marked(path: pathlib.Path, rows: list) -> str:
     return str(path)
 
 
-def _made(name: str, make) -> dict:
+def _made(make) -> dict:
     try:
         return make()
     except UserError as error:
         return {"error": str(error)}
 
 
-def results(folder: pathlib.Path, load=data.load_rows) -> dict[str, dict]:
+def results(folder: pathlib.Path, chosen=lambda name: True) -> dict[str, dict]:
     """What is made of every case: {case: batches, fingerprint and report, or error}.
 
     Args:
       folder: for files; its path is FOLDER in the result.
-      load: `data.load_rows`.
+      chosen: whether a case is tried.
     """
     found: dict[str, dict] = {}
+    load = data.load_rows
     texts, chat = data.load_tokenizer("synthetic"), bytes_tokenizer(MARKED)
     words = {"synthetic": texts, "arithmetic": data.load_tokenizer("arithmetic")}
     for name, source in _sources(folder).items():
@@ -166,17 +169,15 @@ def results(folder: pathlib.Path, load=data.load_rows) -> dict[str, dict]:
             for limit in (None, 12):
                 limit = 60 if limit is None and name in words else limit
                 rows = lambda: load(source, max_samples=limit, kind="demonstrations")  # noqa: B023, E731
-                key = f"{name}, {bad}, {limit}"
-                found[f"prompts of {key}"] = _made(
-                    key, lambda: _summary(data.make_prompts(rows(), tokenizer, on_bad_row=bad), True)  # noqa: B023
-                )
-                found[f"demonstrations of {key}"] = _made(
-                    key, lambda: _summary(data.make_demonstrations(rows(), tokenizer, on_bad_row=bad))  # noqa: B023
-                )
+                for kind in ("prompts", "demonstrations"):
+                    case, make = f"{kind} of {name}, {bad}, {limit}", getattr(data, f"make_{kind}")
+                    if chosen(case):
+                        made = lambda: make(rows(), tokenizer, on_bad_row=bad)  # noqa: B023, E731
+                        found[case] = _made(lambda: _summary(made(), kind == "prompts"))  # noqa: B023
     files = {
         "posts": write_lines(folder / "posts.jsonl", posts(60), BAD_LINES),
         "chats": write_lines(folder / "chats.jsonl", [*conversations(40), {"prompt": "text"}, {"prompt": []}]),
-        "pairs": write_lines(folder / "pairs.jsonl", [*pairs(40), {"prompt": "a", "chosen": " b", "rejected": " b", "by": 1}]),
+        "pairs": write_lines(folder / "pairs.jsonl", [*pairs(40), EQUAL_PAIR]),
         "chat pairs": write_lines(folder / "chat_pairs.jsonl", [*chat_pairs(40), {"chosen": "a"}]),
         "parts": write_lines(
             folder / "parts.jsonl",
@@ -191,15 +192,14 @@ def results(folder: pathlib.Path, load=data.load_rows) -> dict[str, dict]:
     full = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in pairs(20)]
     files["full pairs"] = write_lines(folder / "full_pairs.jsonl", full)
     for name, kind, tokenizer, options in _options(texts, chat):
-        make = getattr(data, f"make_{kind}")
-        case = f"{kind} of {name} with {options}"
-        found[case] = _made(
-            case,
-            lambda: _summary(make(load(files[name]), tokenizer, on_bad_row="skip", **options), kind == "prompts"),  # noqa: B023
-        )
+        make, case = getattr(data, f"make_{kind}"), f"{kind} of {name} with {options}"
+        if not chosen(case):
+            continue
+        made = lambda: make(load(files[name]), tokenizer, on_bad_row="skip", **options)  # noqa: B023, E731
+        found[case] = _made(lambda: _summary(made(), kind == "prompts"))  # noqa: B023
         if kind == "demonstrations" and "error" not in found[case]:
-            made = make(load(files[name]), tokenizer, on_bad_row="skip", **options)
-            found[f"packed {case}"] = _summary(data.pack(made, made.report.longest + 20, False))
+            data_set = made()
+            found[f"packed {case}"] = _summary(data.pack(data_set, data_set.report.longest + 20, False))
     return json.loads(json.dumps(found).replace(json.dumps(str(folder))[1:-1], "FOLDER"))
 
 
@@ -226,14 +226,7 @@ def _options(texts, chat):
     yield "posts", "prompts", texts, {"prompt_column": "nothing"}
 
 
-@contextlib.contextmanager
-def working_folder():
-    """A folder whose path has the same length wherever it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield pathlib.Path(folder)
-
-
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with working_folder() as made_in:
-        RECORDED.write_text(json.dumps(results(made_in), indent=0, sort_keys=True) + "\n")
+    with tempfile.TemporaryDirectory() as made_in:
+        RECORDED.write_text(json.dumps(results(pathlib.Path(made_in)), indent=0, sort_keys=True) + "\n")
