@@ -19,7 +19,7 @@ from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.config.files import load_config, shipped_configs
 from rlhf_jax.config.presets import PRESETS, with_preset
-from rlhf_jax.config.values import field_types, is_dict, nearest, value_from_words
+from rlhf_jax.config.values import field_types, is_json, nearest, value_from_words
 from rlhf_jax.errors import UserError
 
 PROG = "python -m rlhf_jax.train"
@@ -249,13 +249,13 @@ _HELP_TYPES = tyro.constructors.ConstructorRegistry()
 @_HELP_TYPES.primitive_rule
 def _json_dict(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """A dict is JSON text in the help; by default tyro makes options or subcommands of it."""
-    if not is_dict(info.type):
+    if not is_json(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="{None}|JSON",
         instance_from_str=lambda words: json.loads(words[0]),
-        is_instance=lambda value: value is None or isinstance(value, dict),
+        is_instance=lambda value: value is None or isinstance(value, dict | tuple),
         str_from_instance=lambda value: ["None" if value is None else json.dumps(value)],
     )
 

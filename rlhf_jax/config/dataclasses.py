@@ -134,6 +134,9 @@ class StageConfig:
     dataset_name: str = "trl-lib/tldr"
     """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
     preferences) or 'arithmetic' (sums with worked solutions)."""
+    datasets: tuple[dict[str, Any], ...] | None = None
+    """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
+    weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from rlhf_jax.errors import UserError
 MINIMUM_BYTES = 2**18
 """Smaller data sets are not cached: to read them again takes a fraction of a second."""
 _PATIENCE = 10.0  # seconds that a process waits for another before it says so
+_POLL = 0.25  # seconds between two looks at a lock
 _SETTLED = 10.0  # seconds after its last change from which a file's times identify its content
 _unusable: set[str] = set()
 
@@ -129,10 +131,10 @@ def _locked(path: str, name: str) -> Iterator[None]:
     with _errors_of_the_disk():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
-            lock.acquire(timeout=_PATIENCE)
+            lock.acquire(timeout=_PATIENCE, poll_interval=_POLL)
         except filelock.Timeout:
-            warnings.warn(f"{name}: waiting for another process, which tokenizes it ({path})", stacklevel=2)
-            lock.acquire()
+            print(f"{name}: waiting for another process, which prepares it ({path})", file=sys.stderr, flush=True)
+            lock.acquire(poll_interval=_POLL)
     try:
         yield
     finally:

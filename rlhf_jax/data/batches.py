@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -78,13 +78,26 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
+class Order(Protocol):
+    """An order of rows of its own."""
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Row indices of an epoch, [N] int64."""
+
+
 def rows_of_step(
-    rows: int, batch_size: int, seed: int, step: int, name: str = "the data set", shuffle: bool = True
+    rows: int,
+    batch_size: int,
+    seed: int,
+    step: int,
+    name: str = "the data set",
+    shuffle: bool = True,
+    shares: Order | None = None,
 ) -> np.ndarray:
     """Row indices of update `step` (0-based), a pure function of the arguments.
 
-    Each epoch is a new permutation, or file order if `shuffle` is false. It has rows // batch_size updates; the
-    remaining rows are dropped, like TRL's drop_last.
+    Each epoch is a new permutation, or file order if `shuffle` is false, or what `shares` makes of it. It has
+    rows // batch_size updates; the remaining rows are dropped, like TRL's drop_last.
 
     Returns:
       [batch_size] int64.
@@ -98,7 +111,10 @@ def rows_of_step(
             f"{name} has {rows} usable rows, fewer than batch_size = {batch_size}: lower batch_size or give more rows"
         )
     start = step % steps * batch_size
-    order = _permutation(rows, seed, step // steps) if shuffle else np.arange(rows)
+    if shares is not None:
+        order = shares.order(seed, step // steps, shuffle)
+    else:
+        order = _permutation(rows, seed, step // steps) if shuffle else np.arange(rows)
     return order[start : start + batch_size]
 
 
@@ -145,6 +161,8 @@ class Batched(Generic[Batch]):
     shuffle = True
     known_fingerprint: str | None = None
     """Kept with cached tokens."""
+    shares: Order | None = None
+    """The order of the rows of a mixture with weights."""
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> Batch:
         """The batch of row indices `rows`, of which only `rows[local]` are prepared."""
@@ -159,7 +177,7 @@ class Batched(Generic[Batch]):
 
     def rows_of(self, seed: int, step: int, batch_size: int) -> np.ndarray:
         """Row indices of update `step` (0-based); see `rows_of_step`."""
-        return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle)
+        return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle, self.shares)
 
     def batch(self, seed: int, step: int, batch_size: int, local: np.ndarray | slice = _ALL) -> Batch:
         """Numpy batch of update `step` (0-based); `rows_of_step` chooses the rows.

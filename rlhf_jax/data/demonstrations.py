@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
+from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
@@ -58,6 +59,7 @@ class DemoData(DemoRows):
     loss_masks: Sequence[np.ndarray] | None = None
     """bool each, of the tokens: the assistant's; None: all."""
     known_fingerprint: str | None = None
+    shares: batches.Order | None = None
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
@@ -353,8 +355,13 @@ def load_demonstrations(
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else demonstrations_from_rows(rows, config, tokenizer)
+    if evaluation:
+        rows = load_split(config, "eval", "demonstrations", dataset)
+        return None if rows is None else demonstrations_from_rows(rows, config, tokenizer)
+    lists = ("tokens", "prompt_lengths", "loss_masks")
+    return load_training(
+        config, "demonstrations", dataset, lambda rows, own: demonstrations_from_rows(rows, own, tokenizer), *lists
+    )
 
 
 def load_eval_demonstrations(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, DemoData]:

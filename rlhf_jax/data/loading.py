@@ -184,7 +184,8 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
 
     Returns:
       name -> rows, at most max_eval_samples each; a single source without a name has the name ''. Empty where the
-      config has no evaluation data (no split, or a training file without eval_dataset_name) or `dataset` is {}.
+      config has no evaluation data (no split, or a training file or a mixture without eval_dataset_name) or
+      `dataset` is {}.
 
     Raises:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
@@ -193,7 +194,8 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
     if source is None:
-        if config.dataset_test_split is None or is_single_split(config.dataset_name):
+        mixture = getattr(config, "datasets", None) is not None
+        if mixture or config.dataset_test_split is None or is_single_split(config.dataset_name):
             return {}
         hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}
         return {"": load_rows(config.dataset_name, split=split, **limits, **hub)}

@@ -14,6 +14,7 @@ from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import join_with_eos
 from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
+from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
@@ -43,6 +44,7 @@ class PairData(batches.Batched[PairBatch]):
     buckets: tuple[int, ...]
     report: DataReport
     known_fingerprint: str | None = None
+    shares: batches.Order | None = None
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return self.chosen, self.rejected
@@ -256,8 +258,11 @@ def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluatio
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
-    return None if rows is None else pairs_from_rows(rows, config, tokenizer)
+    if evaluation:
+        rows = load_split(config, "eval", "pairs", dataset)
+        return None if rows is None else pairs_from_rows(rows, config, tokenizer)
+    lists = ("chosen", "rejected", "margin")
+    return load_training(config, "pairs", dataset, lambda rows, own: pairs_from_rows(rows, own, tokenizer), *lists)
 
 
 def load_eval_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:

@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_split
+from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.ragged import Lazy
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ class PromptData(batches.Batched[PromptBatch]):
     known_fingerprint: str | None = None
     known_columns: tuple[str, ...] | None = None
     """The names of the other columns, where they are known without reading all rows."""
+    shares: batches.Order | None = None
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,)
@@ -264,8 +266,13 @@ def load_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluat
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else prompts_from_rows(rows, config, tokenizer)
+    if evaluation:
+        rows = load_split(config, "eval", "demonstrations", dataset)
+        return None if rows is None else prompts_from_rows(rows, config, tokenizer)
+    lists = ("tokens", "prompts", "raw", "conversations")
+    return load_training(
+        config, "demonstrations", dataset, lambda rows, own: prompts_from_rows(rows, own, tokenizer), *lists
+    )
 
 
 def load_eval_prompts(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PromptData]:

@@ -11,7 +11,8 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.loading import require_columns
 from rlhf_jax.data.ragged import lengths_of
-from rlhf_jax.data.tldr import fit_prompt, format_post
+from rlhf_jax.data.tldr import fit_prompts as fit_prompts_by_post
+from rlhf_jax.data.tldr import format_post
 from rlhf_jax.data.tokenized import Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
@@ -71,15 +72,13 @@ def fit_prompts(
     Returns:
       (ids of each prompt, None for one that is dropped; which were truncated)
     """
-    prompts: list[list[int] | None] = []
-    truncated: list[bool] = []
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        long = len(ids) > query_length
-        if long:
-            ids = fit_prompt(text, tokenizer.encode, ids, query_length) if query_overflow == "truncate" else None
-        prompts.append(ids)
-        truncated.append(long and ids is not None)
-    return prompts, truncated
+    ids = tokenizer.encode_batch(texts)
+    long = [len(own) > query_length for own in ids]
+    if query_overflow == "truncate":
+        prompts = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, query_length)
+    else:
+        prompts = [None if is_long else own for own, is_long in zip(ids, long, strict=True)]
+    return prompts, [is_long and own is not None for own, is_long in zip(prompts, long, strict=True)]
 
 
 def identity(tokenizer: Tokenizer, template: Any, *options: Any) -> Any:

@@ -22,8 +22,8 @@ from rlhf_jax.data.files import Rows
 from rlhf_jax.data.ragged import Ragged
 from rlhf_jax.errors import UserError
 
-BATCH = 256
-"""Rows tokenized at a time: the tokenizer's working memory is many times the ids."""
+BATCH = 1024
+"""Rows tokenized at a time: enough for the tokenizer's threads, whose working memory is many times the ids."""
 _MANY = 20_000  # rows from which a process says what it does where there is no progress bar
 Kind = Literal["tokens", "mask", "int", "float", "flag", "text"]
 Encoded = dict[str, Any] | str | None

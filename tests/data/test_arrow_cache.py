@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_made_is_named(folder):
     assert arrow_cache.file_fingerprint(str(folder))
 
 
-def test_others_wait_for_the_first(folder, monkeypatch):
+def test_others_wait_for_the_first(folder, monkeypatch, capsys):
     monkeypatch.setattr(arrow_cache, "_PATIENCE", 0.01)
     write, found = Writer(), []
 
@@ -116,11 +116,11 @@ def test_others_wait_for_the_first(folder, monkeypatch):
         return write(target)
 
     threads = [threading.Thread(target=lambda: found.append(read(slow))) for _ in range(3)]
-    with pytest.warns(UserWarning, match="waiting for another process"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "posts: waiting for another process" in capsys.readouterr().err
     assert found == [([1, 2], {"more": [1]})] * 3 and write.calls == 1
 
 
