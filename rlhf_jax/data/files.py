@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_jax.data import arrow_cache
@@ -40,8 +40,8 @@ class Rows:
     name: str
     table: Sequence[Any]
     """Mappings or `MalformedRow`; may be a datasets.Dataset."""
-    column_names: Collection[str]
-    """In order of first appearance; of lines, found as they are asked for."""
+    column_names: tuple[str, ...]
+    """In order of first appearance."""
     location: Callable[[int], str]
     """Row index -> file and line for messages."""
     fingerprint: Any = None
@@ -88,56 +88,24 @@ class JsonLines(Sequence[Any]):
     """
 
     def __init__(self, table: Any):
-        self._table = table.with_format("arrow")
-        self.numbers = table.data["number"]
+        self._table = table  # its rows follow one another: nothing else is selected
+        self._lines, self.numbers = table.data.table["line"], table.data.table["number"]
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self._lines)
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return [_parse_line(line.as_py()) for line in self._table[index]["line"]]
-        return _parse_line(self._table[int(index)]["line"][0].as_py())
+            return [_parse_line(line.as_py()) for line in self._lines[index]]
+        return _parse_line(self._lines[int(index)].as_py())
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), 1024):
             yield from self[start : start + 1024]
 
     def select(self, rows: range) -> JsonLines:
-        """Some of the rows."""
-        return JsonLines(self._table.with_format(None).select(rows))
-
-
-class ColumnsOfRows(Collection[str]):
-    """The keys of all rows, in order of first appearance. Rows are read until the answer is known."""
-
-    def __init__(self, rows: Sequence[Any]):
-        self._rows, self._read, self._names = rows, 0, dict[str, None]()
-
-    def _next(self) -> bool:
-        """Reads more rows; false at the end."""
-        rows = _slice(self._rows, self._read, min(self._read + 1024, len(self._rows)))
-        self._read += len(rows)
-        self._names.update((key, None) for row in rows if isinstance(row, Mapping) for key in row)
-        return bool(rows)
-
-    def __contains__(self, name: object) -> bool:
-        while name not in self._names and self._next():
-            pass
-        return name in self._names
-
-    def __bool__(self) -> bool:
-        while not self._names and self._next():
-            pass
-        return bool(self._names)
-
-    def __iter__(self) -> Iterator[str]:
-        while self._next():
-            pass
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        """Rows that follow one another."""
+        return JsonLines(self._table.select(rows))
 
 
 def type_with_article(value: Any) -> str:
@@ -267,23 +235,27 @@ def _cached_lines(
         texts, are_lines = read()
         with pa.OSFile(os.path.join(folder, "table.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             batch: list[tuple[bytes, int]] = []
+            columns: dict[str, None] = {}
             size = 0
             for text, number in texts:
                 batch.append((text, number))
+                row = _parse_line(text)
+                if isinstance(row, Mapping):
+                    columns.update(dict.fromkeys(row))
                 size += len(text)
                 if size > 2**20:
                     writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
                     batch, size = [], 0
             if batch:
                 writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
-        return {"lines": are_lines}
+        return {"lines": are_lines, "columns": list(columns)}
 
     entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)
     if entry is None:
         return None
     table = JsonLines(entry.table)
     location = functools.partial(_located, path, table.numbers if entry.meta["lines"] else None)
-    return Rows(path, table, ColumnsOfRows(table), location, fingerprint)
+    return Rows(path, table, tuple(entry.meta["columns"]), location, fingerprint)
 
 
 def _read_json(path: str) -> Rows:
@@ -469,7 +441,8 @@ def chain(files: Sequence[Rows], name: str) -> Rows:
         fingerprint = None if all(file.fingerprint is None for file in files) else json.loads(json.dumps(prints))
     except (TypeError, ValueError):
         fingerprint = None
-    return Rows(name, table, ColumnsOfRows(table), location, fingerprint)
+    names = tuple(dict.fromkeys(column for file in files for column in file.column_names))
+    return Rows(name, table, names, location, fingerprint)
 
 
 def _folder_fingerprint(folder: str) -> Any:

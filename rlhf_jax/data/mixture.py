@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import string
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,27 +118,11 @@ class _Formatted(Sequence[Any]):
         return self._form(self._rows.table[index])
 
 
-class _NamesWith(Collection[str]):
-    """Column names and some more."""
-
-    def __init__(self, names: Collection[str], more: list[str]):
-        self._names, self._more = names, more
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._more or name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._names, *self._more]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """Rows with new columns; see `Format`."""
     form = Format(columns)
     fingerprint = None if rows.fingerprint is None else [rows.fingerprint, dict(columns)]
-    names = _NamesWith(rows.column_names, form.names)
+    names = tuple(dict.fromkeys([*rows.column_names, *form.names]))
     return Rows(rows.name, _Formatted(rows, form), names, rows.location, fingerprint)
 
 
