@@ -1,8 +1,11 @@
 """CPU, no silent broadcasting, programs compiled once for all workers, and the slowest files first."""
 
+import atexit
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 
 from tests.helpers.children import QUICK
 from tests.helpers.reward_server import Server
@@ -11,6 +14,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "HF_DATASETS_CACHE" not in os.environ:  # tokens of this session, for all workers and the processes they start
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rlhf_jax_datasets_")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], True)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

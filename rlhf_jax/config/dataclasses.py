@@ -137,6 +137,9 @@ class StageConfig:
     dataset_name: str = "trl-lib/tldr"
     """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
     preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and questions)."""
+    datasets: tuple[dict[str, Any], ...] | None = None
+    """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
+    weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -148,7 +151,11 @@ class StageConfig:
     eval_dataset_name: str | None = None
     """Another dataset (or file) to evaluate on; several as NAME=SOURCE,NAME=SOURCE."""
     dataset_streaming: bool = False
-    """Not supported: batches are a function of the seed and the step, and a stream has no random access."""
+    """Not supported: batches are a function of the seed and the step, and a stream has no random access. Rows are read
+    from files on the disk, not held in memory, in any case."""
+    dataset_num_proc: PositiveInt | None = None
+    """Processes that tokenize the rows of a dataset, once; None: one, with the tokenizer's own threads, which is faster
+    for texts. Chat templates gain from more."""
     max_train_samples: PositiveInt | None = None
     """Use only this many rows, the first, of the training split."""
     max_eval_samples: PositiveInt | None = 256

@@ -16,7 +16,7 @@ MAY_DIFFER = (
     *("run_dir", "resume", "override_resume", "dry_run", "max_minutes", "save_*"),
     *("logging_steps", "report_to", "run_name", "project", "push_to_hub", "hub_*", "num_completions_to_print"),
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
-    *("on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
+    *("dataset_num_proc", "on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
 )
 # Options that change where and in which parts results are computed: equal up to rounding.
 ROUNDING = ("mesh_*", "micro_batch_*", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")

@@ -27,11 +27,13 @@ from rlhf_jax.config.values import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    checked_types,
     checked_value,
     field_ranges,
     field_types,
     nearest,
 )
+from rlhf_jax.data import mixture
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, threshold
 from rlhf_jax.rewards import builtin
@@ -65,15 +67,30 @@ def out_of_range(config: Any) -> Iterator[str]:
             yield error
 
 
+def _mixture(config: StageConfig) -> Iterator[str]:
+    """A line for everything that is wrong with the option datasets."""
+    problems = list(mixture.faults(config))
+    yield from problems
+    for number, entry in enumerate(() if problems else config.datasets or (), 1):
+        try:
+            lines = list(out_of_range(checked_types(mixture.config_of(config, entry))))
+        except UserError as error:
+            lines = [str(error)]
+        yield from (f"datasets, entry {number}: {line}" for line in lines)
+
+
 def combinations(config: StageConfig) -> Iterator[str]:
     """A line for every set of options that exclude each other or do not divide evenly."""
     if config.dataset_streaming:
         yield (
             "dataset_streaming is not supported: batches are a function of the seed and the step, so that a run can "
-            "resume anywhere, and a stream has no random access. Leave the option out to download the dataset."
+            "resume anywhere, and a stream has no random access. Leave the option out: the dataset is downloaded once "
+            "and mapped from the disk, so that memory does not grow with it. max_train_samples takes the first rows."
         )
     for name, value in vars(config).items():
-        if any(isinstance(part, str) and has_password(part) for part in (value if type(value) is tuple else (value,))):
+        parts = value if type(value) is tuple else (value,)
+        parts = [part.get("path") if isinstance(part, dict) else part for part in parts]
+        if any(isinstance(part, str) and has_password(part) for part in parts):
             yield (
                 f"{name} is a URL with a user name or a password, which config.json and the model card would contain. "
                 "Remove it; a reward server's token is read from the environment (reward_server_token_env)."
@@ -84,8 +101,12 @@ def combinations(config: StageConfig) -> Iterator[str]:
         yield (
             f"report_to: {', '.join(unknown)} is not supported; choose from {known} (metrics.jsonl is always written)."
         )
-    if config.eval_steps and config.dataset_test_split is None and config.eval_dataset_name is None:
-        yield f"eval_steps is {config.eval_steps:g}, but dataset_test_split is None: there is no evaluation data."
+    if config.eval_steps and config.eval_dataset_name is None:
+        if config.datasets is not None:
+            yield f"eval_steps is {config.eval_steps:g}, but datasets has no evaluation data: give eval_dataset_name."
+        elif config.dataset_test_split is None:
+            yield f"eval_steps is {config.eval_steps:g}, but dataset_test_split is None: there is no evaluation data."
+    yield from _mixture(config)
     buckets = config.length_buckets
     if buckets is not None and (not buckets or buckets[0] < 1 or any(a >= b for a, b in itertools.pairwise(buckets))):
         yield f"length_buckets is {buckets}; lengths must be at least 1 and increasing."

@@ -119,11 +119,19 @@ def is_dict(hint: Any) -> bool:
     return typing.get_origin(without_none(hint)[0]) is dict
 
 
+def is_json(hint: Any) -> bool:
+    """Whether a field holds a dict or a list of dicts: on the command line they are written as JSON."""
+    inner, _ = without_none(hint)
+    return is_dict(hint) or (typing.get_origin(inner) is tuple and is_dict(typing.get_args(inner)[0]))
+
+
 def describe_type(hint: Any) -> str:
     """A type in words, for messages: 'a whole number or None', 'one of linear, cosine, constant'."""
     inner, optional = without_none(hint)
     if typing.get_origin(inner) is typing.Literal:
         words = "one of " + ", ".join(str(a) for a in typing.get_args(inner))
+    elif is_json(hint) and not is_dict(hint):
+        words = 'a list of dicts of plain values (on the command line JSON: \'[{"path": "posts.jsonl"}]\')'
     elif typing.get_origin(inner) is tuple:
         names = {str: "a list of words", int: "a list of whole numbers", float: "a list of numbers"}
         words = " or ".join((names[typing.get_args(inner)[0]], *map(repr, list_or_word(hint))))
@@ -226,14 +234,14 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
 def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
     """The value of command-line words: `3e-6`, `None`, `true`, `a b` or `a,b` for a list, JSON for a dict."""
     inner, optional = without_none(hint)
-    if typing.get_origin(inner) is tuple:
+    if typing.get_origin(inner) is tuple and not is_json(hint):
         parts = [part for word in words for part in _COMMA.split(word) if part]
         if [part.lower() for part in parts] == ["none"]:
             return None if optional else ()
         if len(parts) == 1 and parts[0] in list_or_word(hint):
             return parts[0]
         return checked_value(name, hint, [_parse(name, typing.get_args(inner)[0], part) for part in parts])
-    if is_dict(hint) and words:
+    if is_json(hint) and words:
         words = [" ".join(words)]
     if inner is bool and not words:
         return True
@@ -248,7 +256,7 @@ def _parse(name: str, hint: Any, word: str) -> Any:
     inner, optional = without_none(hint)
     if optional and word.lower() == "none":
         return None
-    if is_dict(hint):
+    if is_json(hint):
         try:
             return parse_json(word)
         except json.JSONDecodeError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from rlhf_jax.data.ragged import Chained, Ragged, lengths_of
 from rlhf_jax.errors import UserError
 
 Batch = TypeVar("Batch")
@@ -77,13 +78,26 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
+class Order(Protocol):
+    """An order of rows of its own."""
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Row indices of an epoch, [N] int64."""
+
+
 def rows_of_step(
-    rows: int, batch_size: int, seed: int, step: int, name: str = "the data set", shuffle: bool = True
+    rows: int,
+    batch_size: int,
+    seed: int,
+    step: int,
+    name: str = "the data set",
+    shuffle: bool = True,
+    shares: Order | None = None,
 ) -> np.ndarray:
     """Row indices of update `step` (0-based), a pure function of the arguments.
 
-    Each epoch is a new permutation, or file order if `shuffle` is false. It has rows // batch_size updates; the
-    remaining rows are dropped, like TRL's drop_last.
+    Each epoch is a new permutation, or file order if `shuffle` is false, or what `shares` makes of it. It has
+    rows // batch_size updates; the remaining rows are dropped, like TRL's drop_last.
 
     Returns:
       [batch_size] int64.
@@ -97,7 +111,10 @@ def rows_of_step(
             f"{name} has {rows} usable rows, fewer than batch_size = {batch_size}: lower batch_size or give more rows"
         )
     start = step % steps * batch_size
-    order = _permutation(rows, seed, step // steps) if shuffle else np.arange(rows)
+    if shares is not None:
+        order = shares.order(seed, step // steps, shuffle)
+    else:
+        order = _permutation(rows, seed, step // steps) if shuffle else np.arange(rows)
     return order[start : start + batch_size]
 
 
@@ -117,20 +134,24 @@ def pad_left(sequences: Sequence[np.ndarray], width: int, fill: int) -> np.ndarr
     return out
 
 
-def lengths_of(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """[B] int32."""
-    return np.fromiter((len(tokens) for tokens in sequences), np.int32, len(sequences))
-
-
 def fingerprint(*stores: Sequence[np.ndarray]) -> str:
     """sha256 of all tokens and lengths, in order. A resumed run compares it to detect changed data."""
     digest = hashlib.sha256()
     for store in stores:
         digest.update(np.int64(len(store)).tobytes())
         digest.update(lengths_of(store).tobytes())
-        for tokens in store:
-            digest.update(np.asarray(tokens, np.int32).tobytes())
+        for tokens in _values(store):
+            digest.update(np.ascontiguousarray(tokens, np.int32))
     return digest.hexdigest()
+
+
+def _values(store: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The numbers of all sequences in order, many at a time where they lie together."""
+    if isinstance(store, Chained):
+        for part in store.parts:
+            yield from _values(part)
+    else:
+        yield from store.values() if isinstance(store, Ragged) else store
 
 
 class Batched(Generic[Batch]):
@@ -138,6 +159,10 @@ class Batched(Generic[Batch]):
 
     report: DataReport
     shuffle = True
+    known_fingerprint: str | None = None
+    """Kept with cached tokens."""
+    shares: Order | None = None
+    """The order of the rows of a mixture with weights."""
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> Batch:
         """The batch of row indices `rows`, of which only `rows[local]` are prepared."""
@@ -152,7 +177,7 @@ class Batched(Generic[Batch]):
 
     def rows_of(self, seed: int, step: int, batch_size: int) -> np.ndarray:
         """Row indices of update `step` (0-based); see `rows_of_step`."""
-        return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle)
+        return rows_of_step(len(self), batch_size, seed, step, self.report.name, self.shuffle, self.shares)
 
     def batch(self, seed: int, step: int, batch_size: int, local: np.ndarray | slice = _ALL) -> Batch:
         """Numpy batch of update `step` (0-based); `rows_of_step` chooses the rows.
@@ -178,4 +203,4 @@ class Batched(Generic[Batch]):
     @property
     def fingerprint(self) -> str:
         """The number of rows and a sha256 of their tokens."""
-        return f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"
+        return self.known_fingerprint or f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"

@@ -7,6 +7,7 @@ transformers runs in a sandbox.
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
-from rlhf_jax.data.row_texts import SplitRows, split_rows, string_fault
+from rlhf_jax.data.row_texts import string_fault
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
@@ -97,32 +98,18 @@ def conversation_fault(row: Any, column: str) -> str | None:
     return fault
 
 
-def render_rows(
-    rows: Rows, fault: Callable[[Any], str | None], render: Callable[[Any], Rendered], on_bad_row: str
-) -> tuple[SplitRows, list[Rendered]]:
-    """Separates good rows from bad ones, as `row_texts.split_rows`, and renders the good ones.
-
-    Args:
-      rows: the rows.
-      fault: why a row is bad, or None.
-      render: called with each row without a fault; a row for which it raises a ChatTemplateError is bad.
-      on_bad_row: 'raise' or 'skip'.
-
-    Returns:
-      (good and bad rows, the result of `render` for each good one)
-    """
-    rendered: list[Rendered] = []
-
-    def fault_or_render(row: Any) -> str | None:
-        reason = fault(row)
-        if reason is None:
-            try:
-                rendered.append(render(row))
-            except ChatTemplateError as error:
-                return str(error)
-        return reason
-
-    return split_rows(rows, fault_or_render, on_bad_row), rendered
+def rendered_or_fault(
+    row: Any, fault: Callable[[Any], str | None], render: Callable[[Any], Rendered]
+) -> tuple[Rendered | None, str | None]:
+    """What `render` makes of a row without a fault, and why the row is bad: its fault, or a ChatTemplateError of
+    `render`."""
+    reason = fault(row)
+    if reason is not None:
+        return None, reason
+    try:
+        return render(row), None
+    except ChatTemplateError as error:
+        return None, str(error)
 
 
 class ChatTemplate:
@@ -179,6 +166,16 @@ class ChatTemplate:
         own = "date_string" in self.kwargs and "date_string" in self._text
         self._text = self.kwargs["chat_template"] = pinned
         return None if own else date
+
+    def identity(self) -> Any:
+        """Everything that its texts depend on beside the conversation and the tokenizer, of JSON types; None if that
+        cannot be told: the template prints the time, or an argument is no plain value."""
+        if "strftime_now" in self._text:
+            return None
+        try:
+            return [self._text, json.dumps(self.kwargs, sort_keys=True)]
+        except (TypeError, ValueError):
+            return None
 
     def check_marks_assistant(self) -> None:
         """Raises a UserError if the template has no {% generation %} block, which marks the assistant's tokens."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -16,6 +16,8 @@ from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
+from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array, Images
@@ -51,19 +53,21 @@ class DemoRows(batches.Batched[DemoBatch]):
 class DemoData(DemoRows):
     """Tokenized demonstrations."""
 
-    tokens: list[np.ndarray]
+    tokens: Sequence[np.ndarray]
     """int32 each: prompt + completion + eos."""
     prompt_lengths: np.ndarray
     """[N] int32."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
-    loss_masks: list[np.ndarray] | None = None
+    loss_masks: Sequence[np.ndarray] | None = None
     """bool each, of the tokens: the assistant's, or all but those of images; None: all."""
+    known_fingerprint: str | None = None
+    shares: batches.Order | None = None
     images: image_rows.DataImages | None = None
     """None: the demonstrations are text."""
 
-    def _sequences(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> DemoBatch:
@@ -116,90 +120,222 @@ def conversation_columns(rows: Rows, prompt_column: str, completion_column: str)
     return columns if len(columns) == 1 or chat.holds_conversations(rows, prompt_column) else ()
 
 
-def _conversations(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    columns: tuple[str, ...],
-    *,
-    max_length: int,
-    query_length: int,
-    query_overflow: str,
-    on_bad_row: str,
-    length_buckets: tuple[int, ...] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    assistant_only_loss: bool,
-    completion_only_loss: bool,
-    processor: image_rows.ImageProcessor | None,
-) -> DemoData:
-    """`make_demonstrations` of conversations."""
-    has_prompt = len(columns) == 2
-    if completion_only_loss and not has_prompt:
-        raise UserError(
-            f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
-            f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
-        )
-    template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-    if assistant_only_loss:
-        template.check_marks_assistant()
-    if processor is not None:
-        rows = image_rows.encoded(rows)
+class ConversationEncoder:
+    """The `tokenized.Encoder` of conversations; the arguments are those of `make_demonstrations`.
 
-    def encode(row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
-        prompt: list[int] = []
-        if has_prompt:
-            prompt = tokenizer.encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
-        messages = [message for column in columns for message in row[column]]
+    Raises:
+      UserError: there is no chat template, or an option of the loss does not apply.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        columns: tuple[str, ...],
+        *,
+        max_length: int,
+        query_length: int,
+        query_overflow: str,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        assistant_only_loss: bool,
+        completion_only_loss: bool,
+    ):
+        if completion_only_loss and len(columns) == 1:
+            raise UserError(
+                f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
+                f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
+            )
+        self.tokenizer, self.row_columns = tokenizer, columns
+        self.template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
         if assistant_only_loss:
+            self.template.check_marks_assistant()
+        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
+        self.assistant_only, self.completion_only = assistant_only_loss, completion_only_loss
+        masks = {"mask": "mask"} if assistant_only_loss else {}
+        self.columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag", "mismatched": "flag", **masks}
+
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        limits = [self.max_length, self.query_length, self.query_overflow, self.assistant_only, self.completion_only]
+        return row_texts.identity(self.tokenizer, self.template, self.row_columns, limits)
+
+    def _ids(self, row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
+        """(prompt, all, which are the assistant's)"""
+        columns, template, encode = self.row_columns, self.template, self.tokenizer.encode
+        prompt: list[int] = []
+        if len(columns) == 2:
+            prompt = encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
+        messages = [message for column in columns for message in row[column]]
+        if self.assistant_only:
             return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
-        return prompt, tokenizer.encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
+        return prompt, encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
 
-    def fault(row: Any) -> str | None:
-        return chat.messages_fault(row, columns, "demonstrations")
+    def messages_fault(self, row: Any) -> str | None:
+        """Why the row holds no conversation, before it is rendered."""
+        return chat.messages_fault(row, self.row_columns, "demonstrations")
 
-    found: list[image_rows.DemoImages | None] = []
-    if processor is None:
-        split, encoded = chat.render_rows(rows, fault, encode, on_bad_row)
-        found = [None] * len(encoded)
-    else:
-        folder = image_rows.folder_of(rows)
-        read = functools.partial(image_rows.read_demo, template, processor, tokenizer, folder, columns, fault)
-        split, found = image_rows.split_rows(rows, read, on_bad_row)
-        encoded = [(one.prompt, one.ids, one.is_text) for one in found]
-    tokens, prompt_lengths, loss_masks, truncated, mismatched, kept_images = [], [], [], 0, 0, []
-    drops = query_overflow == "drop" or processor is not None  # cut image tokens would leave their images
-    for (prompt, ids, assistant), images in zip(encoded, found, strict=True):
-        if len(prompt) > query_length or (len(ids) > max_length and drops):
-            continue
-        start = max(1, len(prompt) if completion_only_loss else 0)
-        in_loss = range(start, min(len(ids), max_length))
+    def _checked_ids(self, row: Any) -> tuple[Any, str | None]:
+        return chat.rendered_or_fault(row, self.messages_fault, self._ids)
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        return self._checked_ids(row)[1]
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        checked = [self._checked_ids(row) for row in rows]
+        return [self.columns_of(*ids) if fault is None else fault for ids, fault in checked]
+
+    def columns_of(self, prompt: list[int], ids: list[int], assistant: np.ndarray | None) -> Encoded:
+        """The columns of a row's tokens, of which `assistant` are in the loss; None for one that is left out."""
+        longest = self.max_length
+        if len(prompt) > self.query_length or (len(ids) > longest and self.query_overflow == "drop"):
+            return None
+        start = max(1, len(prompt) if self.completion_only else 0)
+        in_loss = range(start, min(len(ids), longest))
         if assistant is not None:
-            in_loss = np.flatnonzero(assistant[start:max_length])
-        if len(prompt) >= max_length or not len(in_loss):  # as TRL, no row without a loss
-            continue
-        if assistant is not None:
-            loss_masks.append(assistant[:max_length])
-        truncated += len(ids) > max_length
-        mismatched += completion_only_loss and ids[: len(prompt)] != prompt
-        tokens.append(np.asarray(ids[:max_length], np.int32))
-        prompt_lengths.append(len(prompt))
-        kept_images.append(images)
-    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
-    note = f"{mismatched} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
+            in_loss = np.flatnonzero(assistant[start:longest])
+        if len(prompt) >= longest or not len(in_loss):  # as TRL, no row without a loss
+            return None
+        return {
+            "tokens": ids[:longest],
+            "prompt_length": len(prompt),
+            "truncated": len(ids) > longest,
+            "mismatched": self.completion_only and ids[: len(prompt)] != prompt,
+            "mask": None if assistant is None else assistant[:longest],
+        }
+
+
+class TextEncoder:
+    """The `tokenized.Encoder` of texts; the arguments are those of `make_demonstrations`."""
+
+    columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag"}
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        prompt_column: str,
+        completion_column: str,
+        *,
+        max_length: int,
+        query_length: int,
+        query_overflow: str,
+    ):
+        self.tokenizer = tokenizer
+        self.prompt_columns = row_texts.prompt_columns(rows, prompt_column)
+        self.completion_column = completion_column_of(rows, self.prompt_columns, completion_column)
+        # A summary begins without the space that follows "TL;DR:".
+        own_name = completion_column == "summary"
+        self.space = " " if self.completion_column == "summary" and not own_name else ""
+        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
+
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        limits = [self.max_length, self.query_length, self.query_overflow, self.space]
+        return row_texts.identity(self.tokenizer, None, self.prompt_columns, self.completion_column, limits)
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        return row_texts.text_fault(row, (*self.prompt_columns, self.completion_column))
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        faults = [self.fault(row) for row in rows]
+        good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+        texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
+        prompts, cut = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
+        completions = self.tokenizer.encode_batch([self.space + row[self.completion_column] for row in good])
+        encoded = iter(map(self._columns, prompts, cut, completions))
+        return [next(encoded) if fault is None else fault for fault in faults]
+
+    def _columns(self, prompt: list[int] | None, prompt_cut: bool, completion: list[int]) -> Encoded:
+        """The columns of a row; None for one that is left out."""
+        if prompt is None or len(prompt) >= self.max_length:
+            return None
+        sequence = join_with_eos(prompt, completion, self.tokenizer.eos_id)
+        too_long = len(sequence) > self.max_length
+        if too_long and self.query_overflow == "drop":
+            return None
+        return {
+            "tokens": sequence[: self.max_length],
+            "prompt_length": len(prompt),
+            "truncated": too_long or prompt_cut,
+        }
+
+
+def _mismatch_notes(rows: int) -> list[str]:
+    """A remark about rows that do not begin with the tokens of their prompt, if there are any."""
+    text = f"{rows} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
+    return [text] if rows else []
+
+
+def _data_of(
+    made: Tokenized, encoder: TextEncoder | ConversationEncoder, length_buckets: Sequence[int] | None
+) -> DemoData:
+    """Demonstrations of their tokens."""
+    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
+    row_texts.check_any_kept(made.rows, len(made.kept), limits)
+    tokens = made.ragged("tokens")
+    mismatched = made.count("mismatched") if "mismatched" in encoder.columns else 0
     buckets, report = row_texts.buckets_and_report(
-        rows,
+        made,
+        tokens,
+        length_buckets=length_buckets,
+        truncated=made.count("truncated"),
+        note="; ".join(_mismatch_notes(mismatched)) or None,
+        template_date=encoder.template.date if isinstance(encoder, ConversationEncoder) else None,
+    )
+    masks = made.ragged("mask") if "mask" in encoder.columns else None
+    fingerprint = made.meta.get("fingerprint")
+    lengths, pad_id = made.numbers("prompt_length"), encoder.tokenizer.pad_id
+    return DemoData(tokens, lengths, pad_id, buckets, report, masks, fingerprint)
+
+
+def _image_demonstrations(
+    rows: Rows,
+    encoder: ConversationEncoder,
+    processor: image_rows.ImageProcessor,
+    on_bad_row: str,
+    length_buckets: Sequence[int] | None,
+) -> DemoData:
+    """`make_demonstrations` of conversations with images, which are read and tokenized at each start. One that is too
+    long is dropped, since its images cannot be cut."""
+    rows, folder, tokenizer = image_rows.encoded(rows), image_rows.folder_of(rows), encoder.tokenizer
+    read = functools.partial(
+        image_rows.read_demo,
+        encoder.template,
+        processor,
+        tokenizer,
+        folder,
+        encoder.row_columns,
+        encoder.messages_fault,
+    )
+    split, found = image_rows.split_rows(rows, read, on_bad_row)
+    made = [(one, encoder.columns_of(one.prompt, one.ids, one.is_text)) for one in found]
+    kept = [(one, columns) for one, columns in made if columns is not None]
+    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
+    row_texts.check_any_kept(rows, len(kept), limits)
+    tokens = [np.asarray(columns["tokens"], np.int32) for _, columns in kept]
+    mismatched = sum(columns["mismatched"] for _, columns in kept)
+    buckets, report = row_texts.buckets_and_report(
         split,
         tokens,
         length_buckets=length_buckets,
-        truncated=truncated,
-        note=note if mismatched else None,
-        template_date=template.date,
+        truncated=0,
+        note="; ".join([image_rows.note_of([one.row for one, _ in kept]), *_mismatch_notes(mismatched)]),
+        template_date=encoder.template.date,
     )
-    images = None
-    if processor is not None:
-        tiles = max(one.tiles for one in kept_images)
-        images = image_rows.DataImages(processor, [one.row.sources for one in kept_images], tiles, None)
-    lengths = np.asarray(prompt_lengths, np.int32)
-    return DemoData(tokens, lengths, tokenizer.pad_id, buckets, report, loss_masks or None, images)
+    tiles = max(one.tiles for one, _ in kept)
+    return DemoData(
+        tokens,
+        np.asarray([columns["prompt_length"] for _, columns in kept], np.int32),
+        tokenizer.pad_id,
+        buckets,
+        report,
+        [columns["mask"] for _, columns in kept],
+        images=image_rows.DataImages(processor, [one.row.sources for one, _ in kept], tiles, None),
+    )
 
 
 def make_demonstrations(
@@ -216,6 +352,7 @@ def make_demonstrations(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     assistant_only_loss: bool = False,
     completion_only_loss: bool = False,
+    num_proc: int | None = None,
     processor: image_rows.ImageProcessor | None = None,
 ) -> DemoData:
     """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config;
@@ -233,55 +370,41 @@ def make_demonstrations(
       UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, there is no
         chat template for conversations, or an option of the loss does not apply to the data.
     """
+    query_overflow = query_overflow if processor is None else "drop"  # cut image tokens would leave their images
+    limits = {"max_length": max_length, "query_length": query_length, "query_overflow": query_overflow}
     if conversations := conversation_columns(rows, prompt_column, completion_column):
-        return _conversations(
+        encoder = ConversationEncoder(
             rows,
             tokenizer,
             conversations,
-            max_length=max_length,
-            query_length=query_length,
-            query_overflow=query_overflow,
-            on_bad_row=on_bad_row,
-            length_buckets=length_buckets,
+            **limits,
             chat_template_kwargs=chat_template_kwargs,
             assistant_only_loss=assistant_only_loss,
             completion_only_loss=completion_only_loss,
-            processor=processor,
         )
-    if processor is not None:
+        if processor is not None:
+            return _image_demonstrations(rows, encoder, processor, on_bad_row, length_buckets)
+    elif processor is not None:
         raise UserError(
             f"{rows.name} has images, which need conversations: give lists of messages in columns {prompt_column!r} "
             f"and {completion_column!r}, or in {MESSAGES!r}"
         )
-    if assistant_only_loss:
+    elif assistant_only_loss:
         raise UserError(
             f"assistant_only_loss needs conversations, but {rows.name} has texts: give lists of messages in a column "
             f"{MESSAGES!r}, or use completion_only_loss"
         )
-    columns = row_texts.prompt_columns(rows, prompt_column)
-    completion_column_found = completion_column_of(rows, columns, completion_column)
-    # A summary begins without the space that follows "TL;DR:".
-    space = " " if completion_column_found == "summary" and completion_column != "summary" else ""
-    text_columns = (*columns, completion_column_found)
-    split = row_texts.split_rows(rows, lambda row: row_texts.text_fault(row, text_columns), on_bad_row)
-    texts = [row_texts.prompt_text(row, columns) for row in split.good]
-    prompts, _ = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
-    completions = tokenizer.encode_batch([space + row[completion_column_found] for row in split.good])
-    tokens, prompt_lengths, truncated = [], [], 0
-    for full_prompt, prompt, completion in zip(tokenizer.encode_batch(texts), prompts, completions, strict=True):
-        if prompt is None or len(prompt) >= max_length:
-            continue
-        sequence = join_with_eos(prompt, completion, tokenizer.eos_id)
-        if len(sequence) > max_length and query_overflow == "drop":
-            continue
-        truncated += len(sequence) > max_length or len(prompt) < len(full_prompt)
-        tokens.append(np.asarray(sequence[:max_length], np.int32))
-        prompt_lengths.append(len(prompt))
-    row_texts.check_any_kept(rows, len(tokens), f"max_length = {max_length} or query_length = {query_length} tokens")
-    buckets, report = row_texts.buckets_and_report(
-        rows, split, tokens, length_buckets=length_buckets, truncated=truncated
+    else:
+        encoder = TextEncoder(rows, tokenizer, prompt_column, completion_column, **limits)
+    made = tokenize(
+        rows,
+        encoder,
+        on_bad_row=on_bad_row,
+        num_proc=num_proc,
+        build=lambda made: _data_of(made, encoder, None),
+        describe=lambda data: {"fingerprint": data.fingerprint},
     )
-    return DemoData(tokens, np.asarray(prompt_lengths, np.int32), tokenizer.pad_id, buckets, report)
+    return _data_of(made, encoder, length_buckets)
 
 
 def demonstrations_from_rows(
@@ -301,6 +424,7 @@ def demonstrations_from_rows(
         chat_template_kwargs=config.chat_template_kwargs,
         assistant_only_loss=getattr(config, "assistant_only_loss", False),
         completion_only_loss=getattr(config, "completion_only_loss", False),
+        num_proc=getattr(config, "dataset_num_proc", None),
         processor=processor,
     )
 
@@ -317,8 +441,18 @@ def load_demonstrations(
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else demonstrations_from_rows(rows, config, tokenizer, processor)
+    if evaluation:
+        rows = load_split(config, "eval", "demonstrations", dataset)
+        return None if rows is None else demonstrations_from_rows(rows, config, tokenizer, processor)
+    lists = ("tokens", "prompt_lengths", "loss_masks")
+    image_rows.check_one_dataset(config, processor)
+    return load_training(
+        config,
+        "demonstrations",
+        dataset,
+        lambda rows, own: demonstrations_from_rows(rows, own, tokenizer, processor),
+        *lists,
+    )
 
 
 def load_eval_demonstrations(

@@ -1,15 +1,21 @@
-"""`Rows`, the common form of a data set, and its readers for local files and folders."""
+"""`Rows`, the common form of a data set, and its readers for local files and folders.
+
+Large files become Arrow files in the cache, of which rows are read when they are needed; see `arrow_cache`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlhf_jax.data import arrow_cache
+from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json
 
@@ -35,26 +41,71 @@ class Rows:
     table: Sequence[Any]
     """Mappings or `MalformedRow`; may be a datasets.Dataset."""
     column_names: tuple[str, ...]
+    """In order of first appearance."""
     location: Callable[[int], str]
     """Row index -> file and line for messages."""
+    fingerprint: Any = None
+    """What identifies the content, of JSON types; None: rows whose tokens are not cached."""
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __iter__(self) -> Iterator[Any]:
-        if not hasattr(self.table, "iter"):
-            yield from self.table
-            return
-        for columns in self.table.iter(1024):  # indexing a Dataset row by row is slow
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(columns, values, strict=True))
+        for start in range(0, len(self), 1024):  # indexing a Dataset row by row is slow
+            yield from self.slice(start, start + 1024)
+
+    def slice(self, start: int, stop: int) -> list[Any]:
+        """The rows start .. stop - 1, as far as there are such."""
+        return _slice(self.table, start, min(stop, len(self)))
 
     def first(self, count: int | None) -> Rows:
         """At most the first `count` rows."""
         if count is None or count >= len(self):
             return self
         table = self.table.select(range(count)) if hasattr(self.table, "select") else self.table[:count]
-        return dataclasses.replace(self, table=table)
+        return dataclasses.replace(
+            self, table=table, fingerprint=None if self.fingerprint is None else [self.fingerprint, count]
+        )
+
+
+def _slice(table: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """Rows start .. stop - 1 of a table, which has so many."""
+    if isinstance(table, Chained):
+        parts = zip(table.parts, table.starts.tolist(), strict=False)
+        spans = [(part, max(start - first, 0), min(stop - first, len(part))) for part, first in parts]
+        return [row for part, low, high in spans if low < high for row in _slice(part, low, high)]
+    rows = table[start:stop]
+    if not isinstance(rows, Mapping):
+        return list(rows)
+    return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+
+
+class JsonLines(Sequence[Any]):
+    """Rows of JSON, parsed when they are read.
+
+    Args:
+      table: a datasets.Dataset with the columns 'line', bytes, and 'number', of the line in its file.
+    """
+
+    def __init__(self, table: Any):
+        self._table = table  # its rows follow one another: nothing else is selected
+        self._lines, self.numbers = table.data.table["line"], table.data.table["number"]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [_parse_line(line.as_py()) for line in self._lines[index]]
+        return _parse_line(self._lines[int(index)].as_py())
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), 1024):
+            yield from self[start : start + 1024]
+
+    def select(self, rows: range) -> JsonLines:
+        """Rows that follow one another."""
+        return JsonLines(self._table.select(rows))
 
 
 def type_with_article(value: Any) -> str:
@@ -80,13 +131,20 @@ def from_list(rows: Sequence[Any], name: str, locations: Sequence[str] | None = 
         row if isinstance(row, Mapping | MalformedRow) else MalformedRow(f"is {type_with_article(row)}, not an object")
         for row in rows
     ]
-    location = (lambda i: f"{name}, row {i + 1}") if locations is None else locations.__getitem__
+    location = functools.partial(_numbered, name) if locations is None else locations.__getitem__
     return Rows(name, rows, _column_names(rows), location)
 
 
-def from_dataset(table: Any, name: str) -> Rows:
-    """Rows of a datasets.Dataset."""
-    return Rows(name, table, tuple(table.column_names), lambda i: f"{name}, row {i + 1}")
+def _numbered(name: str, index: int) -> str:
+    """The location of a row that has no line."""
+    return f"{name}, row {index + 1}"
+
+
+def from_dataset(table: Any, name: str, fingerprint: Any = None) -> Rows:
+    """Rows of a datasets.Dataset, whose content `fingerprint` identifies."""
+    if table.format["type"] is not None or set(table.format["columns"]) != set(table.column_names):
+        fingerprint = None  # the user's own transformation
+    return Rows(name, table, tuple(table.column_names), functools.partial(_numbered, name), fingerprint)
 
 
 @contextlib.contextmanager
@@ -118,25 +176,108 @@ def _json_error(error: json.JSONDecodeError) -> str:
     return f"is not JSON: {error.msg.rstrip(': ').removesuffix(' at')}"
 
 
-def _read_json_lines(path: str) -> Rows:
-    rows, locations = [], []
+def _parse_line(line: bytes) -> Any:
+    """The row of a line, or `MalformedRow`."""
+    text = line.decode("utf-8", "surrogateescape")
+    try:
+        if invalid := _utf8_error(text):
+            return MalformedRow(f"{invalid[1]} {invalid[0] + 1}")
+        row = parse_json(text)
+    except json.JSONDecodeError as error:
+        return MalformedRow(f"{_json_error(error)} at character {error.pos + 1}")
+    return row if isinstance(row, Mapping) else MalformedRow(f"is {type_with_article(row)}, not an object")
+
+
+def _lines(path: str) -> Iterator[tuple[bytes, int]]:
+    """(line, its number from 1) of those that are not blank, with \\n for every line end."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                if invalid := _utf8_error(line):
-                    rows.append(MalformedRow(f"{invalid[1]} {invalid[0] + 1}"))
-                else:
-                    rows.append(parse_json(line))
-            except json.JSONDecodeError as error:
-                rows.append(MalformedRow(f"{_json_error(error)} at character {error.pos + 1}"))
-            locations.append(f"{path}, line {number}")
-    return from_list(rows, path, locations)
+            if line.strip():
+                yield line.encode("utf-8", "surrogateescape"), number
+
+
+def _located(path: str, numbers: Any, index: int) -> str:
+    """The location of a row that is a line, or with None an element."""
+    return _numbered(path, index) if numbers is None else f"{path}, line {numbers[index]}"
+
+
+def _read_json_lines(path: str) -> Rows:
+    if (lines := _cached_lines(path, ["lines"], lambda: (_lines(path), True))) is not None:
+        return lines
+    rows, numbers = [], []
+    for line, number in _lines(path):
+        rows.append(_parse_line(line))
+        numbers.append(number)
+    return dataclasses.replace(from_list(rows, path), location=functools.partial(_located, path, numbers))
+
+
+def _cached_lines(
+    path: str, kind: list[str], read: Callable[[], tuple[Iterable[tuple[bytes, int]], bool]]
+) -> Rows | None:
+    """Rows of JSON texts, from the cache.
+
+    Args:
+      path: of the file.
+      kind: what `read` makes of it.
+      read: (text and number of each row, whether these are lines of the file)
+
+    Returns:
+      The rows; None for a small file, or without a cache.
+    """
+    if os.path.getsize(path) < arrow_cache.MINIMUM_BYTES:
+        return None
+    fingerprint = [*kind, arrow_cache.file_fingerprint(path)]
+
+    def write(folder: str) -> dict[str, Any]:
+        import pyarrow as pa
+
+        schema = pa.schema({"line": pa.large_binary(), "number": pa.int64()})
+        texts, are_lines = read()
+        with pa.OSFile(os.path.join(folder, "table.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            batch: list[tuple[bytes, int]] = []
+            columns: dict[str, None] = {}
+            size = 0
+            for text, number in texts:
+                batch.append((text, number))
+                row = _parse_line(text)
+                if isinstance(row, Mapping):
+                    columns.update(dict.fromkeys(row))
+                size += len(text)
+                if size > 2**20:
+                    writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
+                    batch, size = [], 0
+            if batch:
+                writer.write_batch(pa.record_batch([list(column) for column in zip(*batch)], schema=schema))
+        return {"lines": are_lines, "columns": list(columns)}
+
+    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)
+    if entry is None:
+        return None
+    table = JsonLines(entry.table)
+    location = functools.partial(_located, path, table.numbers if entry.meta["lines"] else None)
+    return Rows(path, table, tuple(entry.meta["columns"]), location, fingerprint)
 
 
 def _read_json(path: str) -> Rows:
     """Rows of a list of objects, of an object with one such list, or of JSON lines in a .json file."""
+
+    def texts() -> tuple[Iterable[tuple[bytes, int]], bool]:
+        content = _parse_document(path)
+        if content is None:
+            return _lines(path), True
+        return ((json.dumps(row).encode(), i) for i, row in enumerate(content, 1)), False
+
+    try:
+        if (rows := _cached_lines(path, ["document"], texts)) is not None:
+            return rows
+    except RecursionError:  # json writes less deeply nested texts than it reads
+        pass
+    content = _parse_document(path)
+    return _read_json_lines(path) if content is None else from_list(content, path)
+
+
+def _parse_document(path: str) -> list[Any] | None:
+    """The rows of a JSON document; None if it has JSON lines."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read()
     problem = content = None
@@ -144,7 +285,7 @@ def _read_json(path: str) -> Rows:
         content = parse_json(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            return _read_json_lines(path)
+            return None
         problem = error
     if invalid := _utf8_error(text):
         line, column = text.count("\n", 0, invalid[0]) + 1, invalid[0] - text.rfind("\n", 0, invalid[0])
@@ -156,7 +297,7 @@ def _read_json(path: str) -> Rows:
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
         raise UserError(f"{path}: holds {type_with_article(content)}, not a list of objects")
-    return from_list(content, path)
+    return content
 
 
 def _check_columns(table: Any, path: str) -> None:
@@ -171,29 +312,63 @@ def _check_columns(table: Any, path: str) -> None:
 
 
 def _read_table(path: str, suffix: str) -> Rows:
-    with datasets_without_progress_bars() as datasets:
-        try:
-            import pyarrow.csv
-            import pyarrow.feather
-            import pyarrow.parquet
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.feather
+    import pyarrow.parquet
 
-            if suffix == ".arrow":  # datasets writes the stream format, Arrow the file format
-                with open(path, "rb") as file:
-                    is_file = file.read(6) == b"ARROW1"
-                if not is_file:
-                    return from_dataset(datasets.Dataset.from_file(path), path)
-                table = pyarrow.feather.read_table(path)
-            elif suffix == ".parquet":
-                table = pyarrow.parquet.read_table(path)
+    large = os.path.getsize(path) >= arrow_cache.MINIMUM_BYTES
+    fingerprint = [suffix, arrow_cache.file_fingerprint(path)] if large else None
+
+    def read() -> Any:
+        if suffix == ".parquet":
+            return pyarrow.parquet.read_table(path)
+        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        table = pyarrow.csv.read_csv(path, parse_options=options)
+        _check_columns(table, path)
+        return table
+
+    def write(folder: str) -> dict[str, Any]:
+        with _errors_of_the_file(path, suffix):
+            if suffix == ".parquet":
+                file = pyarrow.parquet.ParquetFile(path)
+                schema, batches = file.schema_arrow, file.iter_batches(1024)
             else:
-                options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-                table = pyarrow.csv.read_csv(path, parse_options=options)
-                _check_columns(table, path)
-            return from_dataset(datasets.Dataset(table), path)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:  # pyarrow raises both
-            raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
+                table = read()
+                schema, batches = table.schema, iter(table.to_batches(1024))
+        with (
+            pa.OSFile(os.path.join(folder, "table.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, schema) as writer,
+        ):
+            while True:
+                with _errors_of_the_file(path, suffix):
+                    batch = next(batches, None)
+                if batch is None:
+                    return {}
+                writer.write_batch(batch)
+
+    with datasets_without_progress_bars() as datasets:
+        if suffix in (".parquet", ".csv"):
+            if large and (entry := arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)) is not None:
+                return from_dataset(entry.table, path, fingerprint)
+            with _errors_of_the_file(path, suffix):
+                return from_dataset(datasets.Dataset(read()), path, fingerprint)
+        with _errors_of_the_file(path, suffix):
+            with open(path, "rb") as file:  # datasets writes the stream format, Arrow the file format
+                is_file = file.read(6) == b"ARROW1"
+            if not is_file:
+                return from_dataset(datasets.Dataset.from_file(path), path, fingerprint)
+            return from_dataset(datasets.Dataset(pyarrow.feather.read_table(path)), path, fingerprint)
+
+
+@contextlib.contextmanager
+def _errors_of_the_file(path: str, suffix: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow raises both
+        raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
 
 
 def read_file(path: str) -> Rows:
@@ -227,7 +402,7 @@ def read_folder(folder: str, split: str) -> Rows:
     """Rows of one split of a folder that datasets saved, or whose files are named after their splits."""
     if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
         with datasets_without_progress_bars() as datasets:
-            return select_split(datasets.load_from_disk(folder), folder, split)
+            return select_split(datasets.load_from_disk(folder), folder, split, _folder_fingerprint(folder))
     paths = sorted(
         os.path.join(parent, file)
         for parent, _, files in os.walk(folder)
@@ -249,16 +424,69 @@ def read_folder(folder: str, split: str) -> Rows:
         names = ", ".join(os.path.relpath(path, folder) for path in selected)
         raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
     files = [read_file(path) for path in selected]
-    if len(files) == 1:
-        return files[0]
-    rows = [row for file in files for row in file]
-    return from_list(rows, folder, [file.location(i) for file in files for i in range(len(file))])
+    return files[0] if len(files) == 1 else chain(files, folder)
 
 
-def select_split(loaded: Any, name: str, split: str) -> Rows:
-    """Rows of one split of a Dataset or DatasetDict."""
+def chain(files: Sequence[Rows], name: str) -> Rows:
+    """Rows of several files, one after the other."""
+    table = Chained([file.table for file in files])
+
+    def location(index: int) -> str:
+        part, place = table.place(index)
+        return files[part].location(place)
+
+    # A small file has no fingerprint beside a large one: its content does.
+    prints = [[list(file)] if file.fingerprint is None else file.fingerprint for file in files]
+    try:
+        fingerprint = None if all(file.fingerprint is None for file in files) else json.loads(json.dumps(prints))
+    except (TypeError, ValueError):
+        fingerprint = None
+    names = tuple(dict.fromkeys(column for file in files for column in file.column_names))
+    return Rows(name, table, names, location, fingerprint)
+
+
+def _folder_fingerprint(folder: str) -> Any:
+    """What identifies the content of a folder that datasets saved; None if it is small."""
+    paths = sorted(os.path.join(parent, file) for parent, _, files in os.walk(folder) for file in files)
+    if sum(map(os.path.getsize, paths)) < arrow_cache.MINIMUM_BYTES:
+        return None
+    return [[os.path.relpath(path, folder), arrow_cache.file_fingerprint(path)] for path in paths]
+
+
+def write_table(table: Any, folder: str) -> None:
+    """Writes a datasets.Dataset to table.arrow in a folder, as `arrow_cache.cached` expects it."""
+    import pyarrow as pa
+
+    schema = table.features.arrow_schema
+    with (
+        pa.OSFile(os.path.join(folder, "table.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in table.with_format("arrow").iter(1024):
+            writer.write_table(batch.cast(schema))
+
+
+def table_fingerprint(table: Any) -> str | None:
+    """What identifies the content of a datasets.Dataset, by its data: datasets' own fingerprint is random after some
+    transformations. None for a small one."""
+    import pyarrow as pa
+    import xxhash
+
+    if table.data.nbytes < arrow_cache.MINIMUM_BYTES:
+        return None
+    digest = xxhash.xxh3_128()
+    for batch in table.with_format("arrow").iter(1024):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_table(batch.combine_chunks())
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def select_split(loaded: Any, name: str, split: str, fingerprint: Any = None) -> Rows:
+    """Rows of one split of a Dataset or DatasetDict, whose content `fingerprint` identifies."""
     if isinstance(loaded, Mapping):
         if split not in loaded:
             raise UserError(f"{name} has no split {split!r}; it has {', '.join(loaded)}")
         loaded = loaded[split]
-    return from_dataset(loaded, name)
+    return from_dataset(loaded, name, None if fingerprint is None else [fingerprint, split])

@@ -646,6 +646,12 @@ def split_rows(rows: Rows, encode: Callable[[Any], Encoded], on_bad_row: str) ->
     return row_texts.split_rows(rows, fault, on_bad_row), out
 
 
+def check_one_dataset(config: Any, processor: ImageProcessor | None) -> None:
+    """UserError for images of several data sets."""
+    if processor is not None and getattr(config, "datasets", None):
+        raise UserError("datasets: images are read from one data set; give it as dataset_name")
+
+
 def note_of(rows: Sequence[ImageRow]) -> str:
     """A remark for the report."""
     counts = [len(row.sources) for row in rows]

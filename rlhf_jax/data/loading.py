@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax import storage
-from rlhf_jax.data.arithmetic import load_arithmetic
+from rlhf_jax.data import arithmetic, arrow_cache, shapes, synthetic
 from rlhf_jax.data.files import (
     SUFFIXES,
     MalformedRow,
@@ -20,12 +20,16 @@ from rlhf_jax.data.files import (
     read_file,
     read_folder,
     select_split,
+    table_fingerprint,
+    write_table,
 )
-from rlhf_jax.data.shapes import load_shapes
-from rlhf_jax.data.synthetic import load_synthetic
 from rlhf_jax.errors import UserError
 
-BUILT_IN = {"synthetic": load_synthetic, "arithmetic": load_arithmetic, "shapes": load_shapes}
+BUILT_IN = {
+    "synthetic": synthetic.load_synthetic,
+    "arithmetic": arithmetic.load_arithmetic,
+    "shapes": shapes.load_shapes,
+}
 """Built-in data sets by name."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""
@@ -36,9 +40,9 @@ _NAME_PREFIX = re.compile(r"[A-Za-z0-9_.-]*=")
 def _read_hub(name: str, split: str, config: str | None, revision: str | None) -> Rows:
     with datasets_without_progress_bars() as datasets:
         try:
-            return from_dataset(
-                datasets.load_dataset(name, config, split=split, revision=revision), f"{name} ({split})"
-            )
+            table = datasets.load_dataset(name, config, split=split, revision=revision)
+            large = table.data.nbytes >= arrow_cache.MINIMUM_BYTES
+            return from_dataset(table, f"{name} ({split})", [name, table._fingerprint] if large else None)
         except Exception as error:  # datasets raises many types of exceptions
             text = " ".join(str(error).split()) or type(error).__name__
             names = re.search(r"Should be one of \[(.*?)\]", text)
@@ -50,6 +54,23 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
                 f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
                 "dataset_name is a hub name, a local file or folder, 'synthetic' or 'arithmetic'."
             ) from error
+
+
+def _read_built_in(name: str, kind: str, split: str, size: int | None, seed: int) -> Rows:
+    """Rows of a built-in data set. Making thousands takes seconds, so they are cached, but for pictures."""
+    title = f"{name} {kind} ({split})"
+    known = {"synthetic": synthetic.SIZES, "arithmetic": arithmetic.SIZES, "shapes": {}}[name]
+    fingerprint = [name, kind, split, size, seed]
+    if not known or (known.get(split, 0) if size is None else size) < 2048:
+        return from_dataset(BUILT_IN[name](kind, split, size, seed), title)
+
+    def write(folder: str) -> dict[str, Any]:
+        write_table(BUILT_IN[name](kind, split, size, seed), folder)
+        return {}
+
+    entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
+    table = BUILT_IN[name](kind, split, size, seed) if entry is None else entry.table
+    return from_dataset(table, title, fingerprint)
 
 
 def load_rows(
@@ -83,14 +104,15 @@ def load_rows(
     if streaming or type(source).__name__ in ("IterableDataset", "IterableDatasetDict", "generator"):
         raise UserError(
             "dataset_streaming is refused: the rows of an update are a function of seed and step, so that a run can "
-            "resume at any step, and a stream has no random access. Leave it off; max_train_samples limits the number "
-            "of rows."
+            "resume at any step, and a stream has no random access. Leave it off: rows are mapped from the disk, so "
+            "memory does not grow with their number. max_train_samples takes the first rows. To train on a stream, "
+            "write as many rows as the run needs to a file: datasets' take, then to_json."
         )
     label = label or f"{split} data"
     if isinstance(source, str | os.PathLike):
         source = storage.local_copy(os.fspath(source))
         if source in BUILT_IN:
-            rows = from_dataset(BUILT_IN[source](kind, split, max_samples, seed), f"{source} {kind} ({split})")
+            rows = _read_built_in(source, kind, split, max_samples, seed)
         elif os.path.isfile(source):
             rows = read_file(source)
         elif os.path.isdir(source):
@@ -103,8 +125,9 @@ def load_rows(
         rows = from_list(source, f"the list given as {label}")
     elif isinstance(source, Mapping):
         rows = select_split(source, "the DatasetDict given", split)
+        rows = from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
     elif hasattr(source, "column_names") and hasattr(source, "select"):
-        rows = from_dataset(source, f"the data set given as {label}")
+        rows = from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
     else:
         raise UserError(
             f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
@@ -166,7 +189,8 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
 
     Returns:
       name -> rows, at most max_eval_samples each; a single source without a name has the name ''. Empty where the
-      config has no evaluation data (no split, or a training file without eval_dataset_name) or `dataset` is {}.
+      config has no evaluation data (no split, or a training file or a mixture without eval_dataset_name) or
+      `dataset` is {}.
 
     Raises:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
@@ -175,7 +199,8 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
     if source is None:
-        if config.dataset_test_split is None or is_single_split(config.dataset_name):
+        mixture = getattr(config, "datasets", None) is not None
+        if mixture or config.dataset_test_split is None or is_single_split(config.dataset_name):
             return {}
         hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}
         return {"": load_rows(config.dataset_name, split=split, **limits, **hub)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import DemoBatch, DemoData, DemoRows
+from rlhf_jax.data.ragged import Ragged, lengths_of
 
 
 def best_fit_decreasing(lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -57,11 +59,12 @@ class PackedDemoData(DemoRows):
     """Demonstrations packed into rows of one width. A row of a batch is a pack."""
 
     data: DemoData
-    packs: list[list[int]]
+    packs: Sequence[np.ndarray]
     """The demonstrations of each row."""
     width: int
     completion_only: bool
     report: DataReport
+    shares: batches.Order | None = None
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -90,7 +93,7 @@ class PackedDemoData(DemoRows):
 
     def source_rows(self, row: int) -> dict[str, Any]:
         """{"rows"}: the demonstrations of a pack."""
-        return {"rows": list(self.packs[row])}
+        return {"rows": np.asarray(self.packs[row]).tolist()}
 
     @property
     def fingerprint(self) -> str:
@@ -99,16 +102,27 @@ class PackedDemoData(DemoRows):
 
 
 def pack(data: DemoData, width: int, completion_only: bool) -> PackedDemoData:
-    """Packs demonstrations into rows of `width` tokens, by their lengths alone.
+    """Packs demonstrations into rows of `width` tokens, by their lengths alone. Those of a mixture with weights are
+    packed set by set, and weights are shares of rows.
 
     Args:
       data: sequences of at most `width` tokens.
       width: tokens of a row (max_length).
       completion_only: whether prompts are left out of the loss.
     """
-    packs = best_fit_decreasing([len(tokens) for tokens in data.tokens], width)
+    lengths, shares = lengths_of(data.tokens), None
+    if data.shares is None:
+        packs = Ragged.of_lists(best_fit_decreasing(lengths, width))
+    else:  # a row is of one set, so that sets have their shares
+        starts = np.concatenate([[0], np.cumsum(data.shares.sizes)]).tolist()
+        sets = [
+            [[start + index for index in row] for row in best_fit_decreasing(lengths[start:end], width)]
+            for start, end in itertools.pairwise(starts)
+        ]
+        packs = Ragged.of_lists([row for rows in sets for row in rows])
+        shares = dataclasses.replace(data.shares, sizes=tuple(len(rows) for rows in sets))
     share = data.report.tokens / (len(packs) * width)
     note = f"packed into {len(packs)} rows of {width} tokens, {share:.0%} full"
     notes = [data.report.note, note] if data.report.note else [note]
     report = dataclasses.replace(data.report, note="; ".join(notes))
-    return PackedDemoData(data, packs, width, completion_only, report)
+    return PackedDemoData(data, packs, width, completion_only, report, shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -14,6 +14,8 @@ from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import join_with_eos
 from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
+from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array
@@ -34,15 +36,17 @@ class PairBatch:
 class PairData(batches.Batched[PairBatch]):
     """Tokenized pairs."""
 
-    chosen: list[np.ndarray]
-    rejected: list[np.ndarray]
+    chosen: Sequence[np.ndarray]
+    rejected: Sequence[np.ndarray]
     margin: np.ndarray
     """[N] float32."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
+    known_fingerprint: str | None = None
+    shares: batches.Order | None = None
 
-    def _sequences(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return self.chosen, self.rejected
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> PairBatch:
@@ -69,33 +73,108 @@ def _pair_fault(row: Any, fault: str | None, chosen: str, rejected: str, margin:
     return fault
 
 
-def _render_pairs(
-    rows: Rows,
-    template: chat.ChatTemplate,
-    prompt_columns: tuple[str, ...],
-    completion_columns: tuple[str, str],
-    margin_column: str | None,
-    on_bad_row: str,
-) -> tuple[row_texts.SplitRows, list[tuple[str, str, str]]]:
-    """(good and bad rows, prompt with its generation prompt, chosen and rejected conversation of each good one).
+class PairEncoder:
+    """The `tokenized.Encoder` of pairs; the arguments are those of `make_pairs`."""
 
-    The prompt is "" without a prompt column: only the explicit one is known to end before a response.
-    """
+    columns = {"chosen": "tokens", "rejected": "tokens", "margin": "float", "truncated": "flag"}
 
-    def fault(row: Any) -> str | None:
-        reason = chat.messages_fault(row, (*prompt_columns, *completion_columns), "pairs")
-        return _pair_fault(row, reason, *completion_columns, margin_column)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_columns: tuple[str, ...],
+        completion_columns: tuple[str, str],
+        margin_column: str | None,
+        template: chat.ChatTemplate | None,
+        limits: tuple[int, int, str],
+    ):
+        self.tokenizer, self.template = tokenizer, template
+        self.prompt_columns, self.completion_columns = prompt_columns, completion_columns
+        self.margin_column = margin_column
+        self.max_length, self.query_length, self.query_overflow = limits
 
-    def render(row: Any) -> tuple[str, str, str]:
-        prompt = [message for column in prompt_columns for message in row[column]]
-        text = template.render(prompt, generation_prompt=True, column=prompt_columns[0]) if prompt else ""
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        columns = [self.prompt_columns, self.completion_columns, self.margin_column]
+        limits = [self.max_length, self.query_length, self.query_overflow]
+        return row_texts.identity(self.tokenizer, self.template, columns, limits)
+
+    def _text_fault(self, row: Any) -> str | None:
+        columns = (*self.prompt_columns, *self.completion_columns)
+        return _pair_fault(row, row_texts.text_fault(row, columns), *self.completion_columns, self.margin_column)
+
+    def _chat_fault(self, row: Any) -> str | None:
+        columns = (*self.prompt_columns, *self.completion_columns)
+        fault = chat.messages_fault(row, columns, "pairs")
+        return _pair_fault(row, fault, *self.completion_columns, self.margin_column)
+
+    def _render(self, row: Any) -> tuple[str, str, str]:
+        """Prompt with its generation prompt, chosen and rejected conversation. The prompt is "" without a prompt
+        column: only the explicit one is known to end before a response."""
+        columns, template = self.prompt_columns, self.template
+        prompt = [message for column in columns for message in row[column]]
+        text = template.render(prompt, generation_prompt=True, column=columns[0]) if prompt else ""
         chosen, rejected = (
             template.render([*prompt, *row[column]], generation_prompt=False, column=column)
-            for column in completion_columns
+            for column in self.completion_columns
         )
         return text, chosen, rejected
 
-    return chat.render_rows(rows, fault, render, on_bad_row)
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        if self.template is None:
+            return self._text_fault(row)
+        return chat.rendered_or_fault(row, self._chat_fault, self._render)[1]
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        encode = self.tokenizer.encode
+        if self.template is not None:
+            encoded: list[Encoded] = []
+            for row in rows:
+                rendered, fault = chat.rendered_or_fault(row, self._chat_fault, self._render)
+                if fault is not None:
+                    encoded.append(fault)
+                elif rendered[0] and len(encode(rendered[0])) > self.query_length:
+                    encoded.append(None)
+                else:
+                    encoded.append(self._columns(row, [*map(encode, rendered[1:])], False))
+            return encoded
+        faults = [self._text_fault(row) for row in rows]
+        good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
+        texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
+        prompts, cut = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
+        completions = [self.tokenizer.encode_batch([row[name] for row in good]) for name in self.completion_columns]
+        made = iter(map(self._joined, good, prompts, cut, *completions))
+        return [next(made) if fault is None else fault for fault in faults]
+
+    def _joined(self, row: Any, prompt: list[int] | None, cut: bool, *completions: list[int]) -> Encoded:
+        if prompt is None:
+            return None
+        return self._columns(row, [join_with_eos(prompt, ids, self.tokenizer.eos_id) for ids in completions], cut)
+
+    def _columns(self, row: Any, pair: list[list[int]], cut: bool) -> Encoded:
+        """The columns of a row; None for one that is left out."""
+        if max(map(len, pair)) > self.max_length:
+            return {LEFT_OUT: True, "truncated": cut}
+        margin = 0.0 if self.margin_column is None else row[self.margin_column]
+        return {"chosen": pair[0], "rejected": pair[1], "margin": margin, "truncated": cut}
+
+
+def _data_of(made: Tokenized, encoder: PairEncoder, length_buckets: Sequence[int] | None) -> PairData:
+    """Pairs of their tokens."""
+    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
+    row_texts.check_any_kept(made.rows, len(made.kept), limits)
+    chosen, rejected = made.ragged("chosen"), made.ragged("rejected")
+    buckets, report = row_texts.buckets_and_report(
+        made,
+        chosen,
+        rejected,
+        length_buckets=length_buckets,
+        truncated=made.count("truncated"),
+        template_date=None if encoder.template is None else encoder.template.date,
+    )
+    fingerprint = made.meta.get("fingerprint")
+    return PairData(chosen, rejected, made.numbers("margin"), encoder.tokenizer.pad_id, buckets, report, fingerprint)
 
 
 def make_pairs(
@@ -112,6 +191,7 @@ def make_pairs(
     on_bad_row: str = "raise",
     length_buckets: tuple[int, ...] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
 ) -> PairData:
     """Tokenizes pairs as ids(prompt) + ids(completion) + eos. The arguments are options of the config.
 
@@ -132,7 +212,7 @@ def make_pairs(
     full_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
     columns = () if full_texts else row_texts.prompt_columns(rows, prompt_column)
     completion_columns = chosen_column, rejected_column
-    truncated, template_date = 0, None
+    template = None
     if chat.holds_conversations(rows, chosen_column):
         if columns and not chat.holds_conversations(rows, columns[0]):
             raise UserError(
@@ -140,48 +220,17 @@ def make_pairs(
                 f"messages, or remove it if {chosen_column!r} and {rejected_column!r} are whole conversations"
             )
         template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-        template_date = template.date
-        split, rendered = _render_pairs(rows, template, columns, completion_columns, margin_column, on_bad_row)
-        pairs = [
-            None if prompt and len(tokenizer.encode(prompt)) > query_length else [*map(tokenizer.encode, texts)]
-            for prompt, *texts in rendered
-        ]
-    else:
-        split = row_texts.split_rows(
-            rows,
-            lambda row: _pair_fault(
-                row, row_texts.text_fault(row, (*columns, *completion_columns)), *completion_columns, margin_column
-            ),
-            on_bad_row,
-        )
-        texts = [row_texts.prompt_text(row, columns) for row in split.good]
-        prompts, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, query_overflow)
-        completions = (tokenizer.encode_batch([row[name] for row in split.good]) for name in completion_columns)
-        pairs = [
-            None if prompt is None else [join_with_eos(prompt, ids, tokenizer.eos_id) for ids in pair]
-            for prompt, *pair in zip(prompts, *completions, strict=True)
-        ]
-    chosen, rejected, margins = [], [], []
-    for row, pair in zip(split.good, pairs, strict=True):
-        if pair is None:
-            continue
-        sequences = [np.asarray(ids, np.int32) for ids in pair]
-        if max(map(len, sequences)) > max_length:
-            continue
-        chosen.append(sequences[0])
-        rejected.append(sequences[1])
-        margins.append(0.0 if margin_column is None else row[margin_column])
-    row_texts.check_any_kept(rows, len(chosen), f"max_length = {max_length} or query_length = {query_length} tokens")
-    buckets, report = row_texts.buckets_and_report(
+    limits = max_length, query_length, query_overflow
+    encoder = PairEncoder(tokenizer, columns, completion_columns, margin_column, template, limits)
+    made = tokenize(
         rows,
-        split,
-        chosen,
-        rejected,
-        length_buckets=length_buckets,
-        truncated=truncated,
-        template_date=template_date,
+        encoder,
+        on_bad_row=on_bad_row,
+        num_proc=num_proc,
+        build=lambda made: _data_of(made, encoder, None),
+        describe=lambda data: {"fingerprint": data.fingerprint},
     )
-    return PairData(chosen, rejected, np.asarray(margins, np.float32), tokenizer.pad_id, buckets, report)
+    return _data_of(made, encoder, length_buckets)
 
 
 def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
@@ -199,6 +248,7 @@ def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
         chat_template_kwargs=config.chat_template_kwargs,
+        num_proc=getattr(config, "dataset_num_proc", None),
     )
 
 
@@ -208,8 +258,11 @@ def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluatio
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "pairs", dataset)
-    return None if rows is None else pairs_from_rows(rows, config, tokenizer)
+    if evaluation:
+        rows = load_split(config, "eval", "pairs", dataset)
+        return None if rows is None else pairs_from_rows(rows, config, tokenizer)
+    lists = ("chosen", "rejected", "margin")
+    return load_training(config, "pairs", dataset, lambda rows, own: pairs_from_rows(rows, own, tokenizer), *lists)
 
 
 def load_eval_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:

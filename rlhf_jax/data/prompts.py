@@ -15,6 +15,9 @@ from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_split
+from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.ragged import Lazy
+from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import PromptBatch
 
@@ -23,23 +26,27 @@ from rlhf_jax.types import PromptBatch
 class PromptData(batches.Batched[PromptBatch]):
     """Tokenized prompts, with their texts and the other columns of their rows."""
 
-    tokens: list[np.ndarray]
+    tokens: Sequence[np.ndarray]
     """int32 each."""
-    prompts: list[str]
+    prompts: Sequence[str]
     """The texts of `tokens`: truncated where the tokens are, conversations in the chat template."""
-    raw: list[dict[str, Any]]
+    raw: Sequence[dict[str, Any]]
     """The other columns of each row."""
     pad_id: int
     buckets: tuple[int, ...]
     report: DataReport
-    conversations: list[chat.Conversation] | None = None
+    conversations: Sequence[chat.Conversation] | None = None
     """The messages of each prompt; None if prompts are texts."""
     shuffle: bool = True
     """Shuffle the rows each epoch; false: keep file order."""
+    known_fingerprint: str | None = None
+    known_columns: tuple[str, ...] | None = None
+    """The names of the other columns, where they are known without reading all rows."""
+    shares: batches.Order | None = None
     images: image_rows.DataImages | None = None
     """None: the prompts are text."""
 
-    def _sequences(self) -> tuple[list[np.ndarray], ...]:
+    def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,)
 
     def _make_batch(self, rows: np.ndarray, local: np.ndarray | slice) -> PromptBatch:
@@ -54,6 +61,8 @@ class PromptData(batches.Batched[PromptBatch]):
     @property
     def fingerprint(self) -> str:
         """The number of rows and a sha256 of their tokens and of the columns passed to reward functions."""
+        if self.known_fingerprint is not None:
+            return self.known_fingerprint
         digest = hashlib.sha256(super().fingerprint.encode())
         for row in self.raw:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -89,9 +98,68 @@ class PromptData(batches.Batched[PromptBatch]):
 
     def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The other columns of these rows, for reward functions."""
-        names = dict.fromkeys(name for row in self.raw for name in row)
-        columns = {name: [self.raw[i].get(name) for i in rows] for name in names}
+        read = [self.raw[i] for i in rows]
+        columns = {name: [row.get(name) for row in read] for name in self.column_names}
         return columns if self.images is None else {**columns, **self.images.columns(rows)}
+
+    @functools.cached_property
+    def column_names(self) -> tuple[str, ...]:
+        """The names of the other columns, in order of first appearance."""
+        if self.known_columns is not None:
+            return self.known_columns
+        return tuple(dict.fromkeys(name for row in self.raw for name in row))
+
+
+class PromptEncoder:
+    """The `tokenized.Encoder` of prompts; the arguments are those of `make_prompts`."""
+
+    columns = {"tokens": "tokens", "text": "text", "truncated": "flag"}
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        columns: tuple[str, ...],
+        template: chat.ChatTemplate | None,
+        query_length: int,
+        query_overflow: str,
+    ):
+        self.tokenizer, self.prompt_columns, self.template = tokenizer, columns, template
+        self.limits = query_length, query_overflow if template is None else "drop"
+
+    def identity(self) -> Any:
+        """As `tokenized.Encoder.identity`."""
+        return row_texts.identity(self.tokenizer, self.template, self.prompt_columns, self.limits)
+
+    def _text(self, row: Any) -> tuple[str | None, str | None]:
+        """(the prompt, why the row is bad)"""
+        columns = self.prompt_columns
+        if (template := self.template) is not None:
+            return chat.rendered_or_fault(
+                row,
+                lambda row: chat.conversation_fault(row, columns[0]),
+                lambda row: template.render(row[columns[0]], generation_prompt=True, column=columns[0]),
+            )
+        fault = row_texts.text_fault(row, columns)
+        return (row_texts.prompt_text(row, columns), None) if fault is None else (None, fault)
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        return self._text(row)[1]
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`; 'text' is None where it is a column of the row."""
+        texts = [self._text(row) for row in rows]
+        good = [text for text, _ in texts if text is not None]
+        encoded = iter(zip(good, *row_texts.fit_prompts(good, self.tokenizer, *self.limits), strict=True))
+
+        def one() -> Encoded:
+            text, ids, truncated = next(encoded)
+            if ids is None:
+                return None
+            known = self.tokenizer.decode(ids) if truncated else None if self.template is None else text
+            return {"tokens": ids, "text": known, "truncated": truncated}
+
+        return [fault if fault is not None else one() for _, fault in texts]
 
 
 def make_prompts(
@@ -105,6 +173,7 @@ def make_prompts(
     length_buckets: tuple[int, ...] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     shuffle: bool = True,
+    num_proc: int | None = None,
     processor: image_rows.ImageProcessor | None = None,
 ) -> PromptData:
     """Tokenizes prompts. The arguments are options of the config; `processor`: of the model, where rows have images.
@@ -131,42 +200,69 @@ def make_prompts(
             shuffle=shuffle,
         )
     conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
-    if conversational:
-        template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-        split, texts = chat.render_rows(
-            rows,
-            lambda row: chat.conversation_fault(row, columns[0]),
-            lambda row: template.render(row[columns[0]], generation_prompt=True, column=columns[0]),
-            on_bad_row,
-        )
-    else:
-        template = None
-        split = row_texts.split_rows(rows, lambda row: row_texts.text_fault(row, columns), on_bad_row)
-        texts = [row_texts.prompt_text(row, columns) for row in split.good]
-    ids, truncated = row_texts.fit_prompts(texts, tokenizer, query_length, "drop" if conversational else query_overflow)
-    kept = [i for i, tokens in enumerate(ids) if tokens is not None]
-    row_texts.check_any_kept(rows, len(kept), f"query_length = {query_length} tokens")
-    tokens = [np.asarray(ids[i], np.int32) for i in kept]
-    texts = [texts[i] for i in kept]
-    good = [split.good[i] for i in kept]
-    raw = [{name: row[name] for name in row if name not in columns} for row in good]
-    if truncated:
-        texts = [
-            tokenizer.decode(own) if len(own) < len(full) else text
-            for own, full, text in zip(tokens, tokenizer.encode_batch(texts), texts, strict=True)
-        ]
-    dropped_not_truncated = conversational and len(kept) < len(ids) and query_overflow == "truncate"
-    buckets, report = row_texts.buckets_and_report(
+    template = chat.ChatTemplate(tokenizer, chat_template_kwargs) if conversational else None
+    encoder = PromptEncoder(tokenizer, columns, template, query_length, query_overflow)
+
+    def build(made: Tokenized, buckets: Sequence[int] | None = None) -> PromptData:
+        return _prompts_of(made, encoder, query_overflow, shuffle, buckets)
+
+    made = tokenize(
         rows,
-        split,
+        encoder,
+        on_bad_row=on_bad_row,
+        num_proc=num_proc,
+        build=build,
+        describe=lambda data: {"fingerprint": data.fingerprint, "columns": list(data.column_names)},
+    )
+    return build(made, length_buckets)
+
+
+def _prompts_of(
+    made: Tokenized, encoder: PromptEncoder, query_overflow: str, shuffle: bool, length_buckets: Sequence[int] | None
+) -> PromptData:
+    """Prompts of their tokens; texts and columns are read when they are needed."""
+    columns, template, table = encoder.prompt_columns, encoder.template, made.rows.table
+    count = len(made.kept)
+    row_texts.check_any_kept(made.rows, count, f"query_length = {encoder.limits[0]} tokens")
+    tokens = made.ragged("tokens")
+    dropped = len(made.table) - made.bad - count
+    buckets, report = row_texts.buckets_and_report(
+        made,
         tokens,
         length_buckets=length_buckets,
-        truncated=truncated,
-        note="conversations are dropped, not truncated" if dropped_not_truncated else None,
+        truncated=made.count("truncated"),
+        note="conversations are dropped, not truncated"
+        if template is not None and dropped and query_overflow == "truncate"
+        else None,
         template_date=None if template is None else template.date,
     )
-    conversations = [[dict(message) for message in row[columns[0]]] for row in good] if conversational else None
-    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle)
+
+    def row(index: int) -> dict[str, Any]:
+        return table[int(made.kept[index])]
+
+    def text(index: int) -> str:
+        known = made.text(index)
+        return row_texts.prompt_text(row(index), columns) if known is None else known
+
+    def raw(index: int) -> dict[str, Any]:
+        own = row(index)
+        return {name: own[name] for name in own if name not in columns}
+
+    def conversation(index: int) -> chat.Conversation:
+        return [dict(message) for message in row(index)[columns[0]]]
+
+    return PromptData(
+        tokens,
+        Lazy(count, text),
+        Lazy(count, raw),
+        encoder.tokenizer.pad_id,
+        buckets,
+        report,
+        None if template is None else Lazy(count, conversation),
+        shuffle,
+        made.meta.get("fingerprint"),
+        tuple(made.meta["columns"]) if "columns" in made.meta else None,
+    )
 
 
 def _image_prompts(
@@ -181,7 +277,8 @@ def _image_prompts(
     chat_template_kwargs: Mapping[str, Any] | None,
     shuffle: bool,
 ) -> PromptData:
-    """`make_prompts` of conversations with images; one that is too long is dropped, since its images cannot be cut."""
+    """`make_prompts` of conversations with images, which are read and tokenized at each start. One that is too long is
+    dropped, since its images cannot be cut."""
     template, folder = chat.ChatTemplate(tokenizer, chat_template_kwargs), image_rows.folder_of(rows)
     rows = image_rows.encoded(rows)
 
@@ -199,7 +296,6 @@ def _image_prompts(
     left_out = {column, *image_rows.COLUMNS}
     raw = [{name: split.good[i][name] for name in split.good[i] if name not in left_out} for i in kept]
     buckets, report = row_texts.buckets_and_report(
-        rows,
         split,
         tokens,
         length_buckets=length_buckets,
@@ -215,7 +311,7 @@ def _image_prompts(
     )
     texts = [encoded[i][1] for i in kept]
     conversations = [encoded[i][0].messages[column] for i in kept]
-    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle, found)
+    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle, images=found)
 
 
 def prompts_from_rows(
@@ -232,6 +328,7 @@ def prompts_from_rows(
         length_buckets=config.length_buckets,
         chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
         shuffle=getattr(config, "shuffle_dataset", True),
+        num_proc=getattr(config, "dataset_num_proc", None),
         processor=processor,
     )
 
@@ -250,8 +347,14 @@ def load_prompts(
     Returns:
       The data; None where the config has no evaluation data.
     """
-    rows = load_split(config, "eval" if evaluation else "train", "demonstrations", dataset)
-    return None if rows is None else prompts_from_rows(rows, config, tokenizer, processor)
+    if evaluation:
+        rows = load_split(config, "eval", "demonstrations", dataset)
+        return None if rows is None else prompts_from_rows(rows, config, tokenizer, processor)
+    lists = ("tokens", "prompts", "raw", "conversations")
+    image_rows.check_one_dataset(config, processor)
+    return load_training(
+        config, "demonstrations", dataset, lambda rows, own: prompts_from_rows(rows, own, tokenizer, processor), *lists
+    )
 
 
 def load_eval_prompts(

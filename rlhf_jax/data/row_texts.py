@@ -11,7 +11,10 @@ import numpy as np
 from rlhf_jax.data import batches
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.loading import require_columns
-from rlhf_jax.data.tldr import fit_prompt, format_post
+from rlhf_jax.data.ragged import lengths_of
+from rlhf_jax.data.tldr import fit_prompts as fit_prompts_by_post
+from rlhf_jax.data.tldr import format_post
+from rlhf_jax.data.tokenized import Tokenized, bad_rows_error
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
@@ -64,8 +67,9 @@ def text_fault(row: Any, columns: Sequence[str]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """The good rows, the number of bad ones and the reason for the first."""
+    """The good rows of a data set, the number of bad ones and the reason for the first."""
 
+    rows: Rows
     good: list[Any]
     bad: int
     first_bad: str | None
@@ -80,8 +84,7 @@ def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) 
       on_bad_row: 'raise' or 'skip'.
 
     Raises:
-      UserError: a row is bad and on_bad_row is 'raise', or no row is good. The message has the file and line of the
-        first bad row, and how many there are.
+      UserError: a row is bad and on_bad_row is 'raise', or no row is good; has the file and line of the first bad row.
     """
     good, bad, first = [], 0, None
     for i, row in enumerate(rows):
@@ -89,30 +92,34 @@ def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) 
         if reason is None:
             good.append(row)
         else:
-            bad += 1
-            first = first or f"{rows.location(i)}: {reason}"
+            bad, first = bad + 1, first or f"{rows.location(i)}: {reason}"
     if bad and (on_bad_row == "raise" or not good):
-        advice = "Fix it, or set on_bad_row=skip to leave bad rows out." if good else "No row is usable."
-        raise UserError(f"{first} ({bad} of {len(rows)} rows {'is' if bad == 1 else 'are'} bad). {advice}")
-    return SplitRows(good, bad, first)
+        raise bad_rows_error(first, bad, len(rows), bool(good))
+    return SplitRows(rows, good, bad, first)
 
 
 def fit_prompts(
-    texts: list[str], tokenizer: Tokenizer, query_length: int, query_overflow: str
-) -> tuple[list[list[int] | None], int]:
+    texts: Sequence[str], tokenizer: Tokenizer, query_length: int, query_overflow: str
+) -> tuple[list[list[int] | None], list[bool]]:
     """Ids of each prompt, at most `query_length`: 'truncate' as OpenAI did, 'drop' as TRL does.
 
     Returns:
-      (ids of each prompt, None for one that is dropped; how many were truncated)
+      (ids of each prompt, None for one that is dropped; which were truncated)
     """
-    prompts: list[list[int] | None] = []
-    truncated = 0
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        if len(ids) > query_length:
-            ids = fit_prompt(text, tokenizer.encode, ids, query_length) if query_overflow == "truncate" else None
-            truncated += ids is not None
-        prompts.append(ids)
-    return prompts, truncated
+    ids = tokenizer.encode_batch(texts)
+    long = [len(own) > query_length for own in ids]
+    if query_overflow == "truncate":
+        prompts = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, query_length)
+    else:
+        prompts = [None if is_long else own for own, is_long in zip(ids, long, strict=True)]
+    return prompts, [is_long and own is not None for own, is_long in zip(prompts, long, strict=True)]
+
+
+def identity(tokenizer: Tokenizer, template: Any, *options: Any) -> Any:
+    """The identity of an encoder (see `tokenized.Encoder`) with a tokenizer, a chat template (or None) and options of
+    JSON types; None if that of a part cannot be told."""
+    parts = [tokenizer.identity(), None if template is None else template.identity()]
+    return None if parts[0] is None or (template is not None and parts[1] is None) else [*parts, *options]
 
 
 def check_any_kept(rows: Rows, kept: int, limit: str) -> None:
@@ -122,9 +129,8 @@ def check_any_kept(rows: Rows, kept: int, limit: str) -> None:
 
 
 def buckets_and_report(
-    rows: Rows,
-    split: SplitRows,
-    *sequences: list[np.ndarray],
+    made: Tokenized | SplitRows,
+    *sequences: Sequence[np.ndarray],
     length_buckets: Sequence[int] | None,
     truncated: int,
     note: str | None = None,
@@ -133,7 +139,7 @@ def buckets_and_report(
     """The length buckets of a data set and the report on its rows.
 
     Args:
-      rows, split: before and after validation.
+      made: the tokens of all rows, or the rows as they were read.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
       truncated: number of truncated rows.
@@ -143,20 +149,21 @@ def buckets_and_report(
     Raises:
       UserError: the longest sequence fits no bucket.
     """
-    sizes = [len(tokens) for column in sequences for tokens in column]
-    buckets = tuple(length_buckets or batches.default_buckets(max(sizes)))
-    batches.bucket(max(sizes), buckets)
-    kept = len(sequences[0])
+    sizes = [lengths_of(column) for column in sequences]
+    longest = int(max(lengths.max() for lengths in sizes))
+    buckets = tuple(length_buckets or batches.default_buckets(longest))
+    batches.bucket(longest, buckets)
+    read, kept = len(made.rows), len(sequences[0])
     return buckets, batches.DataReport(
-        name=rows.name,
-        read=len(rows),
+        name=made.rows.name,
+        read=read,
         kept=kept,
-        bad=split.bad,
+        bad=made.bad,
         truncated=truncated,
-        dropped=len(split.good) - kept,
-        longest=max(sizes),
-        tokens=sum(sizes),
-        first_bad=split.first_bad,
+        dropped=read - made.bad - kept,
+        longest=longest,
+        tokens=int(sum(lengths.sum() for lengths in sizes)),
+        first_bad=made.first_bad,
         note=note,
         template_date=template_date,
     )

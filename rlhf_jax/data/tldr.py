@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 _MAX_MISSES = 16
 
 Encode = Callable[[str], list[int]]
+EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 
 
 class PostParts(NamedTuple):
@@ -36,6 +37,55 @@ def parse_post(prompt: str) -> PostParts | None:
     )
 
 
+Search = Generator[list[str], list[list[int]], list[int] | None]
+"""Yields texts and is sent the ids of each; returns the ids that it looked for."""
+
+
+def _search(parts: PostParts, max_tokens: int) -> Search:
+    """`truncate_post`, asking for ids."""
+    post = parts.post
+
+    def texts(lengths: Sequence[int]) -> list[str]:
+        return [format_post(parts.subreddit, parts.title, post[:length]) for length in lengths]
+
+    newlines = [i for i, character in enumerate(post) if character == "\n"]
+    first = newlines[0] if newlines else len(post)
+    cuts = [*range(first), *newlines, len(post)]
+    low, high, longest = 0, len(cuts), None  # cuts[low - 1] fits, cuts[high] does not
+    while low < high:
+        middle = (low + high) // 2
+        (ids,) = yield texts([cuts[middle]])
+        if len(ids) <= max_tokens:
+            low, longest = middle + 1, ids
+        else:
+            high = middle
+    best, above = low - 1, low
+    while above < len(cuts) and above - best <= _MAX_MISSES:
+        longer = cuts[above : best + _MAX_MISSES + 1]
+        for place, ids in enumerate((yield texts(longer)), above):
+            if len(ids) <= max_tokens:
+                best, longest = place, ids
+        above += len(longer)
+    return longest
+
+
+def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_tokens: int) -> list[list[int] | None]:
+    """`truncate_post` of several posts, many texts at a time, which the tokenizer's threads share."""
+    found: list[list[int] | None] = [None] * len(posts)
+    searches = {i: _search(post, max_tokens) for i, post in enumerate(posts)}
+    asked = {i: next(search) for i, search in searches.items()}
+    while asked:
+        ids = iter(encode_batch([text for texts in asked.values() for text in texts]))
+        answers = {i: [next(ids) for _ in texts] for i, texts in asked.items()}
+        for i, answer in answers.items():
+            try:
+                asked[i] = searches[i].send(answer)
+            except StopIteration as end:
+                found[i] = end.value
+                del asked[i]
+    return found
+
+
 def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int] | None:
     """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it
     before its last newline, or without one drop its last character, and tokenize again.
@@ -52,33 +102,17 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
     Returns:
       The ids, or None if even an empty post is too long.
     """
-    post = parts.post
-
-    def ids_of(length: int) -> list[int]:
-        return encode(format_post(parts.subreddit, parts.title, post[:length]))
-
-    newlines = [i for i, character in enumerate(post) if character == "\n"]
-    first = newlines[0] if newlines else len(post)
-    cuts = [*range(first), *newlines, len(post)]
-    low, high = 0, len(cuts)  # cuts[low - 1] fits, cuts[high] does not
-    while low < high:
-        middle = (low + high) // 2
-        if len(ids_of(cuts[middle])) <= max_tokens:
-            low = middle + 1
-        else:
-            high = middle
-    best, above = low - 1, low
-    while above < len(cuts) and above - best <= _MAX_MISSES:
-        if len(ids_of(cuts[above])) <= max_tokens:
-            best = above
-        above += 1
-    return ids_of(cuts[best]) if best >= 0 else None
+    return truncate_posts([parts], lambda texts: [encode(text) for text in texts], max_tokens)[0]
 
 
-def fit_prompt(prompt: str, encode: Encode, ids: list[int], max_tokens: int) -> list[int] | None:
-    """Truncates the ids of a prompt: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids.
+def fit_prompts(
+    prompts: Sequence[str], encode_batch: EncodeBatch, ids: Sequence[list[int]], max_tokens: int
+) -> list[list[int] | None]:
+    """Truncates the ids of prompts: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids.
     None if the template alone is too long."""
-    if len(ids) <= max_tokens:
-        return ids
-    parts = parse_post(prompt)
-    return ids[-max_tokens:] if parts is None else truncate_post(parts, encode, max_tokens)
+    fitted: list[list[int] | None] = [own[-max_tokens:] for own in ids]
+    long = {i: parse_post(prompts[i]) for i, own in enumerate(ids) if len(own) > max_tokens}
+    posts = {i: parts for i, parts in long.items() if parts is not None}
+    for i, own in zip(posts, truncate_posts([*posts.values()], encode_batch, max_tokens), strict=True):
+        fitted[i] = own
+    return fitted

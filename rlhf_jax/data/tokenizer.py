@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import hashlib
+import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -55,6 +57,24 @@ class Tokenizer:
     """Its own pad was its eos. transformers then pools a reward model's score before a final eos."""
     stop_ids: tuple[int, ...] | None = None
     """Ids that count as eos in its place (the option stop_token_ids)."""
+
+    def identity(self) -> str | None:
+        """What identifies everything that turns texts and conversations into ids; None if that cannot be told."""
+        self.hf("", add_special_tokens=False)  # which sets the padding and truncation that encoding uses
+        hf = self.hf
+        parts: list[Any] = [self.eos_id, getattr(hf, "split_special_tokens", None)]
+        try:
+            backend = getattr(hf, "backend_tokenizer", None)
+            if backend is None:  # a tokenizer in Python
+                from datasets.fingerprint import Hasher
+
+                parts.append(Hasher.hash(hf))
+            else:
+                parts.append(backend.to_str())
+            parts += [hf.chat_template, hf.special_tokens_map]
+            return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        except Exception:  # a user's class may refuse any of these
+            return None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

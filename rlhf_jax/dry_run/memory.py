@@ -78,7 +78,7 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
             config.prompt_column: [{"role": "user", "content": "a"}],
             config.completion_column: [{"role": "assistant", "content": "a"}],
         }
-    quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None}
+    quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None, "datasets": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if stage_name(config) in ALGORITHMS:

@@ -106,15 +106,16 @@ def model_card(
     Returns:
       The text of README.md.
     """
-    dataset = config.get("dataset_name")
+    names = [entry["path"] for entry in config.get("datasets") or ()] or [config.get("dataset_name")]
+    built_in = ("synthetic", "arithmetic", "shapes")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
-    data = f"the built-in {dataset} task" if dataset in ("synthetic", "arithmetic", "shapes") else f"`{dataset}`"
+    data = ", ".join(f"the built-in {name} task" if name in built_in else f"`{name}`" for name in names)
     library = "peft" if adapter else "transformers"
     metadata = huggingface_hub.ModelCardData(
         library_name=library,
         tags=["rlhf_jax", stage, *(["lora"] if adapter else [])],
         base_model=base_model if _on_hub(base_model) else None,
-        datasets=[dataset] if _on_hub(dataset) else None,
+        datasets=[name for name in names if _on_hub(name)] or None,
     )
     # Without options that do not affect the model (folders, logging).
     chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}

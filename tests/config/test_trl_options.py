@@ -21,8 +21,8 @@ SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
 def sample_word(field: str, hint) -> str:
     """A command-line word that the field takes."""
     inner = values.without_none(hint)[0]
-    if values.is_dict(hint):
-        return '{"top_k": 3}'
+    if values.is_json(hint):
+        return '{"top_k": 3}' if values.is_dict(hint) else '[{"path": "posts.jsonl"}]'
     if typing.get_origin(inner) is tuple:
         inner = inner.__args__[0]
     if inner in SAMPLES and field != "report_to":

@@ -44,7 +44,7 @@ def test_rows_are_those_of_trl(seed):
 def test_a_row_has_the_labels_of_its_demonstrations_and_a_segment_for_each():
     masks = [np.array([1, 1, 0, 1, 1], bool), np.array([1, 0, 1], bool), np.array([1, 1, 1, 1], bool)]
     packed = data.pack(demonstrations([5, 3, 4], [3, 1, 0], masks), 8, True)
-    assert packed.packs == [[0, 1], [2]]
+    assert [pack.tolist() for pack in packed.packs] == [[0, 1], [2]]
     batch = packed.in_order(0, 3)
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 0, 0, 0, 0], [8, 9, 10, 11, 0, 0, 0, 0]]
     assert batch.lengths.tolist() == [8, 4, 0]

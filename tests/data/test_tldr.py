@@ -60,6 +60,15 @@ def test_truncation_equals_the_literal_algorithm(bpe):
     assert cut > 20
 
 
+def test_posts_are_truncated_together_as_each_by_itself(bpe):
+    rng = np.random.default_rng(1)
+    posts = [random_post(rng) for _ in range(30)]
+    posts.append(tldr.PostParts("advice", " ".join(WORDS * 5), "nothing fits"))
+    found = tldr.truncate_posts(posts, bpe.encode_batch, 45)
+    assert found == [literally(post, bpe.encode, 45) for post in posts] and found[-1] is None
+    assert tldr.truncate_posts([], bpe.encode_batch, 45) == []
+
+
 def test_truncation_without_newline_drops_characters(bpe):
     parts = tldr.PostParts("advice", "help", " ".join(WORDS * 6))
     ids = tldr.truncate_post(parts, bpe.encode, 80)
@@ -96,8 +105,8 @@ def test_nothing_fits_beside_a_long_title(bpe):
 def test_other_prompts_lose_their_beginning(bpe):
     prompt = "Question: " + " ".join(WORDS)
     ids = bpe.encode(prompt)
-    assert tldr.fit_prompt(prompt, bpe.encode, ids, 7) == ids[-7:]
-    assert tldr.fit_prompt(prompt, bpe.encode, ids, len(ids)) == ids
+    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], 7) == [ids[-7:]]
+    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], len(ids)) == [ids]
 
 
 def test_template_has_no_trailing_space_and_parses_back():

@@ -1,0 +1,283 @@
+"""Several data sets as one: their rows one after the other, or by weights, in an order that is a function of seed and
+step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlhf_jax.data import batches
+from rlhf_jax.data.files import MalformedRow, Rows
+from rlhf_jax.data.loading import load_split
+from rlhf_jax.data.ragged import Chained
+from rlhf_jax.errors import UserError
+
+Data = TypeVar("Data")
+NAMES = {
+    "path": "dataset_name",
+    "name": "dataset_config",
+    "revision": "dataset_revision",
+    "split": "dataset_train_split",
+}
+"""TRL's names in an entry of the option datasets -> our options."""
+OWN = ("weight", "fraction", "format")
+"""What an entry may have beside options."""
+OPTIONS = (
+    *("prompt_column", "completion_column", "chosen_column", "rejected_column", "margin_column"),
+    *("chat_template_kwargs", "max_train_samples", "query_length", "query_overflow", "on_bad_row"),
+)
+"""Options that an entry may set for its rows."""
+
+
+def faults(config: Any) -> Iterator[str]:
+    """A line for everything that is wrong with the option datasets of a stage's config."""
+    if not config.datasets:
+        if config.datasets is not None:
+            yield "datasets is empty; give a list of dicts with 'path', or leave it out."
+        return
+    known = [*NAMES, *OWN, *(name for name in OPTIONS if hasattr(config, name))]
+    for number, entry in enumerate(config.datasets, 1):
+        where = f"datasets, entry {number}"
+        if unknown := sorted(entry.keys() - set(known)):
+            yield f"{where}: {', '.join(unknown)} is not known; it takes {', '.join(known)}."
+        if not isinstance(entry.get("path"), str) or not entry["path"]:
+            yield f"{where} has no 'path': a hub name, a file or folder, or a built-in task."
+        for name in ("weight", "fraction"):
+            value = entry.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                yield f"{where}: {name} is {value!r}; it must be a number above 0."
+        try:
+            Format(entry.get("format") or {})
+        except UserError as error:
+            yield f"{where}: {error}"
+    for name in ("weight", "fraction"):
+        if 0 < sum(name in entry for entry in config.datasets) < len(config.datasets):
+            yield f"datasets: give {name} to all data sets, or to none."
+    if any("weight" in entry for entry in config.datasets) and any("fraction" in entry for entry in config.datasets):
+        yield "datasets: give weight or fraction, not both."
+
+
+class Format:
+    """New columns of texts, made of other columns: {"prompt": "Question: {question}\\nAnswer:"}.
+
+    Raises:
+      UserError: it is no dict of texts, or a text names something else than columns in braces.
+    """
+
+    def __init__(self, columns: Any):
+        if not isinstance(columns, Mapping) or not all(isinstance(text, str) for text in columns.values()):
+            raise UserError(f"format is {columns!r:.100}; it must be a dict of column -> text with {{column}} in it.")
+        self._parts: dict[str, list[tuple[str, str | None]]] = {}
+        for name, text in columns.items():
+            try:
+                parts = list(string.Formatter().parse(text))
+            except ValueError as error:
+                raise UserError(f"format of {name!r} is {text!r}: {error}.") from error
+            if any(column == "" or spec or conversion for _, column, spec, conversion in parts):
+                raise UserError(f"format of {name!r} is {text!r}: write {{column}}, and braces as {{{{ and }}}}.")
+            self._parts[name] = [(literal, column) for literal, column, _, _ in parts]
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are made."""
+        return list(self._parts)
+
+    def __call__(self, row: Any) -> Any:
+        """The row with these columns; a `MalformedRow` where one that they need is no text or number."""
+        if not isinstance(row, Mapping):
+            return row
+        made = {}
+        for name, parts in self._parts.items():
+            for _, column in parts:
+                if column is not None and not isinstance(row.get(column), str | int | float):
+                    what = "is missing" if column not in row else f"is {type(row[column]).__name__}, not text"
+                    return MalformedRow(f"{column!r}, of which the format of {name!r} is made, {what}")
+            made[name] = "".join(literal + ("" if column is None else str(row[column])) for literal, column in parts)
+        return {**row, **made}
+
+
+class _Formatted(Sequence[Any]):
+    """Rows with the columns of a format, made when they are read."""
+
+    def __init__(self, rows: Rows, form: Format):
+        self._rows, self._form = dataclasses.replace(rows, location=str), form
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            return [self._form(row) for row in self._rows.slice(start, stop)]
+        return self._form(self._rows.table[index])
+
+
+def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:
+    """Rows with new columns; see `Format`."""
+    form = Format(columns)
+    fingerprint = None if rows.fingerprint is None else [rows.fingerprint, dict(columns)]
+    names = tuple(dict.fromkeys([*rows.column_names, *form.names]))
+    return Rows(rows.name, _Formatted(rows, form), names, rows.location, fingerprint)
+
+
+# --- the data sets of a config
+
+
+def load_training(config: Any, kind: str, dataset: Any, make: Callable[[Rows, Any], Data], *lists: str) -> Data:
+    """The training data of a stage's config: of one data set, or of its mixture.
+
+    Args:
+      config: a stage's config (its data fields).
+      kind: as `loading.load_split`.
+      dataset: an object in place of the configured names.
+      make: (rows, config of the data set) -> data.
+      *lists: the fields of the data that have an element for each row.
+    """
+    if dataset is not None or getattr(config, "datasets", None) is None:
+        return make(load_split(config, "train", kind, dataset), config)
+    entries = config.datasets
+    configs = [config_of(config, entry) for entry in entries]
+    rows = [load_split(one, "train", kind) for one in configs]
+    if "fraction" in entries[0]:
+        rows = _fractions(rows, [entry["fraction"] for entry in entries])
+    rows = [formatted(one, entry["format"]) if entry.get("format") else one for one, entry in zip(rows, entries)]
+    weights = [float(entry["weight"]) for entry in entries] if "weight" in entries[0] else None
+    return mixed([make(one, own) for one, own in zip(rows, configs)], weights, config.length_buckets, lists)
+
+
+def config_of(config: Any, entry: Mapping[str, Any]) -> Any:
+    """The stage's config for one data set of the mixture."""
+    options = {NAMES.get(name, name): value for name, value in entry.items() if name not in OWN}
+    hub = {"dataset_config": None, "dataset_revision": None}
+    return dataclasses.replace(config, datasets=None, length_buckets=None, **{**hub, **options})
+
+
+def _fractions(rows: Sequence[Rows], fractions: Sequence[float]) -> list[Rows]:
+    """The first rows of each set, so that they have these shares and none is repeated, as in TRL."""
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    total = min(len(one) / share for one, share in zip(rows, shares, strict=True))
+    counts = [round(share * total) for share in shares]
+    for one, count in zip(rows, counts, strict=True):
+        if not count:
+            raise UserError(f"datasets: {one.name} has {len(one)} rows, of which its fraction leaves none")
+    return [one.first(count) for one, count in zip(rows, counts, strict=True)]
+
+
+def mixed(
+    parts: Sequence[Data], weights: Sequence[float] | None, length_buckets: Sequence[int] | None, lists: Sequence[str]
+) -> Data:
+    """Several data sets of one kind as one.
+
+    Args:
+      parts: the data sets.
+      weights: of an epoch's rows; None: each row once an epoch.
+      length_buckets: as configured.
+      lists: the fields that have an element for each row.
+
+    Raises:
+      UserError: some are conversations and some are texts.
+    """
+    reports = [part.report for part in parts]
+    fields: dict[str, Any] = {}
+    for name in lists:
+        values = [getattr(part, name) for part in parts]
+        if all(value is None for value in values):
+            continue
+        if any(value is None for value in values):
+            of = {value is None: report.name for value, report in zip(values, reports, strict=True)}
+            raise UserError(f"datasets: {of[False]} has conversations and {of[True]} has texts; give one or the other")
+        fields[name] = np.concatenate(values) if isinstance(values[0], np.ndarray) else Chained(values)
+    sizes = [len(part) for part in parts]
+    shares = None if weights is None else Shares(tuple(sizes), tuple(weights))
+    longest = max(report.longest for report in reports)
+    buckets = tuple(length_buckets or batches.default_buckets(longest))
+    batches.bucket(longest, buckets)
+    digest = hashlib.sha256(repr([[part.fingerprint for part in parts], weights]).encode()).hexdigest()
+    more = {}
+    if all(hasattr(part, "column_names") for part in parts):
+        more["known_columns"] = tuple(dict.fromkeys(name for part in parts for name in part.column_names))
+    return dataclasses.replace(
+        parts[0],
+        **fields,
+        **more,
+        buckets=buckets,
+        report=_report(reports, shares),
+        shares=shares,
+        known_fingerprint=f"{sum(sizes)} rows, {digest[:16]}",
+    )
+
+
+def _report(reports: Sequence[batches.DataReport], shares: Shares | None) -> batches.DataReport:
+    """The sums of reports, which are in the note."""
+    total = {
+        name: sum(getattr(report, name) for report in reports)
+        for name in ("read", "kept", "bad", "truncated", "dropped", "tokens")
+    }
+    counts = [report.kept for report in reports] if shares is None else shares.counts
+    parts = [f"{count / sum(counts):.0%} {report}" for count, report in zip(counts, reports, strict=True)]
+    return batches.DataReport(
+        name=f"mixture of {len(reports)} data sets",
+        longest=max(report.longest for report in reports),
+        first_bad=next((report.first_bad for report in reports if report.first_bad), None),
+        template_date=next((report.template_date for report in reports if report.template_date), None),
+        note=" | ".join(parts),
+        **total,
+    )
+
+
+# --- weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Data sets that have shares of an epoch's rows by weight.
+
+    An epoch has as many rows as all sets together. A set takes its share of them from permutations of its own rows, one
+    after the other, which go on in the next epoch: no row is repeated before all of its set have been used.
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each set; their indices follow one another."""
+    weights: tuple[float, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each set in an epoch: largest remainders."""
+        exact = np.asarray(self.weights) / sum(self.weights) * sum(self.sizes)
+        counts = np.floor(exact).astype(np.int64)
+        counts[np.argsort(counts - exact, kind="stable")[: sum(self.sizes) - counts.sum()]] += 1
+        return tuple(counts.tolist())
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Row indices of an epoch, [N] int64."""
+        return _order(self, seed, epoch, shuffle)
+
+
+@functools.lru_cache(maxsize=2)
+def _order(shares: Shares, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    counts = shares.counts
+    order = np.empty(sum(counts), np.int64)
+    if shuffle:
+        places = np.random.default_rng([seed, epoch, 0]).permutation(len(order))
+    else:  # each set evenly over the epoch
+        at = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+        places = np.argsort(np.argsort(at, kind="stable"), kind="stable")
+    first_place = first_row = 0
+    for number, (count, size) in enumerate(zip(counts, shares.sizes, strict=True), 1):
+        start = epoch * count
+        visits = range(start // size, -(-(start + count) // size))
+        rows = [_permutation(seed, visit, number, size, shuffle) for visit in visits]
+        taken = np.concatenate(rows)[start - visits.start * size :][:count] if count else np.zeros(0, np.int64)
+        order[np.sort(places[first_place : first_place + count])] = taken + first_row
+        first_place, first_row = first_place + count, first_row + size
+    return order
+
+
+def _permutation(seed: int, visit: int, number: int, size: int, shuffle: bool) -> np.ndarray:
+    return np.random.default_rng([seed, visit, number]).permutation(size) if shuffle else np.arange(size)
