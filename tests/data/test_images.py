@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import data
+from rlhf_jax.config import RLOOConfig, SFTConfig
 from rlhf_jax.data import files, images
 from rlhf_jax.errors import UserError
 from tests.helpers import vision as tiny
@@ -262,3 +263,11 @@ def test_a_processor_that_is_missing_or_of_other_ids_is_refused(of, tmp_path):
         images.load_processor(str(folder), tokenizer, **options, image_token_id=3)
     with pytest.raises(UserError, match="preprocessor_config"):
         images.load_processor(str(tmp_path), tokenizer, **options, image_token_id=tiny.IMAGE)
+
+
+@pytest.mark.parametrize("config", [RLOOConfig, SFTConfig])
+def test_images_of_several_data_sets_are_refused(of, config):
+    tokenizer, processor, _ = of[False]
+    load = data.load_demonstrations if config is SFTConfig else data.load_prompts
+    with pytest.raises(UserError, match="datasets: images are read from one data set"):
+        load(config(datasets=({"path": "a"}, {"path": "b"})), tokenizer, processor=processor)
