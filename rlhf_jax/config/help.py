@@ -181,7 +181,7 @@ def _hidden(config: Any, name: str) -> bool:
 def _lines(option: Option, config: Any, prefix: str, everything: bool) -> Iterator[str]:
     flag = f"  --{prefix}{option.name} {value_text(getattr(config, option.name))}"
     if not everything:
-        sentence = re.split(r"(?<=\.) ", option.meaning, maxsplit=1)[0].removesuffix(".")
+        sentence = re.split(r"(?<!al\.)(?<=\.) ", option.meaning, maxsplit=1)[0].removesuffix(".")
         room = _width() - max(len(flag), _FLAG_WIDTH) - 2
         yield f"{flag:<{_FLAG_WIDTH}}  {_clipped(sentence, room)}" if room >= 12 else flag
         return
