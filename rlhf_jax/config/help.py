@@ -85,17 +85,22 @@ def inherited(config: type, name: str) -> Option | None:
 
 def groups(config_type: type) -> dict[str, list[Option]]:
     """Options by section, those of the class itself first; each once, in the section that the nearest class names."""
-    found: dict[str, Option] = {}
-    for owner in config_type.__mro__:
-        for option in options_of(owner) if dataclasses.is_dataclass(owner) else ():
+    found: dict[str, tuple[int, int, Option]] = {}  # where it is first in a section: number of its class, of its line
+    for depth, owner in enumerate(owner for owner in config_type.__mro__ if dataclasses.is_dataclass(owner)):
+        for place, option in enumerate(options_of(owner)):
             known = found.get(option.name)
             if known is None:
-                found[option.name] = option
-            elif not (known.section and known.meaning):  # an override: the section and the meaning are the base's
-                section = known.section or option.section
-                found[option.name] = Option(section, option.name, known.meaning or option.meaning)
+                found[option.name] = depth, place, option
+            elif option.section and not known[2].section:  # an override stands where its base does
+                found[option.name] = (
+                    depth,
+                    place,
+                    Option(option.section, option.name, known[2].meaning or option.meaning),
+                )
+            elif not known[2].meaning:
+                found[option.name] = *known[:2], Option(known[2].section, option.name, option.meaning)
     by_section: dict[str, list[Option]] = {}
-    for option in found.values():
+    for *_, option in sorted(found.values(), key=lambda entry: entry[:2]):
         by_section.setdefault(option.section, []).append(option)
     return by_section
 
@@ -143,9 +148,11 @@ def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
 
 def _heading(config: Any, section: str, options: Sequence[Option]) -> str:
     """'PPO: the algorithm' for what the config's class itself defines, 'Rollout' for what it extends."""
-    title = next((TITLES.get(name, name) for name, of in STAGES.items() if of is type(config)), "")
-    mine = {option.name for option in options_of(type(config))}
-    heading = ": ".join(filter(None, [title if any(o.name in mine for o in options) else "", section]))
+    names = {option.name for option in options}
+    owners = [owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)]
+    owner = next(owner for owner in owners if any(o.name in names and o.section == section for o in options_of(owner)))
+    title = next((TITLES.get(name, name) for name, of in STAGES.items() if of is owner), "")
+    heading = ": ".join(filter(None, [title, section]))
     return heading[:1].upper() + heading[1:]
 
 
@@ -174,7 +181,7 @@ def _hidden(config: Any, name: str) -> bool:
 def _lines(option: Option, config: Any, prefix: str, everything: bool) -> Iterator[str]:
     flag = f"  --{prefix}{option.name} {value_text(getattr(config, option.name))}"
     if not everything:
-        sentence = re.split(r"(?<=\.) ", option.meaning, maxsplit=1)[0].removesuffix(".")
+        sentence = re.split(r"(?<!al\.)(?<=\.) ", option.meaning, maxsplit=1)[0].removesuffix(".")
         room = _width() - max(len(flag), _FLAG_WIDTH) - 2
         yield f"{flag:<{_FLAG_WIDTH}}  {_clipped(sentence, room)}" if room >= 12 else flag
         return

@@ -59,6 +59,9 @@ def test_an_algorithms_own_options_come_first(capsys):
         ("tldr_ppo.py", "--kl_coef 0.05 ", "--response_length"),
         ("grpo_deepmath.py", "--loss_type dapo ", "--response_length"),
         ("tldr_ppo.py", "--response_length", "--mesh_fsdp"),
+        ("rloo_deepmath.py", "--policy_loss clipped ", "--reward_model_path"),
+        ("rloo_deepmath.py", "--beta 0.05 ", "--reward_model_path"),
+        ("tldr_reward.py", "--chosen_column chosen ", "--dataset_name"),
         ("quickstart.py", "--ppo.kl_coef 0.1 ", "--sft.max_steps"),
     ):
         text = printed(capsys, "--config", spec, "--help")
