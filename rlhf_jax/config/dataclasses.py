@@ -93,7 +93,7 @@ class StageConfig:
     """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
     'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer, if not the model's own; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
+    """Tokenizer, if not the model's own; 'synthetic', 'arithmetic' and 'shapes' are those of the built-in tasks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and reductions stay float32."""
     attn_implementation: Literal["auto", "blocked", "cudnn", "splash"] = "auto"

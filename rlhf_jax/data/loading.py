@@ -52,7 +52,7 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
                 raise UserError(f"{name}: {text[:400].rstrip('.')}. Set dataset_config.") from error
             raise UserError(
                 f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
-                "dataset_name is a hub name, a local file or folder, 'synthetic' or 'arithmetic'."
+                "dataset_name is a hub name, a local file or folder, 'synthetic', 'arithmetic' or 'shapes'."
             ) from error
 
 

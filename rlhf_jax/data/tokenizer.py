@@ -147,7 +147,8 @@ def _load(name_or_path: str, revision: str | None) -> Any:
     if name_or_path in BUILT_IN:
         return BUILT_IN[name_or_path]()
     name_or_path = storage.local_copy(name_or_path, (*_FILE_PATTERNS, "*.json"))
-    advice = "Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, 'synthetic' or 'arithmetic'."
+    names = "'synthetic', 'arithmetic' or 'shapes'"
+    advice = f"Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, {names}."
     if os.path.isdir(name_or_path):
         if not any(os.path.exists(os.path.join(name_or_path, file)) for file in _FILES):
             raise UserError(f"no tokenizer in folder {name_or_path}: it has no tokenizer.json. {advice}")

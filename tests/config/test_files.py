@@ -127,7 +127,7 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = config_files.shipped_configs()
     more = {"rloo_deepmath.py", "rloo_qwen3.py", "ppo_llama.py"}
     more |= {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
-    more |= {"quickstart_math.py", "grpo_deepmath.py"}
+    more |= {"quickstart_math.py", "grpo_deepmath.py", "quickstart_vision.py", "rloo_smolvlm.py"}
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")

@@ -18,6 +18,7 @@ from tests.helpers import vision as tiny
 from tests.helpers.arrays import distance, same_bits
 
 USER = [{"role": "user", "content": "w1 w2"}]
+TEXT = {"type": "text", "text": "w1"}
 ROWS = 6
 
 
@@ -151,3 +152,29 @@ def test_groups_computed_once_equal_rows_side_by_side(folder, tmp_path):
         rlhf_jax.run(RLOOConfig(**given), reward_funcs=[brightness], train_dataset=rows())
         finals.append(load_file(tmp_path / str(shared) / "policy" / "model.safetensors"))
     assert distance(*finals) < 1e-4
+
+
+@pytest.mark.runs
+def test_a_policy_answers_about_images(folder):
+    """Equal to the same prompt in a batch of others, and another picture gives other logits."""
+    policy = rlhf_jax.load_policy(folder, images=True)
+    asked = [
+        [{"role": "user", "content": [{"type": "image", "image": tiny.picture(seed, 20, 12)}, TEXT]}] for seed in (1, 2)
+    ]
+    options = {"max_new_tokens": 4, "temperature": 0.0}
+    both = policy.generate([*asked, USER], **options)
+    assert both[:1] == policy.generate(asked[:1], **options) and len(both) == 3
+    with pytest.raises(UserError, match="text 1: .*too few"):
+        policy.generate([asked[0], [{"role": "user", "content": [{"type": "image"}, TEXT]}]], **options)
+
+
+@pytest.mark.runs
+def test_training_completions_have_thumbnails_in_files_alone(folder, tmp_path, capsys):
+    given = options(folder, tmp_path, total_episodes=4, log_completions=True, logging_steps=1)
+    rlhf_jax.run(RLOOConfig(**given), reward_funcs=[brightness], train_dataset=rows())
+    written = (tmp_path / "run" / "completions" / "training_1.jsonl").read_text().splitlines()
+    counts = [len(json.loads(line)["thumbnails"]) for line in written]
+    assert len(counts) == 4 and max(counts) > 0
+    first = json.loads(written[counts.index(max(counts))])["thumbnails"]
+    assert all(image.startswith("data:image/png;base64,") for image in first)
+    assert "base64" not in capsys.readouterr().out
