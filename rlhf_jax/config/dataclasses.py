@@ -40,7 +40,7 @@ class StageConfig:
 
     # --- the run
     run_dir: str | None = None
-    """Run folder; default: runs/<stage>."""
+    """Run folder, local or in a bucket (s3://, gs://; docs/scaling.md); default: runs/<stage>."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: resume from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
     override_resume: bool = False
@@ -132,8 +132,8 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
-    preferences) or 'arithmetic' (sums with worked solutions)."""
+    """Hub name, file or folder (jsonl, json, parquet, csv, arrow; local or in a bucket), or a built-in task: 'synthetic'
+    (summaries and preferences) or 'arithmetic' (sums with worked solutions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
@@ -751,7 +751,7 @@ class Pipeline:
     """
 
     run_dir: str | None = None
-    """Run folder, with one subfolder per stage; default: runs/pipeline."""
+    """Run folder, local or in a bucket, with one subfolder per stage; default: runs/pipeline."""
     seed: Seed | None = None
     """Seed of every stage; None: each stage's own."""
     resume: Literal["auto", "must", "never"] | None = None
