@@ -132,8 +132,8 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, file or folder (jsonl, json, parquet, csv, arrow; local or in a bucket), or a built-in task: 'synthetic'
-    (summaries and preferences) or 'arithmetic' (sums with worked solutions)."""
+    """Hub name, file or folder (jsonl, json, parquet, csv, arrow; local or in a bucket), or a built-in task:
+    'synthetic' (summaries and preferences) or 'arithmetic' (sums with worked solutions)."""
     dataset_config: str | None = None
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = None
