@@ -17,12 +17,8 @@ from tests.helpers import buckets
 
 @pytest.fixture(scope="module")
 def store():
-    with buckets.s3() as (environment, proxy), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        bucket.filesystem.cache_clear()
+    with buckets.in_use("s3") as (proxy, _):
         yield proxy
-        bucket.filesystem.cache_clear()
 
 
 @pytest.fixture
