@@ -104,6 +104,17 @@ def test_a_holder_renews_its_lock_and_notices_that_it_was_taken_over(folder):
     assert "other" in bucket.read(f"{folder}/.lock/00000003").decode()  # not the other's lock
 
 
+def test_a_lock_that_could_not_be_released_is_taken_by_the_same_process(folder, store):
+    mine = Lease(folder)
+    mine.take()
+    store.faults.refuse = True
+    mine.release()
+    store.faults.refuse = False
+    again = Lease(folder)
+    again.take()
+    again.release()
+
+
 def test_a_holder_outlives_a_bucket_that_does_not_answer(folder, store):
     mine = Lease(folder)
     mine.take()
