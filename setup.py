@@ -1,5 +1,5 @@
 """pip install . gives rlhf_jax with its configs and the command rlhf-jax; extras:
-test, docs, release, math, vision, int8, report, rouge, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
+test, docs, release, math, vision, int8, report, rouge, s3, gcs, wandb, trackio, cuda, cuda12, tpu, tpu-aot, gpu-aot."""
 
 import pathlib
 
@@ -63,9 +63,16 @@ setup(
             "nbclient>=0.10,<1",
             "nbformat>=5.10,<6",
             "ipykernel>=7,<8",
+            "s3fs>=2026.2",
+            "gcsfs>=2026.2",
+            "moto[s3,server]>=5.2,<6",
+            "gcp-storage-emulator>=2026.7",
         ],
         "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2"],
         "release": ["build>=1.4,<2", "twine>=6.2,<8"],
+        # Versions are those of fsspec, which datasets installs.
+        "s3": ["s3fs>=2026.2"],
+        "gcs": ["gcsfs>=2026.2"],
         "report": ["matplotlib>=3.9,<4"],
         "vision": ["pillow>=11"],
         "math": ["math-verify>=0.9,<0.10"],

@@ -40,7 +40,7 @@ class StageConfig:
 
     # --- the run
     run_dir: str | None = None
-    """Run folder; default: runs/<stage>."""
+    """Run folder, local or in a bucket (s3://, gs://; docs/scaling.md); default: runs/<stage>."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: resume from the newest checkpoint if there is one; must: fail without one; never: refuse a used folder."""
     override_resume: bool = False
@@ -135,8 +135,9 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, local file or folder (jsonl, json, parquet, csv, arrow), or a built-in task: 'synthetic' (summaries and
-    preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and questions)."""
+    """Hub name, file or folder (jsonl, json, parquet, csv, arrow; local or in a bucket), or a built-in task:
+    'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and
+    questions)."""
     datasets: tuple[dict[str, Any], ...] | None = None
     """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
     weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""
@@ -765,7 +766,7 @@ class Pipeline:
     """
 
     run_dir: str | None = None
-    """Run folder, with one subfolder per stage; default: runs/pipeline."""
+    """Run folder, local or in a bucket, with one subfolder per stage; default: runs/pipeline."""
     seed: Seed | None = None
     """Seed of every stage; None: each stage's own."""
     resume: Literal["auto", "must", "never"] | None = None

@@ -46,7 +46,8 @@ class EvaluateConfig:
 
     # --- policies
     run_dir: str | None = None
-    """Folder of a finished run, of one stage or a pipeline: default for the policy, data, rewards and options."""
+    """Folder of a finished run, local or in a bucket, of one stage or a pipeline: default for the policy, data,
+    rewards and options."""
     model: str | None = None
     """Policy to evaluate: checkpoint folder, run folder or hub name; default: that of run_dir."""
     model_revision: str | None = None

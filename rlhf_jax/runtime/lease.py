@@ -27,6 +27,7 @@ RENEW = 10.0
 """Seconds between renewals."""
 _LONG_AGO = 900.0  # seconds by two machines' clocks, which may differ by minutes
 _expired: dict[str, bytes] = {}  # by folder: the lock that was seen to expire, so that one start waits once
+_released: set[str] = set()  # ids of locks that this process gave up, perhaps while the bucket could not be written
 
 
 class Lease:
@@ -86,6 +87,7 @@ class Lease:
         self._ending.set()
         self._thread.join()
         number, self._number = self._number, None
+        _released.add(self._holder["id"])
         if self._lost is None:
             with contextlib.suppress(StorageError):
                 bucket.write(self._path(number), b"{}\n", attempts=1)
@@ -208,7 +210,9 @@ def _start_of(pid: int) -> str | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder's process has ended; None if it is on another machine."""
+    """Whether the holder has ended or given the lock up; None if it is on another machine, or does not renew it."""
+    if holder.get("id") in _released:
+        return True
     if holder.get("machine") is None or holder["machine"] != _machine():
         return None
     try:
@@ -218,4 +222,6 @@ def _has_ended(holder: dict[str, Any]) -> bool | None:
     except OSError:
         return None
     start = _start_of(holder["pid"])
-    return None if start is None else start != holder.get("started")
+    if start is None or time.time() - holder.get("renewed", 0) > LEASE:
+        return None
+    return start != holder.get("started")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import data, evaluate, load_policy, models
+from rlhf_jax import data, evaluate, load_policy
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import PPOConfig, RewardConfig
 from rlhf_jax.config import files as config_files
@@ -25,6 +25,7 @@ from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.evaluate.run import run
 from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf, peft
+from tests.helpers.children import policy_checkpoints
 from tests.helpers.judge_server import chat, question
 from tests.helpers.reward_server import answers, send
 
@@ -40,12 +41,7 @@ def lines(path, rows):
 def room(tmp_path_factory):
     """Two policies, a reward model, posts with answers, pairs."""
     folder = tmp_path_factory.mktemp("room")
-    tokenizer = data.load_tokenizer("synthetic")
-    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=96)
-    for name, kind, seed in (("policy", "causal", 0), ("sft", "causal", 1), ("reward", "scalar", 2)):
-        params = jax.tree.map(lambda x: 4 * x, model.init(jax.random.key(seed), heads=(kind,)))
-        hf.save(folder / name, model, jax.device_get(params), kind=kind)
-        data.save_tokenizer(tokenizer, str(folder / name))
+    policy_checkpoints(folder)
     lines(folder / "posts.jsonl", synthetic.demonstrations(POSTS))
     lines(folder / "pairs.jsonl", synthetic.preference_pairs(POSTS))
     (folder / "judges.py").write_text(

@@ -6,13 +6,10 @@ import socket
 import subprocess
 import sys
 
-import jax
 import pytest
 
-from rlhf_jax import data, models
 from rlhf_jax.data import synthetic
-from rlhf_jax.models.io import hf
-from tests.helpers.children import QUICK
+from tests.helpers.children import QUICK, policy_checkpoints
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.processes
@@ -23,12 +20,7 @@ POSTS = 6
 def room(tmp_path_factory):
     """A policy, its reference, a reward model, posts, pairs, a reward function and a judge."""
     folder = tmp_path_factory.mktemp("room")
-    tokenizer = data.load_tokenizer("synthetic")
-    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=96)
-    for name, kind, seed in (("policy", "causal", 0), ("sft", "causal", 1), ("reward", "scalar", 2)):
-        params = jax.tree.map(lambda x: 4 * x, model.init(jax.random.key(seed), heads=(kind,)))
-        hf.save(folder / name, model, jax.device_get(params), kind=kind)
-        data.save_tokenizer(tokenizer, str(folder / name))
+    policy_checkpoints(folder)
     for name, rows in (("posts", synthetic.demonstrations(POSTS)), ("pairs", synthetic.preference_pairs(POSTS))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "own.py").write_text(

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from rlhf_jax.storage import bucket
+
 BUCKET = "runs-of-tests"
 
 
@@ -200,3 +202,20 @@ def _call(proxy, method, path):
 
 
 STORES = {"s3": s3, "gs": gs}
+
+
+@contextlib.contextmanager
+def in_use(kind):
+    """(proxy, environment) of an empty store of this kind that this process uses."""
+    with STORES[kind]() as (environment, proxy), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        bucket.filesystem.cache_clear()
+        try:
+            yield proxy, environment
+        finally:
+            bucket.filesystem.cache_clear()
+
+
+async def at_once(*_, **__):
+    """asyncio.sleep without waiting, for the pauses of botocore and gcsfs between tries."""

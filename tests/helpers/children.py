@@ -57,3 +57,18 @@ def reward_checkpoint(folder: pathlib.Path) -> None:
     params = jax.device_get(model.init(jax.random.key(1), heads=("scalar",), score_std=0.3))
     hf.save(folder / "reward", model, params, kind="scalar")
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(folder / "reward"))
+
+
+def policy_checkpoints(folder: pathlib.Path) -> None:
+    """folder/policy, folder/sft and folder/reward: two policies and a reward model of random weights."""
+    import jax
+
+    from rlhf_jax import data, models
+    from rlhf_jax.models.io import hf
+
+    tokenizer = data.load_tokenizer("synthetic")
+    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=96)
+    for name, kind, seed in (("policy", "causal", 0), ("sft", "causal", 1), ("reward", "scalar", 2)):
+        params = jax.tree.map(lambda x: 4 * x, model.init(jax.random.key(seed), heads=(kind,)))
+        hf.save(folder / name, model, jax.device_get(params), kind=kind)
+        data.save_tokenizer(tokenizer, str(folder / name))

@@ -30,18 +30,11 @@ STORES = ["s3", "gs"]
 def store(request, tmp_path, monkeypatch):
     """(folder in a bucket, proxy, environment), the cache in tmp_path and pauses between tries short."""
     kind = getattr(request, "param", "s3")
-    with buckets.STORES[kind]() as (environment, proxy):
-        for name, value in {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr("asyncio.sleep", at_once)
-        monkeypatch.setattr(bucket, "FIRST_WAIT", 0.01)
-        bucket.filesystem.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
+    monkeypatch.setattr(bucket, "FIRST_WAIT", 0.01)
+    with buckets.in_use(kind) as (proxy, environment):
         yield f"{kind}://{buckets.BUCKET}/run", proxy, environment
-        bucket.filesystem.cache_clear()
-
-
-async def at_once(*_, **__):
-    """asyncio.sleep without waiting, for the pauses of botocore and gcsfs."""
 
 
 def files(folder, *names):

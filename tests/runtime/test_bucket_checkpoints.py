@@ -13,25 +13,17 @@ from tests.helpers import buckets
 
 @pytest.fixture(scope="module")
 def store():
-    with buckets.s3() as (environment, proxy), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        bucket.filesystem.cache_clear()
+    with buckets.in_use("s3") as (proxy, _):
         yield proxy
-        bucket.filesystem.cache_clear()
 
 
 @pytest.fixture
 def folder(store, request, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bucket, "ATTEMPTS", 1)
-    monkeypatch.setattr("asyncio.sleep", at_once)
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     yield f"s3://{buckets.BUCKET}/{request.node.originalname}"
     store.faults.__init__()
-
-
-async def at_once(*_, **__):
-    pass
 
 
 def state(add=0):

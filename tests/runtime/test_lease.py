@@ -17,12 +17,8 @@ from tests.helpers import buckets
 
 @pytest.fixture(scope="module")
 def store():
-    with buckets.s3() as (environment, proxy), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        bucket.filesystem.cache_clear()
+    with buckets.in_use("s3") as (proxy, _):
         yield proxy
-        bucket.filesystem.cache_clear()
 
 
 @pytest.fixture
@@ -106,6 +102,17 @@ def test_a_holder_renews_its_lock_and_notices_that_it_was_taken_over(folder):
         mine.ensure_held()
     mine.release()
     assert "other" in bucket.read(f"{folder}/.lock/00000003").decode()  # not the other's lock
+
+
+def test_a_lock_that_could_not_be_released_is_taken_by_the_same_process(folder, store):
+    mine = Lease(folder)
+    mine.take()
+    store.faults.refuse = True
+    mine.release()
+    store.faults.refuse = False
+    again = Lease(folder)
+    again.take()
+    again.release()
 
 
 def test_a_holder_outlives_a_bucket_that_does_not_answer(folder, store):

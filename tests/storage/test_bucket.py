@@ -15,13 +15,9 @@ from tests.helpers.buckets import BUCKET
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.runs)])
 def store(request):
     """(folder in a bucket, proxy) of each kind of store."""
-    with buckets.STORES[request.param]() as (environment, proxy), pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        bucket.filesystem.cache_clear()
+    with buckets.in_use(request.param) as (proxy, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "FIRST_WAIT", 0.01)
         yield f"{request.param}://{BUCKET}", proxy
-        bucket.filesystem.cache_clear()
 
 
 @pytest.fixture
@@ -94,7 +90,7 @@ def test_two_writers_of_a_file_do_not_overwrite_each_other(folder):
 def test_a_merge_that_fails_loses_no_part(folder, store, monkeypatch):
     monkeypatch.setattr(parts, "MERGE", 2)
     monkeypatch.setattr(bucket, "ATTEMPTS", 1)
-    monkeypatch.setattr("asyncio.sleep", _at_once)
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     file = parts.Appender(f"{folder}/m.jsonl")
     store[1].faults.matching, store[1].faults.failures = ".whole", -1
     for i in range(5):
@@ -142,7 +138,7 @@ def test_a_folder_is_uploaded(folder, tmp_path):
 @pytest.mark.parametrize("failures", [1, 3])
 def test_calls_that_fail_at_first_are_repeated(folder, store, failures, monkeypatch):
     store[1].faults.failures = failures
-    monkeypatch.setattr("asyncio.sleep", _at_once)
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     storage.write_atomically(f"{folder}/a", "a")
     file = parts.Appender(f"{folder}/m.jsonl")
     file.append(b"1\n")
@@ -152,13 +148,9 @@ def test_calls_that_fail_at_first_are_repeated(folder, store, failures, monkeypa
     assert not storage.exists(folder)
 
 
-async def _at_once(*_, **__):
-    """asyncio.sleep without waiting, for the pauses of botocore and gcsfs."""
-
-
 def test_a_call_that_always_fails_names_bucket_operation_and_reason(folder, store, monkeypatch):
     monkeypatch.setattr(bucket, "ATTEMPTS", 2)
-    monkeypatch.setattr("asyncio.sleep", _at_once)
+    monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     store[1].faults.failures = -1
     with pytest.raises(storage.StorageError) as raised:
         storage.write_atomically(f"{folder}/a", "a")
