@@ -155,8 +155,8 @@ class StageConfig:
     """Not supported: batches are a function of the seed and the step, and a stream has no random access. Rows are read
     from files on the disk, not held in memory, in any case."""
     dataset_num_proc: PositiveInt | None = None
-    """Processes that tokenize the rows of a dataset, once; None: one, with the tokenizer's own threads, which is faster
-    for texts. Chat templates gain from more."""
+    """Processes that tokenize the rows of a dataset, once; None: one, with the tokenizer's own threads. Chat templates
+    are rendered by one thread a process."""
     max_train_samples: PositiveInt | None = None
     """Use only this many rows, the first, of the training split."""
     max_eval_samples: PositiveInt | None = 256

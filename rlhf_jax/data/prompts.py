@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,22 @@ class PromptData(batches.Batched[PromptBatch]):
     @property
     def fingerprint(self) -> str:
         """The number of rows and a sha256 of their tokens and of the columns passed to reward functions."""
-        if self.known_fingerprint is not None:
-            return self.known_fingerprint
+        return self.known_fingerprint or self._digest(lambda row: None)
+
+    def _digest(self, look: Callable[[dict[str, Any]], None]) -> str:
+        """The fingerprint; `look` is called with the other columns of each row."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for row in self.raw:
+            look(row)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         if self.images is not None:
             self.images.update(digest)
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
+
+    def describe(self) -> dict[str, Any]:
+        """What is kept beside cached tokens, by one reading of all rows."""
+        names: dict[str, None] = {}
+        return {"fingerprint": self._digest(lambda row: names.update(dict.fromkeys(row))), "columns": list(names)}
 
     @property
     def conversational(self) -> bool:
@@ -212,7 +220,7 @@ def make_prompts(
         on_bad_row=on_bad_row,
         num_proc=num_proc,
         build=build,
-        describe=lambda data: {"fingerprint": data.fingerprint, "columns": list(data.column_names)},
+        describe=PromptData.describe,
     )
     return build(made, length_buckets)
 

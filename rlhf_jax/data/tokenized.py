@@ -189,13 +189,13 @@ class _Batch:
 
     def __init__(self, table: Sequence[Any], encoder: Encoder, raise_bad: bool):
         self._rows = Rows("", table, (), str)
-        self._encoder, self._raise_bad = encoder, raise_bad
+        self._encoder, self._raise_bad, self.columns = encoder, raise_bad, encoder.columns
 
     def __call__(self, start: int, stop: int) -> Any:
         encoded = self._encoder.encode(self._rows.slice(start, stop))
         if self._raise_bad and (bad := next((one for one in encoded if isinstance(one, str)), None)) is not None:
             raise _BadRowError(bad)
-        return _table(encoded, self._encoder.columns)
+        return _table(encoded, self.columns)
 
     def of_indices(self, batch: Mapping[str, list[int]]) -> Any:
         """For `datasets`' map: of a batch of consecutive row indices."""
@@ -235,9 +235,9 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
     import datasets
     import pyarrow as pa
 
-    schema = _table([], batch._encoder.columns).schema
-    parts = None if path is None else os.path.join(os.path.dirname(path), "part.arrow")
+    schema = _table([], batch.columns).schema
     num_proc = None if num_proc is None or num_proc < 2 else min(num_proc, len(rows))
+    parts = path if path is None or num_proc is None else os.path.join(os.path.dirname(path), "part.arrow")
     with _progress(rows, num_proc), contextlib.nullcontext() if num_proc is None else _new_processes():
         made = datasets.Dataset(pa.table({"row": np.arange(len(rows))})).map(
             batch.of_indices,
@@ -253,7 +253,7 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
             desc=f"Tokenizing {rows.name}",
         )
     table = made.data.table
-    if path is not None:  # one file, of whatever number of workers
+    if path != parts:  # one file, of whatever number of workers
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     return table
