@@ -54,7 +54,8 @@ def test_help_of_a_config_has_a_line_for_each_option_that_is_not_rare(spec, widt
         assert len(line) <= width or not line.endswith("..."), line
 
 
-def test_an_algorithms_own_options_come_first(capsys):
+def test_an_algorithms_own_options_come_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     for spec, own, shared in (
         ("tldr_ppo.py", "--kl_coef 0.05 ", "--response_length"),
         ("grpo_deepmath.py", "--loss_type dapo ", "--response_length"),
