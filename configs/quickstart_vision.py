@@ -23,7 +23,7 @@ def get_config(variant: str | None = None) -> Pipeline:
         "reward_model_path": None,  # rewards are functions
         "reward_funcs": ("exact_match_reward",),  # 1 for the right answer in \\boxed{}, else 0
         "length_buckets": (16,),  # a single padded length
-        "total_episodes": 12_800,  # responses
+        "total_episodes": 7_680,  # responses
         "batch_size": 128,  # responses an update
         "num_generations": 8,  # responses to each prompt: 16 prompts an update
         "num_generations_eval": 1,  # responses to each held-out prompt
@@ -32,7 +32,7 @@ def get_config(variant: str | None = None) -> Pipeline:
         "temperature": 1.0,  # for sampling and log-probabilities
         "beta": 0.0,  # no KL penalty: exact rewards cannot be exploited
         "logging_steps": 10,  # updates
-        "eval_steps": 50,  # updates
+        "eval_steps": 20,  # updates
     }
     stages = {"grpo": {"grpo": GRPOConfig(**policy)}, "rloo": {"rloo": RLOOConfig(**policy)}}
     return Pipeline(
@@ -45,7 +45,7 @@ def get_config(variant: str | None = None) -> Pipeline:
             scratch_model="smolvlm:2x64x4",  # layers x width x heads, of the vision tower and of the text model
             completion_only_loss=True,  # loss on the answer only
             batch_size=64,  # rows an update
-            max_steps=600,  # updates
+            max_steps=400,  # updates
             learning_rate=2e-3,  # at the peak
             lr_scheduler_type="cosine",  # decay to 0
             warmup_steps=30,  # updates

@@ -38,7 +38,8 @@ SIZES = {"train": 8192, "validation": 512, "test": 512}
 IMAGE, FAKE, GLOBAL = "<image>", "<fake_token_around_image>", "<global-img>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for block in message['content'] %}"
-    "{% if block['type'] == 'image' %}<image>{% else %}{{ block['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if block['type'] == 'image' %}<image>{% else %}{{ block['text'] }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}" + EOS + "{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _PIECES = r"<image>|<fake_token_around_image>|<global-img>|user: |assistant: |\\boxed\{|\}|\n|[\w ]+\??"

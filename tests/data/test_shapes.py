@@ -44,8 +44,8 @@ def test_demonstrations_are_wrong_at_the_rates():
 
 def test_each_word_is_a_token():
     tokenizer = data.load_tokenizer("shapes")
-    text = "user: <image>How many?\nassistant: \\boxed{yellow}"
-    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == 8
+    text = "user: <image>How many?\nassistant: \\boxed{yellow}<|endoftext|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == 9
     assert tokenizer.vocab_size == len(shapes.vocabulary())
 
 

@@ -97,9 +97,9 @@ def test_a_text_model_refuses_images_but_not_a_column_of_their_name(tmp_path):
     from rlhf_jax.stages.context import wants_images
 
     with pytest.raises(UserError, match="reads text alone"):
-        wants_images(None, None, files.from_list(rows(), "rows"), ("prompt",))
+        wants_images(None, None, files.from_list(rows(), "rows"), ("prompt",), "2x64x4")
     named = files.from_list([{"prompt": "a", "image": "a.png"}], "rows")
-    assert not wants_images(None, None, named, ("prompt",))
+    assert not wants_images(None, None, named, ("prompt",), "2x64x4")
 
 
 @pytest.mark.runs
