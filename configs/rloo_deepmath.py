@@ -27,7 +27,6 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         dataset_name="trl-lib/DeepMath-103K",  # hub name; questions as conversations, and their solutions
         dataset_test_split="test",  # 5 % of the questions
         max_eval_samples=64,  # held-out rows
-        reward_model_path=None,  # rewards are functions
         reward_funcs=("accuracy_reward",),  # 1 for a correct answer; needs the extra [math]
         query_length=512,  # tokens
         query_overflow="truncate",  # TRL keeps longer prompts

@@ -14,7 +14,6 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         dataset_name="trl-lib/DeepMath-103K",  # hub name; questions as conversations, and their solutions
         dataset_test_split="test",  # 5 % of the questions
         max_eval_samples=64,  # held-out rows
-        reward_model_path=None,  # rewards are functions
         reward_funcs=("think_format_reward", "accuracy_reward"),  # summed; the second needs the extra [math]
         use_peft=True,  # LoRA
         lora_r=8,  # rank

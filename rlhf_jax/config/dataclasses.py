@@ -628,6 +628,8 @@ class GroupConfig(PolicyConfig):
 class RLOOConfig(GroupConfig):
     """RLOO: REINFORCE with a leave-one-out baseline over several responses per prompt, with TRL's numerics."""
 
+    reward_model_path: str | None = None
+    """Reward model; None: only reward functions or a server."""
     normalize_reward: bool = False
     """Normalize scores to mean 0 and standard deviation 1 over the batch, before clipping and KL."""
     token_level_kl: bool = False

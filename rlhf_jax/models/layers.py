@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from rlhf_jax.models.context import Context, DropoutSite
 from rlhf_jax.models.initializers import normal
-from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL, frozen_product, product
+from rlhf_jax.models.linear import (
+    COLUMN_PARALLEL,
+    ROW_PARALLEL,
+    TransposedKernel,
+    frozen_product,
+    product,
+    transposed_product,
+)
 from rlhf_jax.models.lora import A, B
 from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel.sharding import constrain
@@ -38,10 +45,13 @@ class Dense(nn.Module):
         context, dtype = self.context, jnp.dtype(self.context.dtype)
         std = context.config.initializer_range
         kernel = self.get_variable("params", "kernel")
-        if not is_quantized(kernel):  # else Linen would compare the shape of its first array with the kernel's
+        transposed = isinstance(kernel, TransposedKernel)
+        if not transposed and not is_quantized(kernel):  # Linen compares the shape of the first array with the kernel's
             kernel = self.param("kernel", functools.partial(normal, std=std), (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)) if self.bias else None
         x = x.astype(dtype)
+        if transposed:
+            return transposed_product(context.layout, self.names, dtype, x, kernel.kernel_FxD, bias)
         multiply = product if context.lora is None else frozen_product
         out = multiply(context.layout, self.names, dtype, x, kernel, bias)
         if not self.has_variable("params", A):

@@ -5,6 +5,7 @@ Shape letters: B batch, D input features, F output features.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -92,3 +93,40 @@ def _frozen_backward(layout, names, dtype, residuals, d_out):
 
 
 frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TransposedKernel:
+    """A kernel [D, F] stored as [F, D], for `transposed_product`."""
+
+    kernel_FxD: Array
+
+
+# With more rows both forms of the product take the same time on a CPU.
+_FEW_ROWS = 32
+
+
+def transposed_product(
+    layout: Layout | None,
+    names: tuple[str | None, ...],
+    dtype: Any,
+    x: Array,
+    kernel_FxD: Array,
+    bias: Array | None = None,
+) -> Array:
+    """x @ kernel_FxD.T + bias, as `product` computes it, for the few rows of a decoding step on a CPU.
+
+    A CPU reads the weights up to twice as fast where they are the left factor and the result is [F, rows]. The
+    barrier keeps XLA from turning the product and the transpose after it back into x times the kernel.
+
+    x [..., D], kernel_FxD [F, D] of any dtype, bias [F] -> [..., F] in `dtype`. `names` are those of the axes D and F.
+    """
+    kernel_FxD = constrain(layout, kernel_FxD.astype(x.dtype), *reversed(names))
+    x_RxD = x.reshape(-1, x.shape[-1])
+    if 1 < len(x_RxD) <= _FEW_ROWS:
+        out_FxR = jnp.einsum("fd,rd->fr", kernel_FxD, x_RxD, preferred_element_type=dtype)
+        out = jax.lax.optimization_barrier(out_FxR).T.reshape(*x.shape[:-1], -1)
+    else:
+        out = jnp.einsum("...d,fd->...f", x, kernel_FxD, preferred_element_type=dtype)
+    return out if bias is None else out + bias.astype(dtype).reshape((1,) * (out.ndim - 1) + bias.shape)

@@ -32,7 +32,7 @@ from rlhf_jax.models.families import (
     smollm3,
 )
 from rlhf_jax.models.initializers import normal
-from rlhf_jax.models.linear import product
+from rlhf_jax.models.linear import TransposedKernel, product, transposed_product
 from rlhf_jax.models.tensor_table import PARAM_RULES, ParamRule
 from rlhf_jax.parallel.sharding import Layout, constrain, partition_rules, row_axes, shardings
 from rlhf_jax.types import Array, Params
@@ -278,7 +278,10 @@ class Model:
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
         """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""
         kernel = self._causal_kernel(unstacked)
-        logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        if isinstance(kernel, TransposedKernel):
+            logits = transposed_product(None, (), jnp.dtype(jnp.float32), hidden, kernel.kernel_FxD)
+        else:
+            logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         logits = self._cap(logits)
         return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
 
@@ -321,7 +324,8 @@ class Model:
 
     def unstack(self, params: Params, dtype: Any = jnp.float32) -> Params:
         """`cast_params` with "layers" a list of L dicts, for prefill and decode (inside jit). What `fsdp` splits is
-        gathered once; only `tensor` splits the weights of decoding. Adapters are merged one layer at a time."""
+        gathered once; only `tensor` splits the weights of decoding. Adapters are merged one layer at a time. On CPUs
+        kernels are transposed: see `linear.transposed_product`."""
         params = self.cast_params(params, dtype)
         if self.layout is not None and self.layout.mesh.size > 1:
             without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
@@ -333,7 +337,22 @@ class Model:
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
         layers = [lora.merge_lora(layer, dtype) for layer in layers]
-        return {**params, "backbone": {**params["backbone"], "layers": layers}}
+        params = {**params, "backbone": {**params["backbone"], "layers": layers}}
+        return self._with_transposed_kernels(params) if self._platform == "cpu" else params
+
+    @property
+    def _platform(self) -> str:
+        return jax.default_backend() if self.layout is None else self.layout.platform
+
+    def _with_transposed_kernels(self, params: Params) -> Params:
+        """Unstacked params with the layers' kernels and the causal head as `linear.TransposedKernel`."""
+
+        def transpose(path: tuple, leaf: Array) -> Any:
+            return TransposedKernel(leaf.T) if path[-1].key == "kernel" else leaf
+
+        layers = jax.tree_util.tree_map_with_path(transpose, params["backbone"]["layers"])
+        head = {"kernel": TransposedKernel(self._causal_kernel(params).T)}
+        return {**params, "embed_out": head, "backbone": {**params["backbone"], "layers": layers}}
 
     def prefill(
         self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32

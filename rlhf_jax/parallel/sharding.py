@@ -80,6 +80,11 @@ class Layout:
     folded: bool = False
     manual: bool = False
 
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices: 'cpu', 'gpu' or 'tpu'."""
+        return self.mesh.devices.flat[0].platform
+
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
     """The mesh axes that rows are split over."""

@@ -182,12 +182,12 @@ IMPOSSIBLE = [
     (RLOOConfig(reward_server_concurrency=0), "reward_server_concurrency is 0; it must be at least 1"),
     (RLOOConfig(reward_server="localhost:8000"), "reward_server is 'localhost:8000'; it must start with http://"),
     (PPOConfig(reward_ensemble="min"), "reward_ensemble 'min' needs more_reward_models"),
-    (RLOOConfig(more_reward_models=("a",), reward_model_path=None), "more_reward_models needs reward_model_path"),
+    (RLOOConfig(more_reward_models=("a",)), "more_reward_models needs reward_model_path"),
     (RLOOConfig(reward_ensemble_std_coef=-1.0), "reward_ensemble_std_coef is -1.0; it must be at least 0"),
     (RLOOConfig(reward_funcs=("length",)), "reward_funcs: 'length' must be 'module:function'.*accuracy_reward"),
     (RLOOConfig(reward_funcs=("rewards.py",)), "reward_funcs: 'rewards.py' must be 'module:function'"),
     (
-        RLOOConfig(reward_weights=(1.0,), more_reward_models=("a",), reward_funcs=("m:f",)),
+        RLOOConfig(reward_weights=(1.0,), reward_model_path="a", more_reward_models=("b",), reward_funcs=("m:f",)),
         "reward_weights has 1 weights, .* 3 rewards",
     ),
     # generation_kwargs
@@ -223,15 +223,15 @@ POSSIBLE = [
     RLOOConfig(token_level_kl=True, beta=0.0),
     RLOOConfig(old_logprobs="sampler", top_k=50, min_p=0.1, repetition_penalty=1.1, generation_kwargs={"top_p": 0.9}),
     RLOOConfig(policy_loss="reinforce", num_iterations=2),
-    RLOOConfig(reward_model_path=None),  # a reward function may come as an object
+    RLOOConfig(),  # a reward function may come as an object
     RLOOConfig(reward_clip_range=(10.0,)),
     RLOOConfig(reward_clip_range=(-1.0, 3.0), reward_weights=(1.0, 2.0)),
-    RLOOConfig(reward_ensemble="min", more_reward_models=("a", "b"), reward_weights=(1.0,)),
+    RLOOConfig(reward_ensemble="min", reward_model_path="a", more_reward_models=("b",), reward_weights=(1.0,)),
     RLOOConfig(mask_truncated_completions=True, baseline_excludes_truncated=True, eval_steps=0.1),
     RLOOConfig(batch_size=96, num_generations=4, micro_batch_size=6, rollout_batch_size=6, shared_prompts=False),
     RLOOConfig(generation_kwargs={"max_new_tokens": 512, "do_sample": True, "min_p": None, "temperature": 1}),
-    RLOOConfig(reward_model_path=None, reward_funcs=("my/rewards.py:length",), reward_server="https://x/score"),
-    RLOOConfig(reward_model_path=None, reward_funcs=("accuracy_reward", "package.module.function")),
+    RLOOConfig(reward_funcs=("my/rewards.py:length",), reward_server="https://x/score"),
+    RLOOConfig(reward_funcs=("accuracy_reward", "package.module.function")),
 ]
 
 

@@ -110,7 +110,6 @@ def test_the_python_form_trains_with_the_function(environment, tmp_path):
         config = rlhf_jax.RLOOConfig(
             sft_model_path={MODEL!r}, dataset_name={QUESTIONS!r}, dataset_test_split=None, total_episodes=16,
             batch_size=8, num_generations=2, query_length=128, query_overflow="truncate", response_length=16,
-            reward_model_path=None,
             run_dir="out",
         )
         result = rlhf_jax.run(config, reward_funcs=accuracy_reward)

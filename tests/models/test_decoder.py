@@ -157,7 +157,7 @@ def test_bfloat16_compute_stays_close_and_heads_are_float32():
     assert distance(rough[mask], exact[mask]) < 0.03
     assert MODEL.logits(PARAMS, rough).dtype == MODEL.scalars(PARAMS, rough).dtype == jnp.float32
     unstacked = MODEL.unstack(PARAMS, jnp.bfloat16)
-    assert unstacked["backbone"]["layers"][0]["mlp"]["dense_h_to_4h"]["kernel"].dtype == jnp.bfloat16
+    assert unstacked["backbone"]["layers"][0]["mlp"]["dense_h_to_4h"]["kernel"].kernel_FxD.dtype == jnp.bfloat16
     assert unstacked["backbone"]["final_layer_norm"]["scale"].dtype == jnp.float32
     hidden, prefix = jax.jit(MODEL.prefill, static_argnums=3)(unstacked, tokens, jnp.asarray(mask), jnp.bfloat16)
     assert distance(hidden[0], rough[0, -1]) < 0.02

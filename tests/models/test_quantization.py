@@ -208,7 +208,7 @@ def test_merged_and_unstacked_kernels_are_plain_and_hold_the_adapter(parts):
     for dtype in (jnp.float32, jnp.bfloat16):
         unstacked = model.unstack(model.with_lora(base, made), dtype)
         kernels = [layer["mlp"][name]["kernel"] for layer in unstacked["backbone"]["layers"] for name in LINEARS[2:]]
-        assert {kernel.dtype for kernel in kernels} == {jnp.dtype(dtype)}
+        assert {kernel.kernel_FxD.dtype for kernel in kernels} == {jnp.dtype(dtype)}
         kept = model.cast_params(base, dtype)["backbone"]["layers"]["mlp"]["dense_4h_to_h"]["kernel"]
         assert kept.qvalue.dtype.itemsize == 1 and kept.scale.dtype == jnp.float32
 

@@ -28,7 +28,10 @@ def on_mesh(sizes: tuple[int, int, int]) -> dict:
     placed = sharding.place(params, sharding.shardings(params, model.param_rules, mesh))
     program = jax.jit(next_logits, static_argnums=0).lower(model, placed, sharding.shard_batch(hidden, mesh)).compile()
     logits = sharding.fetch(program(placed, sharding.shard_batch(hidden, mesh)))
-    full, split = (f"f32[{WIDTH},{size}]" in program.as_text() for size in (VOCABULARY, VOCABULARY // sizes[2]))
+    full, split = (
+        any(f"f32[{shape}]" in program.as_text() for shape in (f"{WIDTH},{size}", f"{size},{WIDTH}"))
+        for size in (VOCABULARY, VOCABULARY // sizes[2])
+    )
     return {"full": full, "split": split, "distance": distance(logits, next_logits(MODEL, params, hidden))}
 
 

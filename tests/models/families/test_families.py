@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
@@ -77,6 +78,21 @@ def test_hidden_states_logits_scores_and_gradients_equal_those_of_transformers(f
     scalar = checkpoints(family, "scalar")
     scores = families.at_last_token(scalar.model.scalars(scalar.params, got.hidden), ROWS.mask)
     assert distance(scores, families.their_scores(scalar.theirs, ROWS)) < 1e-5
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("family", NAMES)
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family, checkpoints, outputs):
+    # Norms, residuals and rotary embeddings are cast where the reference casts them.
+    exact, (theirs, model, params, folder) = outputs(family), checkpoints(family)
+    rough = type(theirs).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        want = rough(**reference_inputs(ROWS.tokens, ROWS.mask), output_hidden_states=True)
+    hidden = model.hidden(model.cast_params(params, jnp.bfloat16), ROWS.tokens, ROWS.mask, dtype=jnp.bfloat16)
+    got = hidden.astype(jnp.float32), model.logits(params, hidden)
+    for ours, other, reference in zip(got, (want.hidden_states[-1], want.logits), exact[:2], strict=True):
+        ours, other, reference = (x[ROWS.mask] for x in (np.asarray(ours), other.float().numpy(), reference))
+        assert 1e-3 < distance(ours, reference) < 1.05 * distance(other, reference)
 
 
 @pytest.mark.parametrize("family", NAMES)
