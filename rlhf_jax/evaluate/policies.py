@@ -39,18 +39,17 @@ class PolicyEvaluation:
 
     def __init__(self, config: EvaluateConfig, plan: planning.Plan, weights: Weights):
         self.config, self.plan, self.weights = config, plan, weights
-        rows = self._load_rows()
-        columns = (plan.prompts.prompt_column,)
-        self.images = context.wants_images(policy_folder(plan.policy.path), plan.policy.revision, rows, columns)
-        self.policy = self._open(plan.policy)
+        self.images = False
+        self._open_policies()
         self.eos_ids = self._stop_ids() or self.policy.tokenizer.eos_ids
-        self.ref = None if plan.ref is None else self._open(plan.ref)
-        opened = {} if plan.ref is None else {plan.ref: self.ref}
-        self.others = {other: opened.get(other) or self._open(other) for other in plan.others}
         date = None if plan.prompts.run_dir is None else template_date(plan.prompts.run_dir)
         tokenizer = dataclasses.replace(self.policy.tokenizer, template_date=date)
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
+        rows, columns = self._load_rows(), (plan.prompts.prompt_column,)
+        self.images = context.wants_images(policy_folder(plan.policy.path), plan.policy.revision, rows, columns)
+        if self.images:
+            self._open_policies()
         self.source = data.prompts_from_rows(rows, plan.prompts, tokenizer, self.policy.processor)
         self.references = self._load_references()
         has_references = bool(self.references) and plan.reference is not False
@@ -61,6 +60,14 @@ class PolicyEvaluation:
                 "--best_of_n needs a reward to select by: set --reward_model_path, --reward_funcs or --reward_server"
             )
         self.has_gold_reward = plan.prompts.dataset_name == "synthetic"
+
+    def _open_policies(self) -> None:
+        """The policy, its reference and its opponents, without weights; with `images` they read images."""
+        plan = self.plan
+        self.policy = self._open(plan.policy)
+        self.ref = None if plan.ref is None else self._open(plan.ref)
+        opened = {} if plan.ref is None else {plan.ref: self.ref}
+        self.others = {other: opened.get(other) or self._open(other) for other in plan.others}
 
     def _open(self, checkpoint: planning.Checkpoint) -> Policy:
         policy = Policy(
