@@ -4,7 +4,6 @@ the operation and the reason."""
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import random
 import time
@@ -14,10 +13,9 @@ from typing import Any
 
 from rlhf_jax.errors import UserError
 
-# gcsfs's default class is experimental, and asks for the kind of each bucket by gRPC.
-_CLASSES = {"s3": ("s3fs", "S3FileSystem"), "gs": ("gcsfs.core", "GCSFileSystem")}
-_EXTRAS = {"s3": "s3", "gs": "gcs"}
-SCHEMES = tuple(_CLASSES)
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
+"""Scheme of a path -> package with its file system, and the extra that installs it."""
+SCHEMES = tuple(_PACKAGES)
 """Schemes of paths in a bucket."""
 ATTEMPTS = 3
 """Tries of an operation before it is given up, each of one or several requests."""
@@ -66,14 +64,17 @@ def filesystem(scheme: str) -> Any:
         }
     elif os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"
-    module, name = _CLASSES[scheme]
     try:
-        opened = getattr(importlib.import_module(module), name)(**options)
+        if scheme == "s3":
+            from s3fs import S3FileSystem as FileSystem
+        else:  # gcsfs's default class is experimental, and asks for the kind of each bucket by gRPC
+            from gcsfs.core import GCSFileSystem as FileSystem
     except ImportError as error:
-        package = module.partition(".")[0]
+        package, extra = _PACKAGES[scheme]
         raise UserError(
-            f"paths in {scheme}:// need the package {package}: pip install 'rlhf_jax[{_EXTRAS[scheme]}]' ({error})"
+            f"paths in {scheme}:// need the package {package}: pip install 'rlhf_jax[{extra}]' ({error})"
         ) from error
+    opened = FileSystem(**options)
     opened.retries = 1  # s3fs's own, around botocore's
     return opened
 
