@@ -435,7 +435,7 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
         assert distance(flat(found.params), flat(state.params)) < 1e-5
         assert distance(flat(found.params) - start, moved) < 3e-5
         for name, values in stats.items():
-            if name == "loss":  # a sum of terms of both signs, which may all but cancel in one of the steps
+            if name.startswith("loss"):  # sums of terms of both signs, which may all but cancel in one of the steps
                 assert distance(others[name], values) < 1e-5
             elif name not in ("ratios", "val/ratio_error"):
                 np.testing.assert_allclose(others[name], values, rtol=1e-4, atol=2e-6, err_msg=name)
