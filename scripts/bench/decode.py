@@ -49,9 +49,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
         token = (seconds[1] - seconds[0]) / (LENGTHS[1] - LENGTHS[0])
         if number >= 0:  # the first compiles
-            times = "  ".join(
-                f"{length} tokens {second:.2f} s" for length, second in zip(LENGTHS, seconds, strict=True)
-            )
+            times = [f"{length} tokens {second:.2f} s" for length, second in zip(LENGTHS, seconds)]
             print(*times, f"a token {1e3 * token:.1f} ms", sep="  ", flush=True)
 
 
