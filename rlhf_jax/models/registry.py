@@ -345,10 +345,11 @@ class Model:
 
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
         """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""
-        kernel = self._causal_kernel(unstacked)
+        kernel = unstacked["embed_out"]["kernel"] if "embed_out" in unstacked else None
         if isinstance(kernel, TransposedKernel):
             logits = transposed_product(None, (), jnp.dtype(jnp.float32), hidden, kernel.kernel_FxD)
         else:
+            kernel = self._causal_kernel(unstacked)
             logits = jnp.einsum("bd,dv->bv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         logits = self._cap(logits)
         return constrain(self.layout, constrain(self.layout, logits, "rows", "tensor"), "draws")
@@ -363,7 +364,10 @@ class Model:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _causal_kernel(self, params: Params) -> Array:
-        return params["embed_out"]["kernel"] if "embed_out" in params else params["backbone"]["embed_in"]["embedding"].T
+        if "embed_out" not in params:
+            return params["backbone"]["embed_in"]["embedding"].T
+        kernel = params["embed_out"]["kernel"]
+        return kernel.kernel_FxD.T if isinstance(kernel, TransposedKernel) else kernel
 
     def scalars(self, params: Params, hidden: Array) -> Array:
         """Scores or values: hidden [..., D] -> float32 [...], computed in float32."""
