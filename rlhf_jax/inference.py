@@ -231,9 +231,10 @@ class Policy:
             tokens = [np.asarray(ids[i], np.int32) for i in rows]
             lengths, rows = batches.lengths_of(tokens), rows.astype(np.int32)
             left: Any = batches.pad_left(tokens, width, self.tokenizer.pad_id)
-            prompts = PromptBatch(left, lengths, rows)  # type: ignore[arg-type]  # numpy until it is sharded
-            if tiles:
-                prompts = prompts.replace(images=self.processor.batch([sources[i][0] for i in rows], tiles))
+            images = None
+            if tiles and self.processor is not None:
+                images = self.processor.batch([sources[i][0] for i in rows], tiles)
+            prompts = PromptBatch(left, lengths, rows, images)  # type: ignore[arg-type]  # numpy until it is sharded
             rollout = self.sample(prompts, seed, sampling, rows=rows)
             response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
@@ -280,15 +281,16 @@ class Policy:
         return self._checked(ids, max_new_tokens), sources
 
     def _encode_images(self, template: ChatTemplate, number: int, messages: Any):
-        """(ids, image sources, number of tiles) of a conversation."""
+        """(ids, image sources, number of tiles) of a conversation, by the policy's processor."""
+        processor: Any = self.processor
 
         def fault(plain: Mapping[str, Any]) -> str | None:
             return conversation_fault(plain, "text")
 
         try:
-            read = read_row({"text": messages}, ("text",), self.processor, None, fault)
+            read = read_row({"text": messages}, ("text",), processor, None, fault)
             text = template.render(read.messages["text"], generation_prompt=True)
-            ids, tiles = self.processor.encode(text, read.sources, self.tokenizer)
+            ids, tiles = processor.encode(text, read.sources, self.tokenizer)
         except UserError as error:
             raise UserError(f"text {number}: {error}") from None
         return ids, read.sources, tiles
