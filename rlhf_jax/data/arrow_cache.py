@@ -1,7 +1,7 @@
 """Arrow files in a folder of the datasets cache: written once on a machine, then memory-mapped by every process.
 
 An entry is KEY.arrow and KEY.json, which is written last and has the size and checksum of the other file: without it,
-or where they differ, the entry is made again. KEY.lock is locked by the process that makes it; the others wait for it.
+or where they differ, the entry is rebuilt. KEY.lock is locked by the process that makes it; the others wait for it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _open(key: str, name: str) -> Entry | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's and json's are among them
-        warnings.warn(f"{name}: the token cache {path}.arrow is damaged ({error}); it is made again", stacklevel=2)
+        warnings.warn(f"{name}: the token cache {path}.arrow is damaged ({error}); rebuilding it", stacklevel=2)
         return None
 
 
