@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 _MAX_MISSES = 16
+_MAX_EXCESS = 16
 
 Encode = Callable[[str], list[int]]
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
@@ -51,21 +53,34 @@ def _search(parts: PostParts, max_tokens: int) -> Search:
     newlines = [i for i, character in enumerate(post) if character == "\n"]
     first = newlines[0] if newlines else len(post)
     cuts = [*range(first), *newlines, len(post)]
-    low, high, longest = 0, len(cuts), None  # cuts[low - 1] fits, cuts[high] does not
+    ends = yield texts([0, len(post)])
+    if len(ends[1]) <= max_tokens:
+        return ends[1]
+    low, high, longest = 0, len(cuts) - 1, None  # cuts[low - 1] fits, cuts[high] does not
+    below, beyond = (0, len(ends[0])), (len(post), len(ends[1]))  # characters and tokens at the two ends
+    shrinks = True
     while low < high:
         middle = (low + high) // 2
+        if shrinks:  # tokens grow nearly linearly with characters
+            share = (max_tokens - below[1]) / max(1, beyond[1] - below[1])
+            middle = bisect.bisect_right(cuts, below[0] + share * (beyond[0] - below[0]), low, high) - 1
+            middle = min(max(middle, low), high - 1)
+        size = high - low
         (ids,) = yield texts([cuts[middle]])
         if len(ids) <= max_tokens:
-            low, longest = middle + 1, ids
+            low, longest, below = middle + 1, ids, (cuts[middle], len(ids))
         else:
-            high = middle
-    best, above = low - 1, low
-    while above < len(cuts) and above - best <= _MAX_MISSES:
+            high, beyond = middle, (cuts[middle], len(ids))
+        shrinks = high - low <= size // 2
+    best, above, excess = low - 1, low + 1, beyond[1] - max_tokens
+    while above < len(cuts) and above - best <= _MAX_MISSES and excess <= _MAX_EXCESS:
         longer = cuts[above : best + _MAX_MISSES + 1]
+        counts = []
         for place, ids in enumerate((yield texts(longer)), above):
+            counts.append(len(ids))
             if len(ids) <= max_tokens:
                 best, longest = place, ids
-        above += len(longer)
+        above, excess = above + len(longer), max(counts) - max_tokens
     return longest
 
 
@@ -90,9 +105,9 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
     """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it
     before its last newline, or without one drop its last character, and tokenize again.
 
-    All candidates are prefixes of the post, so bisection finds the longest that fits. Tokens are not quite monotonic in
-    the prefix length, since cutting a word can add a few; so longer candidates are tried too, until `_MAX_MISSES` in a
-    row are too long.
+    All candidates are prefixes of the post, so interpolation finds the longest that fits. Tokens are not quite
+    monotonic in the prefix length, since cutting a word can add a few; so longer candidates are tried too, until
+    `_MAX_MISSES` in a row are too long, or one is by more than `_MAX_EXCESS` tokens.
 
     Args:
       parts: the post.

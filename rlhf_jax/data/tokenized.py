@@ -6,6 +6,7 @@ can be divided among processes, and their order never changes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -202,6 +203,33 @@ class _Batch:
         return self(batch["row"][0], batch["row"][-1] + 1)
 
 
+class _Ahead:
+    """Makes the next two batches in threads while one is written, so that the tokenizer, which works without Python's
+    lock, never waits for the rows of a batch to be read."""
+
+    def __init__(self, batch: _Batch, count: int):
+        self._batch, self._count = batch, count
+        self._pool = concurrent.futures.ThreadPoolExecutor(2)
+        self._made: dict[int, concurrent.futures.Future] = {}
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def of_indices(self, batch: Mapping[str, list[int]]) -> Any:
+        """As `_Batch.of_indices`."""
+        start, stop = batch["row"][0], batch["row"][-1] + 1
+        # The first is made alone, since transformers may change settings of a tokenizer at its first call.
+        table = self._batch(start, stop) if start not in self._made else None
+        for following in range(stop, min(stop + 2 * BATCH, self._count), BATCH):
+            if following not in self._made:
+                last = min(following + BATCH, self._count)
+                self._made[following] = self._pool.submit(self._batch, following, last)
+        return table if table is not None else self._made.pop(start).result()
+
+
 def _table(encoded: list[Encoded], columns: Mapping[str, Kind]) -> Any:
     """The table of encoded rows."""
     import pyarrow as pa
@@ -238,9 +266,9 @@ def _map(rows: Rows, batch: _Batch, num_proc: int | None, path: str | None) -> A
     schema = _table([], batch.columns).schema
     num_proc = None if num_proc is None or num_proc < 2 else min(num_proc, len(rows))
     parts = path if path is None or num_proc is None else os.path.join(os.path.dirname(path), "part.arrow")
-    with _progress(rows, num_proc), contextlib.nullcontext() if num_proc is None else _new_processes():
+    with _progress(rows, num_proc), _Ahead(batch, len(rows)) if num_proc is None else _new_processes() as ahead:
         made = datasets.Dataset(pa.table({"row": np.arange(len(rows))})).map(
-            batch.of_indices,
+            batch.of_indices if num_proc is not None else ahead.of_indices,
             batched=True,
             batch_size=BATCH,
             remove_columns=["row"],

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from rlhf_jax import data
-from rlhf_jax.data import arrow_cache, synthetic
+from rlhf_jax.data import arrow_cache, synthetic, tokenized
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, user
 from tests.helpers.paths import ROOT
@@ -105,6 +105,26 @@ def test_rows_beside_the_tokens_are_read_when_they_are_needed(tmp_path, cache):
         assert made.columns([4, 2])["label"] == [4, 2] and made.texts([7]) == [CHATS[7]["prompt"]]
         assert made.columns([1])["completion"] == [CHATS[1]["completion"]]
         (tmp_path / "gone.jsonl").rename(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("rows", (1, 7, 8, 50))
+def test_batches_that_are_made_ahead_are_those_of_one_batch(tmp_path, cache, monkeypatch, rows):
+    # Shorter and shorter texts, so that later batches are ready before earlier ones.
+    posts = [{"prompt": "word " * (1 + 400 // (i + 1)), "completion": str(i)} for i in range(rows)]
+    path = write(tmp_path / "posts.jsonl", posts)
+    whole = prompts(path)
+    monkeypatch.setattr(tokenized, "BATCH", 8)
+    monkeypatch.setattr(arrow_cache, "folder", lambda: str(tmp_path / "another"))
+    ahead = prompts(path)
+    assert [list(own) for own in ahead.tokens] == [list(own) for own in whole.tokens] and len(ahead) == rows
+    assert ahead.fingerprint == whole.fingerprint
+
+
+def test_a_bad_row_of_a_batch_that_is_made_ahead_is_named(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(tokenized, "BATCH", 8)
+    path = write(tmp_path / "posts.jsonl", [{"prompt": "word" if i not in (30, 45) else 7} for i in range(50)])
+    with pytest.raises(UserError, match=r"line 31: 'prompt' is an int, not text \(2 of 50 rows are bad\)"):
+        prompts(path)
 
 
 def test_bad_rows_that_were_skipped_are_refused_where_they_are_not(tmp_path, cache):
