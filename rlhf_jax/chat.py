@@ -12,6 +12,7 @@ including its "TL;DR:": --multiline reads one up to two empty lines or the end o
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("\n".join(problems))
         if options.model is None:
             raise UserError(f"{PROG} needs a model: {PROG} runs/quickstart")
+        if missing := next((path for path in options.image if not os.path.isfile(path)), None):
+            raise UserError(f"--image {missing}: no such file")
         compile_cache.enable()
         policy = inference.load_policy(
             options.model,

@@ -58,3 +58,5 @@ def test_chat_says_what_is_wrong(monkeypatch, capsys, checkpoint):
     assert status == 2 and told.startswith("error: ")
     status, said, told = chat(monkeypatch, capsys, "i\n", "--model", checkpoint, "--max_new_tokens", 96)
     assert status == 0 and said == "" and "error: text 0 has" in told
+    status, said, told = chat(monkeypatch, capsys, "i\n", "--model", checkpoint, "--image", checkpoint / "a.png")
+    assert status == 2 and said == "" and told == f"error: --image {checkpoint / 'a.png'}: no such file\n"

@@ -179,7 +179,7 @@ class RolloutEvaluator:
           tick: called before each batch; may raise.
 
         Returns:
-          {"prompts", "completions", "columns": lists; "lengths", "ended", "scores", "kl", "entropy": numpy [N];
+          {"prompts", "completions", "columns", "rows": lists; "lengths", "ended", "scores", "kl", "entropy": numpy [N];
           "rewards": numpy [N] by name; "ids", "token_kl", "advantages": numpy [N, T]; "kl" and "token_kl" are None
           without a reference; scores and rewards are NaN where no reward applies; the entropy of a response is
           estimated by the mean of -log p of its tokens, at the sampler's temperature}
@@ -209,6 +209,7 @@ class RolloutEvaluator:
             "prompts": source.display_texts(rows),
             "completions": self.texts(response, lengths),
             "columns": source.columns(rows),
+            "rows": rows.tolist(),
             "lengths": lengths,
             "ended": ended,
             "scores": scores,
@@ -238,6 +239,9 @@ class RolloutEvaluator:
             {"query": query, "model response": text, "score": float(score), "length": int(length), "ended": bool(ended)}
             for query, text, score, length, ended in zip(*columns)
         ]
+        if source.images is not None and self._config.log_multimodal:
+            for row, index in zip(rows, answers["rows"], strict=True):
+                row[THUMBNAILS] = source.images.thumbnails(index)
         return rows, self.token_rows(answers["ids"], answers["lengths"], answers["token_kl"], answers["advantages"])
 
     def training_table(self, batch: ScoredBatch, advantages: Array, token_kl: Array | None) -> Completions:

@@ -169,12 +169,13 @@ def test_a_policy_answers_about_images(folder):
 
 
 @pytest.mark.runs
-def test_training_completions_have_thumbnails_in_files_alone(folder, tmp_path, capsys):
-    given = options(folder, tmp_path, total_episodes=4, log_completions=True, logging_steps=1)
-    rlhf_jax.run(RLOOConfig(**given), reward_funcs=[brightness], train_dataset=rows())
-    written = (tmp_path / "run" / "completions" / "training_1.jsonl").read_text().splitlines()
-    counts = [len(json.loads(line)["thumbnails"]) for line in written]
-    assert len(counts) == 4 and max(counts) > 0
-    first = json.loads(written[counts.index(max(counts))])["thumbnails"]
-    assert all(image.startswith("data:image/png;base64,") for image in first)
+def test_completions_have_thumbnails_in_files_alone(folder, tmp_path, capsys):
+    given = options(folder, tmp_path, total_episodes=4, log_completions=True, logging_steps=1, num_sample_generations=1)
+    rlhf_jax.run(RLOOConfig(**given), reward_funcs=[brightness], train_dataset=rows(), eval_dataset=rows())
+    for name, count in (("training_1", 4), ("1", len(rows()))):
+        written = (tmp_path / "run" / "completions" / f"{name}.jsonl").read_text().splitlines()
+        counts = [len(json.loads(line)["thumbnails"]) for line in written]
+        assert 0 < len(counts) <= count and max(counts) > 0, name
+        first = json.loads(written[counts.index(max(counts))])["thumbnails"]
+        assert all(image.startswith("data:image/png;base64,") for image in first)
     assert "base64" not in capsys.readouterr().out
