@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import math
 import re
 import time
@@ -21,7 +22,7 @@ from rlhf_jax.config import StageConfig, stage_name
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import ALGORITHMS, open_stage
+from rlhf_jax.stages import ALGORITHMS, context, open_stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,10 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def abstract_stage(config: StageConfig, mesh: Any) -> Any:
-    """The stage of a config with shapes in place of arrays. Reads config.json and the tokenizer; no weights, no data.
+    """The stage of a config with shapes in place of arrays.
+
+    It reads config.json, tokenizer and image processor; no weights, no data. A model that reads images is given one a
+    prompt, of the shape with the most tiles.
 
     Args:
       config: a stage's.
@@ -78,6 +82,10 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
             config.prompt_column: [{"role": "user", "content": "a"}],
             config.completion_column: [{"role": "assistant", "content": "a"}],
         }
+    if _trains_on_images(config):
+        answer = getattr(config, "completion_column", None)
+        row = {column: [{"role": "assistant" if column == answer else "user", "content": "a"}] for column in row}
+        row["image"] = _square_image()
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None, "datasets": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
@@ -86,6 +94,25 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
         given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
     return open_stage(dataclasses.replace(config, **quiet), **given)
+
+
+def _trains_on_images(config: StageConfig) -> bool:
+    """Whether the stage trains on images where its model reads them, and its model does."""
+    name = stage_name(config)
+    if name == "sft":
+        return context.reads_images(config.model_name_or_path, config.model_revision, config.scratch_model)
+    if name not in ALGORITHMS or ALGORITHMS[name].has_value_model or config.reward_model_path or config.reward_server:
+        return False
+    return context.reads_images(config.sft_model_path, config.model_revision, config.scratch_model)
+
+
+def _square_image() -> bytes:
+    """A file of a small square; the image processor enlarges it."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    return file.getvalue()
 
 
 def resident_bytes(stage: Any) -> dict[str, int]:

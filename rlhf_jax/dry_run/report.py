@@ -58,6 +58,11 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
         f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}"
         for role, count, trained in roles(stage)
     ]
+    if (shown := getattr(stage.train_data, "images", None)) is not None:
+        lines.append(
+            f"images: one a prompt of {shown.tiles} tiles, the most that the image processor cuts one into; other "
+            "numbers of images or tiles need other programs"
+        )
     device, resident = mesh.devices.flat[0], memory.resident_bytes(stage)
     limit = topologies.capacity(device)
     lines.append(f"resident on each device ({device.device_kind}, {usable(device, limit)})")

@@ -251,6 +251,13 @@ def open_tokenizer(config, model_path: str | None, model_rows: int | None):
     return tokenizer
 
 
+def reads_images(path: str | None, revision: str | None, scratch: str | None = None) -> bool:
+    """Whether a model is of images and text; the arguments are those of `wants_images`."""
+    if scratch is not None:
+        return scratch.partition(":")[0].lower() in models.IMAGE_FAMILIES
+    return not hf.is_text_model(processor_folder(path, revision))
+
+
 def wants_images(
     path: str | None, revision: str | None, rows: data.Rows, columns: Sequence[str], scratch: str | None = None
 ) -> bool:
@@ -267,11 +274,7 @@ def wants_images(
     """
     if not images.holds_images(rows, columns):
         return False
-    if scratch is not None:
-        reads = scratch.partition(":")[0].lower() in models.IMAGE_FAMILIES
-    else:
-        reads = not hf.is_text_model(processor_folder(path, revision))
-    if reads:
+    if reads_images(path, revision, scratch):
         return True
     if images.holds_decoded(rows, columns):
         raise UserError(

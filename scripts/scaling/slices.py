@@ -43,6 +43,8 @@ from rlhf_jax.parallel import sharding
 GIB, MIB = 2**30, 2**20
 HERE, DOCS = pathlib.Path(__file__).resolve().parent, scaling.ROWS.parent
 SHAPES = json.loads((HERE / "models.json").read_text())
+IMAGE_MODELS = tuple(name for name, shape in SHAPES.items() if "image_processor" in shape)
+TEXT_MODELS = tuple(name for name in SHAPES if name not in IMAGE_MODELS)
 V5E = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16")
 V5P = ("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4")
 # Of each kind of GPU: one if it suffices, else the smallest number; the same of machines of eight.
@@ -82,7 +84,10 @@ def checkpoint(model: str, folder: str) -> str:
     path = pathlib.Path(folder, model)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(SHAPES[model]["config"]))
-    data.save_tokenizer(data.load_tokenizer("synthetic"), str(path))
+    processor = SHAPES[model].get("image_processor")
+    if processor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    data.save_tokenizer(data.load_tokenizer("synthetic" if processor is None else "shapes"), str(path))
     return str(path)
 
 
@@ -103,6 +108,19 @@ def rloo_config(path: str, shards: int, mesh: tuple[int, int, int]) -> RLOOConfi
         gradient_checkpointing=True,
         total_episodes=1_000_000,
         **dict(zip(("mesh_data", "mesh_fsdp", "mesh_tensor"), mesh)),
+    )
+
+
+def images_config(path: str, shards: int, mesh: tuple[int, int, int]) -> RLOOConfig:
+    """An image of 17 tiles a prompt, 2,048 + 1,024 tokens, 64 responses, 2 to a prompt, as `rloo_smolvlm.py`."""
+    return dataclasses.replace(
+        rloo_config(path, shards, mesh),
+        query_length=2048,
+        length_buckets=(2048,),
+        batch_size=64,
+        num_generations=2,
+        micro_batch_size=2 * shards,
+        rollout_batch_size=max(16, 2 * shards),
     )
 
 
@@ -249,6 +267,22 @@ def adapters_line(model: str, way: str, found: list[dict | None]) -> str:
     return f"| {model} | {way} | {' | '.join(cells)} | {sum(parts.values()):.1f} | {where} |"
 
 
+def images_line(model: str, way: str, found: list[dict | None]) -> str:
+    """A line for each kind of device."""
+    return "\n".join(_images_line(model, way, row) for row in found if row)
+
+
+def _images_line(model: str, way: str, row: dict) -> str:
+    head = f"| {model} | {way} "
+    if not row["fits"]:
+        return f"{head}| larger than {row['topology']} |" + " |" * 7
+    update, generate = (row["programs"].get(program) for program in PROGRAMS)
+    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
+    held = f"{sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f}"
+    where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
+    return f"{head}| {where} | {held} | {sampling} | {update['peak'] / GIB:.1f} | {row['limit'] / GIB:.4g} |"
+
+
 GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | update | of |"
 
 
@@ -281,7 +315,7 @@ def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None)
 TABLES = {
     "rloo": Table(
         page="scaling.md",
-        models=tuple(SHAPES),
+        models=TEXT_MODELS,
         ways={"full": {}, "LoRA": LORA},
         kinds=(V5E, V5P),
         config=rloo_config,
@@ -300,12 +334,21 @@ TABLES = {
     ),
     "gpus_rloo": Table(
         page="scaling.md",
-        models=tuple(SHAPES),
+        models=TEXT_MODELS,
         ways={"full": {}, "LoRA": LORA},
         kinds=GPUS,
         config=rloo_config,
         head=GPUS_HEAD,
         line=gpus_line,
+    ),
+    "images": Table(
+        page="vision.md",
+        models=IMAGE_MODELS,
+        ways={"full": {}, "LoRA": {**LORA, "lora_target_modules": ("q_proj", "v_proj")}},
+        kinds=(V5E, ("h100:1", "h100:2", "h100:4", "h100:8")),
+        config=images_config,
+        head="| model | trained | devices | mesh | rows | models | cache | generation | update | of |",
+        line=images_line,
     ),
     "adapters": Table(
         page="lora.md",

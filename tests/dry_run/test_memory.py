@@ -195,3 +195,30 @@ def test_the_memory_of_a_chip_is_what_it_says_or_what_is_known_of_its_kind(kind,
             return {"bytes_limit": says}
 
     assert topologies.capacity(Chip()) == bytes_of_it
+
+
+@pytest.mark.parametrize("config", (RLOOConfig, SFTConfig))
+def test_a_model_that_reads_images_is_given_those_with_most_tiles(tmp_path, config):
+    from tests.helpers import vision as tiny
+
+    folder = tiny.checkpoint(tmp_path / "model", splitting=True)  # images of 3 x 3 tiles and a whole
+    sizes = {"query_length": 96, "batch_size": 4, "micro_batch_size": 4}
+    if config is SFTConfig:
+        given = SFTConfig(**sizes, model_name_or_path=folder, max_length=112)
+    else:
+        given = RLOOConfig(**sizes, sft_model_path=folder, num_generations=2, response_length=4)
+    planned = memory.abstract_stage(given, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert planned.train_data.images.tiles == 10
+    (update,) = memory.programs(planned, only=("update",))
+    rows = 4 if config is SFTConfig else 2
+    pixels = [x for x in jax.tree.leaves(update.traced.args_info) if len(x.shape) == 5]
+    assert [(x.shape, str(x.dtype)) for x in pixels] == [((rows, 10, 3, 16, 16), "uint8")]
+
+
+def test_a_value_model_has_a_plan_without_images(tmp_path):
+    from tests.helpers import vision as tiny
+
+    folder = tiny.checkpoint(tmp_path / "model", splitting=True)
+    changes = {"sft_model_path": folder, "scratch_model": None, "tokenizer_name_or_path": None}
+    given = PPOConfig(**{**POLICY, **changes})
+    assert memory.abstract_stage(given, sharding.make_mesh(devices=jax.devices()[:1])).train_data.images is None

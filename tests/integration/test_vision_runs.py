@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import runpy
 
+import datasets
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,6 +19,7 @@ from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.stages import open_stage
 from tests.helpers import vision as tiny
 from tests.helpers.arrays import distance, same_bits
+from tests.helpers.paths import ROOT
 
 USER = [{"role": "user", "content": "w1 w2"}]
 TEXT = {"type": "text", "text": "w1"}
@@ -179,3 +183,35 @@ def test_completions_have_thumbnails_in_files_alone(folder, tmp_path, capsys):
         first = json.loads(written[counts.index(max(counts))])["thumbnails"]
         assert all(image.startswith("data:image/png;base64,") for image in first)
     assert "base64" not in capsys.readouterr().out
+
+
+@pytest.mark.runs
+def test_the_shipped_config_prepares_its_data_and_trains(folder, tmp_path, monkeypatch):
+    """Rows as of the hub's data set, from its own preparation to an adapter; a tiny model, short responses."""
+    monkeypatch.chdir(tmp_path)
+    module = runpy.run_path(str(ROOT / "configs" / "rloo_smolvlm.py"))
+    hub = [
+        {"image": tiny.picture(i, 20, 12), "problem": f"w{1 + i % 5} w2", "solution": "$3$", "original": str(i)}
+        for i in range(108)
+    ]
+    table = datasets.Dataset.from_list(hub).cast_column("image", datasets.Image())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: table)
+    module["main"]()
+    config = dataclasses.replace(
+        module["get_config"](),
+        sft_model_path=folder,
+        query_length=64,
+        response_length=4,
+        batch_size=4,
+        micro_batch_size=4,
+        rollout_batch_size=4,
+        max_eval_samples=4,
+        logging_steps=1,
+    )
+    result = rlhf_jax.run(config)
+    assert result.metrics["episode"] == 16 and "rewards/accuracy_reward/mean" in result.metrics
+    written = [json.loads(line) for line in (tmp_path / config.run_dir / "completions" / "training_1.jsonl").open()]
+    assert all(row["prompt"].startswith("<|im_start|>system: ") and len(row["thumbnails"]) == 1 for row in written)
+    assert rlhf_jax.load_policy(result.paths["policy"], images=True).generate(
+        [[{"role": "user", "content": [{"type": "image", "image": hub[0]["image"]}, TEXT]}]], max_new_tokens=2
+    )

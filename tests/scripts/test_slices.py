@@ -28,7 +28,7 @@ def test_the_page_shows_the_rows_that_are_there(table):
 
 @pytest.mark.parametrize("name", slices.SHAPES)
 def test_a_shape_has_the_parameters_of_the_published_model(name):
-    model = models.Model.from_hf_config(slices.SHAPES[name]["config"])
+    model = models.Model.from_hf_config(slices.SHAPES[name]["config"], images=name in slices.IMAGE_MODELS)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     assert sum(x.size for x in jax.tree.leaves(shapes)) == slices.SHAPES[name]["parameters"]
 
