@@ -1,7 +1,8 @@
-"""Prompts with images on eight (forced host) devices: the tokens and the models of one."""
+"""Prompts with images on eight (forced host) devices and on two processes: the tokens and the models of one."""
 
 import json
 import pathlib
+import socket
 import sys
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from tests.helpers.children import child
 
 pytestmark = pytest.mark.processes
-ONE, MANY = "1x1x1", "2x2x2"
+ONE, MANY, PROCESSES = "1x1x1", "2x2x2", "2x1x1"
 UPDATES, BATCH = 2, 16
 
 
-# --- what runs in a process with so many devices: python -m tests.integration.test_devices_vision FOLDER MESH
+# --- what runs in a process: python -m tests.integration.test_devices_vision FOLDER MESH [ADDRESS ID]
 
 
 def train_on(folder: pathlib.Path, mesh: str) -> list:
@@ -54,28 +55,47 @@ def train_on(folder: pathlib.Path, mesh: str) -> list:
     return samples
 
 
-def main(folder: str, mesh: str) -> None:
-    """Writes MESH.json."""
-    pathlib.Path(folder, f"{mesh}.json").write_text(json.dumps(train_on(pathlib.Path(folder), mesh)))
+def main(folder: str, mesh: str, address: str | None = None, index: str = "0") -> None:
+    """Writes MESH-ID.json."""
+    if address is not None:
+        from rlhf_jax.parallel import multihost
+
+        multihost.initialize(address, 2, int(index))
+    samples = train_on(pathlib.Path(folder), mesh)
+    pathlib.Path(folder, f"{mesh}-{index}.json").write_text(json.dumps(samples))
 
 
 # --- what must hold
 
 
-def test_every_mesh_samples_the_same_tokens_and_leaves_the_same_models(tmp_path):
-    from rlhf_jax.models.io import hf
-    from tests.helpers.arrays import distance
-
-    children = [
-        child("tests.integration.test_devices_vision", tmp_path, m, devices=n) for m, n in ((ONE, 1), (MANY, 8))
-    ]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The runs, beside each other."""
+    folder, module = tmp_path_factory.mktemp("vision"), "tests.integration.test_devices_vision"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    children = [child(module, folder, mesh, devices=count) for mesh, count in ((ONE, 1), (MANY, 8))]
+    children += [child(module, folder, PROCESSES, address, index, devices=1) for index in range(2)]
     for run in children:
         output, _ = run.communicate(timeout=900)
         assert run.returncode == 0, output[-5000:]
-    one, many = (json.loads((tmp_path / f"{mesh}.json").read_text()) for mesh in (ONE, MANY))
-    assert len(one) == UPDATES and one == many
-    one, many = (hf.load(tmp_path / mesh / "policy", images=True)[1] for mesh in (ONE, MANY))
-    assert distance(many, one) <= 1e-4
+    return folder
+
+
+@pytest.mark.parametrize("mesh, processes", [(MANY, 1), (PROCESSES, 2)])
+def test_the_same_tokens_are_sampled_and_the_same_models_left(folder, mesh, processes):
+    from rlhf_jax.models.io import hf
+    from tests.helpers.arrays import distance
+
+    one, *shares = (
+        json.loads((folder / name).read_text())
+        for name in (f"{ONE}-0.json", *(f"{mesh}-{index}.json" for index in range(processes)))
+    )
+    together = [[sum(parts, []) for parts in zip(*step)] for step in zip(*shares, strict=True)]
+    assert len(one) == UPDATES and one == together
+    first, other = (hf.load(folder / name / "policy", images=True)[1] for name in (ONE, mesh))
+    assert distance(other, first) <= 1e-4
 
 
 if __name__ == "__main__":
