@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import pathlib
 import random
@@ -164,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--folder", type=pathlib.Path, help="for logs and copies, new; default: a temporary one")
     options = parser.parse_args(argv)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it would print a line for each request
     if options.folder is not None:
         return 1 if campaign(options, options.folder.absolute()) else 0
     with tempfile.TemporaryDirectory(prefix="chaos-buckets-") as folder:
