@@ -109,11 +109,11 @@ def test_a_bucket_that_stays_closed_ends_the_run_with_a_line_and_a_resume_is_who
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_run_in_which_every_call_fails_at_first_is_the_same(store, tmp_path, failures):
-    store[1].faults.failures = failures
+@pytest.mark.parametrize("fault, value", [("failures", 1), ("failures", 3), ("delay", 0.1)])
+def test_a_run_in_which_every_call_fails_at_first_or_is_slow_is_the_same(store, tmp_path, fault, value):
+    setattr(store[1].faults, fault, value)
     train.run(sft_config(store[0], max_steps=2))
-    store[1].faults.failures = 0
+    setattr(store[1].faults, fault, 0)
     train.run(sft_config(tmp_path / "local", max_steps=2))
     copy, names = storage.local_copy(store[0]), ("metrics.jsonl", "policy/model.safetensors")
     assert files(copy, *names) == files(tmp_path / "local", *names)
