@@ -65,6 +65,24 @@ def test_a_run_in_a_bucket_leaves_the_files_of_a_local_one(store, tmp_path):
 
 
 @pytest.mark.runs
+def test_an_adapter_in_a_bucket_is_read_with_its_base_in_the_bucket(store, tmp_path):
+    folder = store[0]
+    for root in (folder, str(tmp_path / "local")):
+        train.run(sft_config(f"{root}/sft", max_steps=1))
+        base = {"model_name_or_path": f"{root}/sft/policy", "scratch_model": None}
+        train.run(sft_config(f"{root}/lora", max_steps=1, use_peft=True, lora_r=2, **base))
+    copy = pathlib.Path(storage.local_copy(f"{folder}/lora/policy_adapter"))
+    local, name = tmp_path / "local" / "lora" / "policy_adapter", "adapter_model.safetensors"
+    assert files(copy, name) == files(local, name)
+    assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == f"{folder}/sft/policy"
+    one, two = (
+        rlhf_jax.load_policy(str(path)).generate(["hello"], max_new_tokens=4)
+        for path in (f"{folder}/lora/policy_adapter", local)
+    )
+    assert one == two
+
+
+@pytest.mark.runs
 def test_data_is_read_from_a_bucket(store):
     rows = [{"prompt": f"post {i}:", "completion": f" word {i}"} for i in range(16)]
     storage.write_atomically(f"{store[0]}-data/rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
