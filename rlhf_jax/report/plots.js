@@ -149,10 +149,11 @@ function curve(tab, chart, box, readout) {
     }
   };
   const log = positive && high / low > 30;
+  const zero = low === 0 && high === 0;  // uPlot's range would be 0 to 100
   fitted(box, (width, height) => new uPlot({
     width, height, series, bands, legend: { show: false }, axes: axes([ACROSS[settings.across]]),
     cursor: { sync: { key: tab.tab }, points: { size: 6 } },
-    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : zero ? { range: [-1, 1] } : {} },
     hooks: { setCursor: [(u) => showValues(u, u.cursor.idx)], ready: [(u) => showValues(u, null)] },
   }, data, box));
 }
