@@ -236,6 +236,13 @@ def table_of(rows: dict[str, dict], table: str) -> list[str]:
     return [*lines, "", f"Not compiled: {', '.join(missing)}."] if missing else lines
 
 
+def _peaks(row: dict) -> tuple[str, str]:
+    """GiB of generation, a lower bound where it was not compiled, and of the update."""
+    update, generate = (row["programs"].get(program) for program in PROGRAMS)
+    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
+    return sampling, f"{update['peak'] / GIB:.1f}"
+
+
 def rloo_line(model: str, way: str, found: list[dict | None]) -> str:
     """A line for each kind of slice."""
     return "\n".join(_rloo_line(model, way, row) for row in found if row)
@@ -246,12 +253,10 @@ def _rloo_line(model: str, way: str, row: dict) -> str:
     head = f"| {model} | {SHAPES[model]['config']['vocab_size']:,} | {way} "
     if not row["fits"]:
         return f"{head}| larger than {row['topology']} |" + " |" * 10
-    update, generate = (row["programs"].get(program) for program in PROGRAMS)
-    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
-    sizes = " | ".join([*(f"{size / GIB:.1f}" for size in held), sampling, f"{update['peak'] / GIB:.1f}"])
+    sizes = " | ".join([*(f"{size / GIB:.1f}" for size in held), *_peaks(row)])
     where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
     block = f"{row['logits']['whole'] / MIB:,.0f} | {row['logits']['block'] / MIB:.0f}"
-    size, kind = update["largest"]
+    size, kind = row["programs"]["update"]["largest"]
     kind = re.sub(r"\{.*", "", kind.split()[-1])
     return f"{head}| {where} | {sizes} | {row['limit'] / GIB:.4g} | {block} | {size / MIB:,.0f}, `{kind}` |"
 
@@ -276,11 +281,9 @@ def _images_line(model: str, way: str, row: dict) -> str:
     head = f"| {model} | {way} "
     if not row["fits"]:
         return f"{head}| larger than {row['topology']} |" + " |" * 7
-    update, generate = (row["programs"].get(program) for program in PROGRAMS)
-    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
     held = f"{sum(row['parts'].values()) / GIB:.1f} | {row['cache'] / GIB:.1f}"
     where = f"{row['topology']} | {'x'.join(map(str, row['mesh']))} | {row['micro']}"
-    return f"{head}| {where} | {held} | {sampling} | {update['peak'] / GIB:.1f} | {row['limit'] / GIB:.4g} |"
+    return f"{head}| {where} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.4g} |"
 
 
 GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | update | of |"
@@ -303,11 +306,9 @@ def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None)
     head = f"| {model} | {way} | {card}:{count} "
     smallest = row if row["fits"] else larger
     if row["fits"] and row["chips"] == count:
-        update, generate = (row["programs"].get(program) for program in PROGRAMS)
-        sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
         sizes = [sum(row["parts"].values()), row["cache"]]
         held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
-        return f"{head}| {row['micro']} | {held} | {sampling} | {update['peak'] / GIB:.1f} | {row['limit'] / GIB:.1f} |"
+        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
     fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
     return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
 
