@@ -265,6 +265,11 @@ class ImageProcessor:
         return factor, *(tuple(float(x) for x in values) for values in (self.hf.image_mean, self.hf.image_std))
 
 
+def has_processor(folder: str) -> bool:
+    """Whether a checkpoint's folder has an image processor."""
+    return any(os.path.exists(os.path.join(folder, file)) for file in _FILES)
+
+
 def load_processor(
     folder: str, tokenizer: Tokenizer, *, name: str, image_token_id: int, tokens: int, size: int
 ) -> ImageProcessor:
@@ -280,7 +285,7 @@ def load_processor(
       UserError: there is none, it is of another family, or it does not fit the model or the tokenizer.
     """
     _pil()
-    if not any(os.path.exists(os.path.join(folder, file)) for file in _FILES):
+    if not has_processor(folder):
         raise UserError(f"the data has images, but {name} has no image processor ({' or '.join(_FILES)}).")
     try:
         from transformers import image_processing_utils

@@ -18,11 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_jax import inference
 from rlhf_jax.config import StageConfig, stage_name
+from rlhf_jax.data import images
 from rlhf_jax.dry_run import topologies
+from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import ALGORITHMS, context, open_stage
+from rlhf_jax.stages import ALGORITHMS, build_models, context, open_stage, sft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +101,25 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
 
 
 def _trains_on_images(config: StageConfig) -> bool:
-    """Whether the stage trains on images where its model reads them, and its model does."""
+    """Whether the stage trains on images if its data has some: its model and its options allow it."""
     name = stage_name(config)
-    if name == "sft":
-        return context.reads_images(config.model_name_or_path, config.model_revision, config.scratch_model)
-    if name not in ALGORITHMS or ALGORITHMS[name].has_value_model or config.reward_model_path or config.reward_server:
+    if name != "sft" and name not in ALGORITHMS:
         return False
-    return context.reads_images(config.sft_model_path, config.model_revision, config.scratch_model)
+    path = config.model_name_or_path if name == "sft" else config.sft_model_path
+    if not context.reads_images(path, config.model_revision, config.scratch_model):
+        return False
+    try:
+        if name == "sft":
+            sft.check_images(config)
+        else:
+            build_models.check_images(config, ALGORITHMS[name])
+        if config.scratch_model is None:
+            folder = inference.processor_folder(path, config.model_revision)
+            hf.load_model(folder, images=True)
+            return images.has_processor(folder)
+    except UserError:  # it trains on text
+        return False
+    return True
 
 
 def _square_image() -> bytes:

@@ -1,6 +1,8 @@
 """--dry_run's memory: from the stage's own programs, compiled and never run."""
 
 import dataclasses
+import json
+import pathlib
 import sys
 
 import jax
@@ -222,3 +224,23 @@ def test_a_value_model_has_a_plan_without_images(tmp_path):
     changes = {"sft_model_path": folder, "scratch_model": None, "tokenizer_name_or_path": None}
     given = PPOConfig(**{**POLICY, **changes})
     assert memory.abstract_stage(given, sharding.make_mesh(devices=jax.devices()[:1])).train_data.images is None
+
+
+@pytest.mark.parametrize("why", ("no image processor", "another family", "assistant_only_loss"))
+def test_a_model_of_images_and_text_has_a_plan_of_its_text_model(tmp_path, why):
+    from tests.helpers import vision as tiny
+
+    folder = pathlib.Path(tiny.checkpoint(tmp_path / "model", splitting=True))
+    if why == "no image processor":
+        (folder / "preprocessor_config.json").unlink()
+    if why == "another family":
+        hf = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**hf, "model_type": "llava", "image_token_index": 58}))
+    options = {"model_name_or_path": str(folder), "query_length": 16, "max_length": 32, "batch_size": 4}
+    given = SFTConfig(**options, assistant_only_loss=why == "assistant_only_loss")
+    if why == "assistant_only_loss":
+        turn = "{% if m['role'] == 'user' %} a {% else %}{% generation %} a {% endgeneration %}{% endif %}"
+        template = "{% for m in messages %}" + turn + "{% endfor %}"
+        (folder / "chat_template.jinja").write_text(template)
+    planned = memory.abstract_stage(given, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert planned.train_data.images is None and not planned.model.reads_images
