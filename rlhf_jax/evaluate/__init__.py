@@ -1,4 +1,4 @@
-"""Evaluation of policies and reward models: the command `python -m rlhf_jax.evaluate`, and its statistics."""
+"""Evaluation of policies and reward models: the command `rlhf-jax evaluate`, and its statistics."""
 
 from rlhf_jax.evaluate.best_of_n import best_of_n, kl_bound
 from rlhf_jax.evaluate.tables import (

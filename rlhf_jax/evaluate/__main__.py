@@ -1,4 +1,4 @@
-"""The command `python -m rlhf_jax.evaluate`; see docs/evaluation.md."""
+"""The command `rlhf-jax evaluate`, or `python -m rlhf_jax.evaluate`; see docs/evaluation.md."""
 
 from __future__ import annotations
 

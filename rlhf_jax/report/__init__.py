@@ -1,6 +1,6 @@
 """Reports of runs: one HTML page that needs no network, and PNG pictures.
 
-    python -m rlhf_jax.report RUN_DIR [RUN_DIR ...]
+    rlhf-jax report RUN_DIR [RUN_DIR ...]
 
 It only reads files of the runs' folders, so it also works during a run.
 """

@@ -124,7 +124,7 @@ def render_page(groups: Sequence[Group], title: str, created: float | None = Non
 <nav role="tablist"{" hidden" if len(tabs) < 2 else ""}>{buttons}</nav>
 <noscript><p class="note">Charts and samples need JavaScript; tables and configs do not.</p></noscript>
 <main>{sections}</main>
-<footer class="quiet">Created by python -m rlhf_jax.report. Metrics are explained by the ? of a chart and in
+<footer class="quiet">Created by rlhf-jax report. Metrics are explained by the ? of a chart and in
 docs/metrics.md. Charts by uPlot (MIT, © Leon Sorokin).</footer>
 <script type="application/json" id="data">{script_json(page_data)}</script>
 <script>{script}</script>

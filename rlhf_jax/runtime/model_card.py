@@ -136,7 +136,7 @@ def model_card(
         f"The {_ROLES[role].lower()} of a run of {method} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
-        "To repeat the run: `python -m rlhf_jax.train --config RUN/config.json`, with the `config.json` of its folder.",
+        "To repeat the run: `rlhf-jax train --config RUN/config.json`, with the `config.json` of its folder.",
         "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
         "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *curve_rows])
         if curve_rows
