@@ -5,6 +5,7 @@ compiles for them.
     python scripts/scaling/slices.py                                     # compiles what is missing, writes the pages
     python scripts/scaling/slices.py --tables gpus_ppo gpus_rloo         # these tables
     python scripts/scaling/slices.py --only Qwen2.5-0.5B Gemma-3-1b      # these models
+    python scripts/scaling/slices.py --tables gpus_rloo --kinds h100     # for this kind of device
     python scripts/scaling/slices.py --print                             # prints the tables without compiling
 
 TABLES lists the tables of docs/scaling.md and docs/lora.md. Models are shapes: config.json fields in models.json, or a
@@ -236,10 +237,17 @@ def table_of(rows: dict[str, dict], table: str) -> list[str]:
     return [*lines, "", f"Not compiled: {', '.join(missing)}."] if missing else lines
 
 
-def _peaks(row: dict) -> tuple[str, str]:
-    """GiB of generation, a lower bound where it was not compiled, and of the update."""
+def _peaks(row: dict, other: dict | None = None) -> tuple[str, str]:
+    """GiB of generation and of the update. Generation that was not compiled is that of `other`, a row of the same mesh
+    and rows for another kind of device, else a lower bound."""
     update, generate = (row["programs"].get(program) for program in PROGRAMS)
-    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
+    same = other is not None and all(other[part] == row[part] for part in ("mesh", "micro", "rollout"))
+    if generate:
+        sampling = f"{generate['peak'] / GIB:.1f}"
+    elif same and "generate" in other["programs"]:
+        sampling = f"{other['programs']['generate']['peak'] / GIB:.1f} ({other['topology'].split(':')[0]})"
+    else:
+        sampling = f"at least {row['least'] / GIB:.1f}"
     return sampling, f"{update['peak'] / GIB:.1f}"
 
 
@@ -291,16 +299,17 @@ GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | upd
 
 def gpus_line(model: str, way: str, found: list[dict | None]) -> str:
     """A line for one GPU and one for eight of each kind."""
+    h100 = [next((row for row in found[i::2] if row and row["topology"].startswith("h100:")), None) for i in range(2)]
     lines = []
     for single, machine in zip(found[::2], found[1::2], strict=True):
         larger = machine if machine is not None and machine["fits"] else None
-        for row, count, next_row in ((single, 1, larger), (machine, 8, None)):
+        for row, count, next_row, same in ((single, 1, larger, h100[0]), (machine, 8, None, h100[1])):
             if row is not None:
-                lines.append(_gpus_line(model, way, row, count, next_row))
+                lines.append(_gpus_line(model, way, row, count, next_row, same))
     return "\n".join(lines)
 
 
-def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None) -> str:
+def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None, h100: dict | None) -> str:
     """Of the smallest number of GPUs that fits, from `count` on; else what `count` would need."""
     card = row["topology"].split(":")[0]
     head = f"| {model} | {way} | {card}:{count} "
@@ -308,7 +317,7 @@ def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None)
     if row["fits"] and row["chips"] == count:
         sizes = [sum(row["parts"].values()), row["cache"]]
         held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
-        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
+        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row, h100))} | {row['limit'] / GIB:.1f} |"
     fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
     return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
 
@@ -391,16 +400,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=pathlib.Path, default=scaling.ROWS / "slices.json", help="JSON file of the rows")
     parser.add_argument("--only", nargs="+", default=[], help="models to compile")
     parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES), help="which tables")
+    parser.add_argument("--kinds", nargs="+", default=[], help="kinds of devices to compile for: v5e, v5p, h100, ...")
     parser.add_argument("--print", action="store_true", help="print the finished rows without compiling")
     options = parser.parse_args(argv)
     try:
         known = [model for table in options.tables for model in TABLES[table].models]
         if unknown := [model for model in options.only if model not in known]:
             raise UserError(f"--only {unknown[0]}: no such model; models: {' '.join(known)}")
+        kinds = sorted({_kind(slices) for table in options.tables for *_, slices in cases(table)})
+        if unknown := [kind for kind in options.kinds if kind not in kinds]:
+            raise UserError(f"--kinds {unknown[0]}: not in these tables; kinds: {' '.join(kinds)}")
         for last in () if options.print else range(1, len(PROGRAMS) + 1):
             for table in options.tables:
                 for model, way, slices in cases(table):
-                    if not options.only or model in options.only:
+                    if model in (options.only or known) and _kind(slices) in (options.kinds or kinds):
                         find(options.rows, table, model, way, slices, PROGRAMS[:last])
         for table in options.tables:
             if not options.print:
@@ -416,6 +429,11 @@ def cases(table: str) -> list[tuple[str, str, tuple[str, ...]]]:
     """(model, way, slices of a kind) of a table."""
     spec = TABLES[table]
     return [(model, way, slices) for model in spec.models for way in spec.ways for slices in spec.kinds]
+
+
+def _kind(slices: tuple[str, ...]) -> str:
+    """v5e of v5e:1x1, v5e:2x2 and so on."""
+    return slices[0].split(":")[0]
 
 
 def find(

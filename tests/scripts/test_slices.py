@@ -85,7 +85,15 @@ def test_slices_are_tried_until_one_fits(tmp_path, monkeypatch):
 
 def row(**changed):
     parts = {"policy": GIB, "optimizer": 2 * GIB, "reference": GIB // 2}
-    found = {"topology": "v5e:2x2", "chips": 4, "mesh": [1, 4, 1], "micro": 16, "parts": parts, "cache": GIB}
+    found = {
+        "topology": "v5e:2x2",
+        "chips": 4,
+        "mesh": [1, 4, 1],
+        "micro": 16,
+        "rollout": 32,
+        "parts": parts,
+        "cache": GIB,
+    }
     found |= {"limit": 16 * GIB, "least": 5 * GIB, "peak": 9 * GIB, "fits": True}
     found["logits"] = {"whole": 2**31, "block": 200 * 2**20}
     update = {"peak": 9 * GIB, "refused": "", "largest": [2**28, "sub.1 f32[345,151936]{1,0:T(8,128)}"]}
@@ -104,6 +112,15 @@ def test_a_line_shows_the_logits_and_the_largest_array():
 def test_generation_that_was_not_compiled_is_shown_by_what_it_needs_at_least():
     programs = {"update": row()["programs"]["update"]}
     assert "| at least 5.0 | 9.0 |" in slices.rloo_line("Qwen2.5-0.5B", "full", [row(programs=programs)])
+
+
+def test_generation_that_was_compiled_for_an_h100_alone_says_so_on_the_lines_of_other_gpus():
+    update = {"update": row()["programs"]["update"]}
+    found = [row(topology="a100:1", chips=1, programs=update), None, row(topology="h100:1", chips=1), None]
+    lines = slices.gpus_line("1b", "full", found).splitlines()
+    assert "| 6.0 (h100) | 9.0 |" in lines[0] and "| 6.0 | 9.0 |" in lines[1]
+    found[0]["micro"] = 8  # another program
+    assert "| at least 5.0 | 9.0 |" in slices.gpus_line("1b", "full", found).splitlines()[0]
 
 
 def test_a_model_that_fits_no_slice_that_was_tried_says_so():
