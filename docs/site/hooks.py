@@ -1,4 +1,5 @@
-"""Hooks of mkdocs: the changelog is a page, and links to files outside docs/ lead to the repository or are text."""
+"""Hooks of mkdocs: the changelog is a page, links to files outside docs/ lead to the repository or are text, and
+names of options stay on one line."""
 
 import pathlib
 import posixpath
@@ -8,6 +9,7 @@ from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\./[^)\s]+)\)")
+OPTION = re.compile(r"<code>(--[\w.: -]{1,32})</code>")
 
 
 def on_files(files, config):
@@ -33,3 +35,8 @@ def on_page_markdown(markdown, page, config, files):
         return text if target in text else f"{text} (`{target}`)"
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Marks options, which a browser would break after their hyphens."""
+    return OPTION.sub(r'<code class="option">\1</code>', html)
