@@ -68,7 +68,7 @@ setup(
             "moto[s3,server]>=5.2,<6",
             "gcp-storage-emulator>=2026.7",
         ],
-        "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2"],
+        "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0,<2", "ruff>=0.17,<0.18"],
         "release": ["build>=1.4,<2", "twine>=6.2,<8"],
         # Versions are those of fsspec, which datasets installs.
         "s3": ["s3fs>=2026.2"],
