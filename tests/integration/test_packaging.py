@@ -55,6 +55,16 @@ def test_configs_are_found_from_an_installed_wheel_as_a_package_too(wheel, tmp_p
     assert found.split()[0] == "True" and "quickstart.py" in found.split()
 
 
+def test_the_page_on_running_says_what_each_extra_is_for(wheel):
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    extras = re.findall(r"^Provides-Extra: (\S+)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.M)
+    table = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").split("| extra | for |")[1].split("\n\n")[0]
+    assert len(extras) > 10
+    assert sorted(re.findall(r"`([\w-]+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:]))) == sorted(
+        extras
+    )
+
+
 def test_the_version_is_one():
     import rlhf_jax
 
