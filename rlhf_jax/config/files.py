@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config import trl_options
-from rlhf_jax.config.dataclasses import STAGES, Config, config_types, stage_name
+from rlhf_jax.config.dataclasses import STAGES, Config, PolicyConfig, config_types, stage_name
 from rlhf_jax.config.values import checked_types, field_types, nearest, stage_type
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json, short_repr
@@ -31,18 +31,44 @@ def to_json(config: Config) -> str:
 
 def from_json(text: str, source: str = "config.json") -> Config:
     """The config that `to_json` wrote. Missing fields take their defaults; unknown ones raise UserError."""
+    return _read_stage(text, source)[1]
+
+
+def load_run(folder: str) -> tuple[str, Config]:
+    """(stage, config) of a run's folder, local or in a bucket. An algorithm that is registered nowhere here (its config
+    file is not read) is a PolicyConfig: its options that this class lacks are left out.
+
+    Raises:
+      UserError: config.json is not one of a run.
+    """
+    path = f"{folder}/config.json"
+    try:
+        return _read_stage(storage.read_text(path), path, PolicyConfig)
+    except storage.StorageError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}).") from None
+
+
+def _read_stage(text: str, source: str, unknown: type[Config] | None = None) -> tuple[str, Config]:
+    """(stage, config) of config.json's text; a stage of another name is read as `unknown`, or else refused."""
     try:
         data = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{source} is not JSON: {error}.") from None
     kinds = config_types()
-    if not isinstance(data, dict) or data.get("stage") not in list(kinds):
-        got = data.get("stage") if isinstance(data, dict) else type(data).__name__
+    stage = data.pop("stage", None) if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or (stage not in list(kinds) and not (unknown and isinstance(stage, str))):
+        own = isinstance(data, dict) and isinstance(stage, str)
+        hint = " For an algorithm of your own set --config to the file that registers it." if own else ""
         raise UserError(
-            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(got)}."
+            f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(stage)}."
+            + hint
         )
+    if stage not in kinds:
+        data = {name: value for name, value in data.items() if name in field_types(unknown)}
     try:
-        return checked_types(_from_dict(kinds[data.pop("stage")], data, ""))
+        return stage, checked_types(_from_dict(kinds.get(stage, unknown), data, ""))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 

@@ -14,7 +14,6 @@ from rlhf_jax.config import (
     RewardConfig,
     SFTConfig,
     StageConfig,
-    stage_name,
     validation,
 )
 from rlhf_jax.config import files as config_files
@@ -74,7 +73,9 @@ def make_plan(config: EvaluateConfig) -> Plan:
       UserError: the run is not finished or has nothing to evaluate, or an option of the run or the command is invalid.
     """
     stages = _finished_stages(config.run_dir) if config.run_dir is not None else {}
-    stage = next((stages[name] for name in POLICY_STAGES if name in stages), None)
+    names = (name for name in (*POLICY_STAGES, *stages) if name in stages and name != "reward")
+    name = next(names, None)
+    stage = None if name is None else stages[name]
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
     prompts = policy = ref = None
@@ -84,7 +85,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
         path = policy_folder(config.model if config.model is not None else stage.run_dir)
         policy = Checkpoint(POLICY, path, config.model_revision)
         prompts = _prompts_config(config, stage, policy)
-        ref = _reference_model(config, stage)
+        ref = _reference_model(config, name, stage)
         others, reference = _opponents(config, ref)
     pairs = _pairs_config(config, stages.get("reward"), prompts)
     if prompts is not None and "reward" in stages and stage is not None and not isinstance(stage, PolicyConfig):
@@ -118,15 +119,15 @@ def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
     for folder in folders:
         if not storage.is_file(os.path.join(folder, "config.json")):
             continue
-        config = config_files.load_config(folder)
+        stage, config = config_files.load_run(folder)
         if not isinstance(config, StageConfig):
-            raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage_name(config)}, not of one stage")
+            raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage}, not of one stage")
         if run_folder.RunFolder(storage.absolute(folder)).finished() is None:
             raise UserError(
                 f"--run_dir {run_dir}: the run in {folder} is not finished, so its model is not written yet. Rerun its "
                 "command to finish it, or set --model to a checkpoint"
             )
-        stages[stage_name(config)] = _relocated(config, folder)
+        stages[stage] = _relocated(config, folder)
     if not stages:
         raise UserError(
             f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}"
@@ -207,7 +208,7 @@ def _with_reward(prompts: PPOConfig, reward: RewardConfig) -> PPOConfig:
     return dataclasses.replace(prompts, reward_model_path=os.path.join(reward.run_dir, "reward_model"))
 
 
-def _reference_model(config: EvaluateConfig, run: StageConfig | None) -> Checkpoint | None:
+def _reference_model(config: EvaluateConfig, stage: str | None, run: StageConfig | None) -> Checkpoint | None:
     """The reference model of the KL: ref_model_path, or that of the run."""
     if config.ref_model_path is not None:
         return Checkpoint(REF_MODEL, policy_folder(config.ref_model_path), config.ref_model_revision)
@@ -219,7 +220,7 @@ def _reference_model(config: EvaluateConfig, run: StageConfig | None) -> Checkpo
         return None
     path, revision = run.sft_model_path, run.model_revision
     if run.use_peft:
-        start = adapters.start_of(run, ALGORITHMS[stage_name(run)].continues_adapter)
+        start = adapters.start_of(run, stage in ALGORITHMS and ALGORITHMS[stage].continues_adapter)
         has_adapter = start.reference is not None
         path, revision = (start.paths[start.reference], None) if has_adapter else (start.path, start.revision)
     return Checkpoint(REF_MODEL, path, revision)

@@ -11,9 +11,13 @@ import numpy as np
 
 from rlhf_jax.report.series import Curve, Group, downsample, rounded, rounded_list
 
-TABS = {"policy": ("ppo", "rloo", "grpo"), "reward": ("reward",), "sft": ("sft",)}
-"""Tabs of the page, and the stages compared in each."""
-TITLES = {"policy": "Policy", "reward": "Reward model", "sft": "SFT"}
+TABS = {"policy": "Policy", "reward": "Reward model", "sft": "SFT"}
+"""Tabs of the page with their titles."""
+
+
+def tab_of(stage: str) -> str:
+    """The tab of a stage. Whatever else trains, an algorithm of a config file among it, trains a policy."""
+    return stage if stage in TABS else "policy"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _alarm_items(run: Run) -> Iterator[str]:
 
 def comparisons(runs: Sequence[Run]) -> str:
     """The table of the comparisons at the end of pipelines."""
-    pipelines = table_data.comparisons(runs) if any(run.stage in charts.TABS["policy"] for run in runs) else []
+    pipelines = table_data.comparisons(runs) if any(charts.tab_of(run.stage) == "policy" for run in runs) else []
     columns = {
         "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length", "entropy": "entropy",
         "eos_rate": "eos rate", "win_rate": "win rate over SFT",

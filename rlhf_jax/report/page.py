@@ -84,13 +84,13 @@ def render_page(groups: Sequence[Group], title: str, created: float | None = Non
       created: seconds since 1970; None: now.
     """
     created = time.time() if created is None else created
-    tabs = {name: [g for g in groups if g.stage in stages] for name, stages in charts.TABS.items()}
+    tabs = {name: [group for group in groups if charts.tab_of(group.stage) == name] for name in charts.TABS}
     tabs = {name: members for name, members in tabs.items() if members}
     contents = {name: build_tab(name, members) for name, members in tabs.items()}
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(created))
     count = sum(len(group.runs) for group in groups)
     buttons = "".join(
-        f'<button role="tab" id="button-{n}" aria-controls="tab-{n}">{e(charts.TITLES[n])}</button>' for n in tabs
+        f'<button role="tab" id="button-{n}" aria-controls="tab-{n}">{e(charts.TABS[n])}</button>' for n in tabs
     )
     sections = "".join(
         f'<section class="tab" role="tabpanel" id="tab-{n}" aria-labelledby="button-{n}">{html}</section>'

@@ -43,8 +43,8 @@ def draw(groups: Sequence[Group], stem: str) -> list[str]:
     from matplotlib.figure import Figure
 
     paths = []
-    for tab, stages in charts.TABS.items():
-        curves = charts.Curves([group for group in groups if group.stage in stages])
+    for tab in charts.TABS:
+        curves = charts.Curves([group for group in groups if charts.tab_of(group.stage) == tab])
         if not curves.groups:
             continue
         panels = PANELS[tab]

@@ -112,9 +112,9 @@ def read_json_object(path: str) -> dict[str, Any] | None:
 
 
 def stage_of(folder: str) -> str | None:
-    """The stage of a run's folder; None for another folder."""
+    """The stage of a run's folder, which may be an algorithm of a config file; None for another folder."""
     stage = (read_json_object(os.path.join(folder, "config.json")) or {}).get("stage")
-    return stage if isinstance(stage, str) and stage in STAGES else None
+    return stage if isinstance(stage, str) and stage != "pipeline" else None
 
 
 def find_run_folders(run_dirs: Sequence[str]) -> list[str]:
@@ -148,7 +148,7 @@ def _stage_folders(path: str) -> Iterator[str]:
     """The subfolders that hold a stage, in the order of stages."""
     order = list(STAGES)
     stages = {sub: stage for sub in _subfolders(path) if (stage := stage_of(sub))}
-    yield from sorted(stages, key=lambda sub: (order.index(stages[sub]), sub))
+    yield from sorted(stages, key=lambda sub: ((*order, stages[sub]).index(stages[sub]), sub))
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.config import STAGES, StageConfig
+from rlhf_jax.config import STAGES, PolicyConfig, StageConfig
 from rlhf_jax.evaluate import calibration_error
 from rlhf_jax.metrics.catalog import explain
 from rlhf_jax.report import read_run
@@ -184,7 +184,7 @@ def options(groups: Sequence[Group]) -> list[dict[str, Any]]:
     configs, recipes, defaults, about = [], [], [], {}
     for group in groups:
         run = group.runs[0]
-        config_type = STAGES[run.stage]
+        config_type = STAGES.get(run.stage, PolicyConfig)
         configs.append(options_of(run))
         recipes.append(options_of(dataclasses.replace(run, config=run.recipe["options"])) if run.recipe else None)
         defaults.append(

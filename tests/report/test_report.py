@@ -439,4 +439,5 @@ def test_one_runs_page_lies_in_its_folder_and_wrong_paths_are_told(folder, tmp_p
 
 
 def test_every_algorithm_has_a_tab():
-    assert set(charts.TABS["policy"]) == {"ppo", "rloo", "grpo"} <= set(ALGORITHMS)
+    assert {charts.tab_of(name) for name in ALGORITHMS} == {"policy"}
+    assert [charts.tab_of(name) for name in ("sft", "reward", "of_a_config_file")] == ["sft", "reward", "policy"]
