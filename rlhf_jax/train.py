@@ -320,7 +320,7 @@ def finish(
         multihost.from_first(lambda: upload_exports(run_folder, local, paths))
     run_folder.finish(end, metrics=metrics, paths=paths)
     if multihost.is_main() and config.push_to_hub:
-        push(config, local)
+        push(config, local, paths)
     multihost.agree()  # the next stage reads what the first process has written
     for callback in callbacks:
         callback.on_train_end(stage, paths)
@@ -366,15 +366,16 @@ def saved_options(config: StageConfig) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option not in diff.NOT_KEPT}
 
 
-def push(config: StageConfig, paths: dict[str, str]) -> None:
-    """Uploads the model that the stage is about; of adapters the merged one where there is one."""
+def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> None:
+    """Uploads the model that the stage is about from its `local` folder; of adapters the merged one where there is one.
+    `paths` are where the run keeps its models."""
     try:
         name = hub_upload.repository(config)
     except UserError as error:  # what was known at the start may have changed since
         return warn(str(error))
-    folder = next(paths[of] for of in ("policy", "reward_model") if of in paths)
-    if url := hub_upload.push(config, name, folder, warn):
-        log(f"{stage_name(config)}: uploaded {folder} to {url}")
+    of = next(of for of in ("policy", "reward_model") if of in local)
+    if url := hub_upload.push(config, name, local[of], paths[of], warn):
+        log(f"{stage_name(config)}: uploaded {paths[of]} to {url}")
 
 
 def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage) -> None:

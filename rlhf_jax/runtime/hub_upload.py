@@ -41,13 +41,14 @@ def repository(config: Any) -> str | None:
     return name
 
 
-def push(config: Any, name: str, folder: str, warn: Callable[[str], None]) -> str | None:
+def push(config: Any, name: str, folder: str, kept: str, warn: Callable[[str], None]) -> str | None:
     """Uploads a model's folder; if that fails, warns with the command that uploads it later.
 
     Args:
       config: of a stage, with hub_private_repo.
       name: from `repository`; the repository is created if missing.
       folder: with the checkpoint, its tokenizer and model card.
+      kept: where the run keeps it: `folder`, or a folder in a bucket.
       warn: prints the warning.
 
     Returns:
@@ -58,8 +59,14 @@ def push(config: Any, name: str, folder: str, warn: Callable[[str], None]) -> st
         url = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with rlhf_jax")
     except Exception as error:  # of any kind: the run is complete, and the upload can be repeated
-        later = f"hf upload {name} {shlex.quote(folder)}"
-        warn(f"{folder} was not uploaded to {name}: {_first_line(error)}. It is complete; upload it by `{later}`")
+        remote = storage.is_remote(kept)
+        later = f"hf upload {name} {'FOLDER' if remote else shlex.quote(kept)}"
+        how = (
+            f"copy it from the bucket into a FOLDER and upload that by `{later}`"
+            if remote
+            else f"upload it by `{later}`"
+        )
+        warn(f"{kept} was not uploaded to {name}: {_first_line(error)}. It is complete; {how}")
         return None
     return str(url)
 

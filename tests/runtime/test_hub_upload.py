@@ -7,10 +7,11 @@ import huggingface_hub.constants
 import pytest
 
 import rlhf_jax
-from rlhf_jax import train
+from rlhf_jax import storage, train
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import hub_upload
+from tests.helpers import buckets
 from tests.helpers.hub import Hub
 
 TOKEN = "hf_0a1b2c3d4e"
@@ -94,3 +95,21 @@ def test_an_upload_that_fails_costs_a_warning_and_says_how_to_do_it_later(hub, t
     name = options.get("hub_model_id", "maya/run")
     assert len(warning) == 1 and said in warning[0] and f"hf upload {name} {tmp_path}/run/policy" in warning[0]
     assert (tmp_path / "run" / "finished.json").exists() and pathlib.Path(result.paths["policy"]).is_dir()
+
+
+@pytest.mark.runs
+def test_a_run_in_a_bucket_uploads_its_policy_and_a_failed_upload_names_the_bucket(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with buckets.in_use("s3"):
+        path = train.run(config(f"s3://{buckets.BUCKET}/my_run")).paths["policy"]
+        _, files = hub.find("model", "maya/my_run", "main")
+        copy = pathlib.Path(storage.local_copy(path))
+        assert len(files) > 4 and all((copy / name).read_bytes() == content for name, content in files.items())
+        assert f"uploaded {path} to {hub.endpoint}/maya/my_run" in capsys.readouterr().out
+        hub.refused = 500
+        path = train.run(config(f"s3://{buckets.BUCKET}/other")).paths["policy"]
+    (warning,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+    assert (
+        warning.startswith(f"warning: {path} was not uploaded to maya/other")
+        and "hf upload maya/other FOLDER" in warning
+    )
