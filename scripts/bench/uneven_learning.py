@@ -38,7 +38,7 @@ from rlhf_jax.utils.strict_json import json_text
 MOST_TERMS, MEAN_MORE_TERMS = 28, 4
 QUERY, RESPONSE = 60, 176
 SAME_TOKENS: dict[str, Any] = {"decode_slots": 32, "decode_shrink": True, "draft": "ngram"}
-TOKENS: dict[str, Any] = {**SAME_TOKENS, "micro_batch_size": None, "micro_batch_tokens": 32 * (QUERY + RESPONSE)}
+TOKENS: dict[str, Any] = {**SAME_TOKENS, "micro_batch_size": None, "micro_batch_tokens": 8 * (QUERY + RESPONSE)}
 INT8 = {
     "kv_cache_dtype": "int8",
     "importance_sampling_correction": True,
