@@ -27,6 +27,7 @@ SHORT = {
     "quickstart_lora.py": "--sft.max_steps 8 --reward.max_steps 8 --ppo.total_episodes 512 --ppo.max_eval_samples 64",
     "quickstart_math.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
     "quickstart_rloo.py": "--sft.max_steps 8 --reward.max_steps 8 --rloo.total_episodes 512 --rloo.max_eval_samples 64",
+    "quickstart_vision.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
 }
 SHORT_SCRIPTS = {
     "chaos.py": "--short --kills 2",
@@ -37,7 +38,8 @@ TINY = "--model_name_or_path none --scratch_model 1x16x2 --tokenizer_name_or_pat
 REASONS = (  # (parts of words of a command, why it is skipped)
     (("real/sft", "real/ppo", "real/rloo", "XDG_CACHE_HOME"), "a measurement; see its page"),
     (("EleutherAI", "MODEL", "NAME", "REWARD_MODEL", "runs/tldr"), "needs the reader's model or judge"),
-    (("tldr_ppo", "tldr_reward", "tldr_rloo", "tldr_sft", "my_ppo.py"), "needs the hub"),
+    (("tldr_ppo", "tldr_reward", "tldr_rloo", "tldr_sft", "my_ppo.py", "deepmath", "smolvlm"), "needs the hub"),
+    (("s3://BUCKET",), "needs a bucket"),
     (("sbatch", "srun", "kubectl", "mpirun"), "needs a cluster, or scripts/launch/*_one_machine.sh"),
     (("JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK", "FIRST_MACHINE:12345"), "needs several machines"),
     (
