@@ -42,12 +42,17 @@ def load_run(folder: str) -> tuple[str, Config]:
       UserError: config.json is not one of a run.
     """
     path = f"{folder}/config.json"
+    return _read_stage(_stored_text(path), path, PolicyConfig)
+
+
+def _stored_text(path: str, option: str = "") -> str:
+    """The text of a file, local or in a bucket; a UserError that begins with `option` if it cannot be read."""
     try:
-        return _read_stage(storage.read_text(path), path, PolicyConfig)
+        return storage.read_text(path)
     except storage.StorageError:
         raise
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} ({error}).") from None
+        raise UserError(f"{option}cannot read {path} ({error}).") from None
 
 
 def _read_stage(text: str, source: str, unknown: type[Config] | None = None) -> tuple[str, Config]:
@@ -130,12 +135,7 @@ def load_config(spec: str) -> Config:
     if storage.is_remote(spec):  # a config that is code is read from local files alone
         where = storage.absolute(spec)
         path = where if where.endswith(".json") else f"{where}/config.json"
-        try:
-            return from_json(storage.read_text(path), path)
-        except storage.StorageError:
-            raise
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--config {spec}: cannot read {path} ({error}).") from None
+        return from_json(_stored_text(path, f"--config {spec}: "), path)
     path, variant = pathlib.Path(spec), None
     try:
         path.stat()

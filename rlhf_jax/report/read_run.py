@@ -146,9 +146,9 @@ def _subfolders(path: str) -> list[str]:
 
 def _stage_folders(path: str) -> Iterator[str]:
     """The subfolders that hold a stage, in the order of stages."""
-    order = list(STAGES)
+    order = {stage: number for number, stage in enumerate(STAGES)}
     stages = {sub: stage for sub in _subfolders(path) if (stage := stage_of(sub))}
-    yield from sorted(stages, key=lambda sub: ((*order, stages[sub]).index(stages[sub]), sub))
+    yield from sorted(stages, key=lambda sub: (order.get(stages[sub], len(order)), sub))
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -59,13 +59,10 @@ def push(config: Any, name: str, folder: str, kept: str, warn: Callable[[str], N
         url = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with rlhf_jax")
     except Exception as error:  # of any kind: the run is complete, and the upload can be repeated
-        remote = storage.is_remote(kept)
-        later = f"hf upload {name} {'FOLDER' if remote else shlex.quote(kept)}"
-        how = (
-            f"copy it from the bucket into a FOLDER and upload that by `{later}`"
-            if remote
-            else f"upload it by `{later}`"
-        )
+        if storage.is_remote(kept):
+            how = f"copy it from the bucket into a FOLDER and upload that by `hf upload {name} FOLDER`"
+        else:
+            how = f"upload it by `hf upload {name} {shlex.quote(kept)}`"
         warn(f"{kept} was not uploaded to {name}: {_first_line(error)}. It is complete; {how}")
         return None
     return str(url)
