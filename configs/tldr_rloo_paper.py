@@ -37,5 +37,7 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         missing_eos_penalty=1.0,  # subtracted from the score of a response without eos
         dtype="bfloat16",  # compute dtype; weights stay float32
         gradient_checkpointing=True,  # less memory, a third slower
+        mesh_data=-1,  # devices that split rows
+        mesh_fsdp=8,  # devices that split rows and shard params, of 80 GB each
         save_steps=50,  # updates
     )

@@ -28,7 +28,7 @@ from rlhf_jax.algorithms.rollout_metrics import (
     split_groups,
 )
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, GroupExperience, Metrics, Rollout, ScoredRollout, TrainState
+from rlhf_jax.types import Array, GroupExperience, Metrics, Params, Rollout, ScoredRollout, TrainState
 
 
 class Rewards(NamedTuple):
@@ -374,33 +374,16 @@ def update_steps(
         dropout_keys = None
         if dropout_key is not None:
             dropout_keys = microbatch.row_keys(jax.random.fold_in(dropout_key, number), groups_per_step)
-        keys = dropout_keys
-        if keys is not None and (objective.selects(config) or config.micro_batch_tokens is not None):
-            # Keys of the rows in their order: `by_micro_batch` sorts the rows before the loss gives them their keys.
-            keys = keys[jnp.argsort(microbatch.sort_by_prompt_length(minibatch.prompt_lengths, config))]
-        if objective.selects(config):
-            selected = objective.select(models.with_trained(params), minibatch, config, keys)
-            minibatch = minibatch.replace(selected=selected)
-        entropy_coef = None if control is None else applied_entropy_coef(control, config)
-        if config.micro_batch_tokens is not None:
-            loss_fn, items = by_tokens(
-                models,
-                minibatch,
-                config,
-                objective=objective,
-                share=share,
-                entropy_coef=entropy_coef,
-                dropout_keys=keys,
-            )
-            grads, (sums, extremes), used = token_budget.accumulate_gradients(loss_fn, params, items)
-            extremes = jax.tree.map(lambda x: token_budget.unused_slots(x, used), extremes)
-        else:
-            loss_fn, micros, buckets = by_micro_batch(
-                models, minibatch, config, objective=objective, share=share, entropy_coef=entropy_coef
-            )
-            if dropout_keys is not None:
-                dropout_keys = dropout_keys.reshape(micros.lengths.shape[0], -1)
-            grads, (sums, extremes) = microbatch.accumulate_gradients(loss_fn, params, (micros, dropout_keys), buckets)
+        grads, (sums, extremes) = minibatch_gradients(
+            models,
+            params,
+            minibatch,
+            config=config,
+            objective=objective,
+            share=share,
+            entropy_coef=None if control is None else applied_entropy_coef(control, config),
+            dropout_keys=dropout_keys,
+        )
         metrics = objective.step_metrics(sums, extremes, t, config)
         params, opt_state, steps_enabled, applied = nonfinite.apply_if_finite(
             optimizer,
@@ -436,6 +419,47 @@ def update_steps(
         counts={"step": 1, "episodes": groups * size},
     )
     return state, stats
+
+
+def minibatch_gradients(
+    models: Models,
+    params: Params,
+    minibatch: GroupExperience,
+    *,
+    config,
+    objective: Objective,
+    share: Array,
+    entropy_coef: Array | None,
+    dropout_keys: Array | None,
+) -> tuple[Params, tuple[Metrics, Metrics]]:
+    """Gradients of the objective on a minibatch, accumulated over its micro-batches.
+
+    Args:
+      models: without trained params.
+      params: trained params.
+      minibatch: p groups.
+      config, objective, share, entropy_coef: as `by_micro_batch`.
+      dropout_keys: [p] typed keys, in the order of the micro-batches' rows; None: no dropout.
+
+    Returns:
+      (gradients, (sums, extremes)) as `objective.step_metrics` takes them.
+    """
+    keys = dropout_keys
+    if keys is not None and (objective.selects(config) or config.micro_batch_tokens is not None):
+        # Keys of the rows in their order: `by_micro_batch` sorts the rows before the loss gives them their keys.
+        keys = keys[jnp.argsort(microbatch.sort_by_prompt_length(minibatch.prompt_lengths, config))]
+    if objective.selects(config):
+        selected = objective.select(models.with_trained(params), minibatch, config, keys)
+        minibatch = minibatch.replace(selected=selected)
+    options = {"objective": objective, "share": share, "entropy_coef": entropy_coef}
+    if config.micro_batch_tokens is not None:
+        loss_fn, items = by_tokens(models, minibatch, config, dropout_keys=keys, **options)
+        grads, (sums, extremes), used = token_budget.accumulate_gradients(loss_fn, params, items)
+        return grads, (sums, jax.tree.map(lambda x: token_budget.unused_slots(x, used), extremes))
+    loss_fn, micros, buckets = by_micro_batch(models, minibatch, config, **options)
+    if dropout_keys is not None:
+        dropout_keys = dropout_keys.reshape(micros.lengths.shape[0], -1)
+    return microbatch.accumulate_gradients(loss_fn, params, (micros, dropout_keys), buckets)
 
 
 def steps_per_update(config) -> int:

@@ -27,7 +27,7 @@ from rlhf_jax.algorithms.optimizer import Optimizer, is_critic
 from rlhf_jax.algorithms.rollout_metrics import penalize_missing_eos, sampling_metrics
 from rlhf_jax.losses import INVALID_LOGPROB
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, Experience, Metrics, ScoredRollout, TrainState
+from rlhf_jax.types import Array, Experience, Metrics, Params, ScoredRollout, TrainState
 
 # --- experience
 
@@ -266,22 +266,15 @@ def update(
     orders = permutations(key, config.num_ppo_epochs, b) if orders is None else orders
     causes = jnp.int32(0) if causes is None else causes
     causes |= experience_causes(experience, config)
-    all_prompt_lengths = prompt_lengths(experience.mask, t)
-    widths = microbatch.prompt_widths(config, experience.tokens.shape[1] - t)
+    prompts = prompt_lengths(experience.mask, t)
+    steps = steps_per_update(config)
 
-    def narrow(micro, width):
-        micro, scale = micro
-        tokens, mask = last_columns((micro.tokens, micro.mask), width + t)
-        return micro.replace(tokens=tokens, mask=mask), scale
-
-    def loss_of(params, micro, scale, index, n):
-        loss, (metrics, ratio_error) = loss_and_metrics(models.with_trained(params), micro, scale, config)
-        # Maxima and the ratios of micro-batches cannot be summed: each micro-batch writes into its own slot.
-        slot = jnp.arange(n) == index
-        return loss, (metrics, jnp.where(slot, ratio_error, 0.0), jnp.where(slot, metrics["val/ratio"], 0.0))
-
-    def finish_step(carry, number, grads, metrics, ratio_errors, ratios):
+    def optimizer_step(carry, item):
         params, opt_state, steps_enabled = carry
+        rows, number = item
+        grads, (metrics, ratio_errors, ratios) = minibatch_gradients(
+            models, params, experience, rows, prompts=prompts, config=config
+        )
         if config.critic_warmup_steps:
             grads = critic_gradients(grads, state.step < config.critic_warmup_steps)
         *carry, step_metrics = nonfinite.apply_if_finite(
@@ -297,37 +290,10 @@ def update(
         ratios = form.ratio_samples(metrics["val/ratio"], ratios)
         return tuple(carry), ({**metrics, **step_metrics}, jnp.max(ratio_errors), ratios)
 
-    def minibatch_step(carry, item):
-        params, rows, number = carry[0], *item
-        if config.micro_batch_tokens is not None:
-            batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
-            items, weights = loss_items(models, batch, lengths, config)
-            n = token_budget.most_micro_batches(items)
-            grads, (metrics, *of_micros), _ = token_budget.accumulate_gradients(
-                lambda params, item, index: loss_of(params, item[0], item[1] | weights, index, n), params, items
-            )
-            return finish_step(carry, number, grads, metrics, *of_micros)
-        rows = rows[microbatch.sort_by_prompt_length(all_prompt_lengths[rows], config)]
-        batch, lengths = jax.tree.map(lambda x: x[rows], (experience, all_prompt_lengths))
-        micros, lengths = microbatch.split_micro((batch, lengths), config.micro_batch_size)
-        micros = sharding.spread_rows(micros, models.mesh, axis=1)
-        buckets = microbatch.WidthBuckets(
-            tuple(functools.partial(narrow, width=width) for width in widths),
-            microbatch.narrowest_width(lengths, widths),
-        )
-        weights = loss_weights(micros.lengths, t, config)
-        n = micros.lengths.shape[0]
-
-        grads, (metrics, *of_micros) = microbatch.accumulate_gradients(
-            lambda params, item, index: loss_of(params, *item, index, n), params, (micros, weights), buckets
-        )
-        return finish_step(carry, number, grads, metrics, *of_micros)
-
-    steps = steps_per_update(config)
     rows = orders[:, : minibatch_size * config.num_mini_batches].reshape(steps, minibatch_size)
     carry = (state.params, state.opt_state, nonfinite.updates_enabled(state, causes, config))
     (params, opt_state, _), (stats, ratio_errors, ratios) = jax.lax.scan(
-        minibatch_step, carry, (rows, jnp.arange(steps))
+        optimizer_step, carry, (rows, jnp.arange(steps))
     )
     metrics = nonfinite.mean_over_steps(stats, config)
     metrics["nonfinite/causes"] |= causes
@@ -343,6 +309,59 @@ def update(
         counts={"step": 1, "episodes": b},
     )
     return state, metrics
+
+
+def minibatch_gradients(
+    models: Models, params: Params, experience: Experience, rows: Array, *, prompts: Array, config
+) -> tuple[Params, tuple[Metrics, Array, Array]]:
+    """Gradients of PPO's loss on a minibatch, accumulated over its N micro-batches.
+
+    Args:
+      models: without trained params.
+      params: trained params.
+      experience: of the whole batch of B rows.
+      rows: [M] int32, those of the minibatch.
+      prompts: [B] int32, lengths of the prompts.
+      config: a PPOConfig.
+
+    Returns:
+      (gradients, (metrics of the minibatch, first_ratio_error of each micro-batch [N], mean ratio of each [N]))
+    """
+    t = experience.logprobs.shape[1]
+
+    def loss_of(params, micro, scale, index, n):
+        loss, (metrics, ratio_error) = loss_and_metrics(models.with_trained(params), micro, scale, config)
+        # Maxima and the ratios of micro-batches cannot be summed: each micro-batch writes into its own slot.
+        slot = jnp.arange(n) == index
+        return loss, (metrics, jnp.where(slot, ratio_error, 0.0), jnp.where(slot, metrics["val/ratio"], 0.0))
+
+    if config.micro_batch_tokens is not None:
+        batch, prompts = jax.tree.map(lambda x: x[rows], (experience, prompts))
+        items, weights = loss_items(models, batch, prompts, config)
+        n = token_budget.most_micro_batches(items)
+        grads, of_micros, _ = token_budget.accumulate_gradients(
+            lambda params, item, index: loss_of(params, item[0], item[1] | weights, index, n), params, items
+        )
+        return grads, of_micros
+
+    def narrow(micro, width):
+        micro, scale = micro
+        tokens, mask = last_columns((micro.tokens, micro.mask), width + t)
+        return micro.replace(tokens=tokens, mask=mask), scale
+
+    rows = rows[microbatch.sort_by_prompt_length(prompts[rows], config)]
+    batch, prompts = jax.tree.map(lambda x: x[rows], (experience, prompts))
+    micros, prompts = microbatch.split_micro((batch, prompts), config.micro_batch_size)
+    micros = sharding.spread_rows(micros, models.mesh, axis=1)
+    widths = microbatch.prompt_widths(config, experience.tokens.shape[1] - t)
+    buckets = microbatch.WidthBuckets(
+        tuple(functools.partial(narrow, width=width) for width in widths), microbatch.narrowest_width(prompts, widths)
+    )
+    weights = loss_weights(micros.lengths, t, config)
+    n = micros.lengths.shape[0]
+    return microbatch.accumulate_gradients(
+        lambda params, item, index: loss_of(params, *item, index, n), params, (micros, weights), buckets
+    )
 
 
 def loss_items(models: Models, batch: Experience, prompts: Array, config) -> tuple[token_budget.Items, dict]:

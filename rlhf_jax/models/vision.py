@@ -26,6 +26,7 @@ from rlhf_jax.types import Array, Images, Params
 
 CONNECTOR = ("fsdp", None)
 """Names of the axes of the connector's kernel."""
+MAX_QUERIES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +147,37 @@ def _vision_transformer(context: Context, vision: VisionConfig, params: Params, 
     # in which its rounding, which differs from CPU to CPU, takes a neighbour's. No published model has such a grid.
     x = x + table[None]
 
-    # The backward pass recomputes the weights of the attention, N^2 a head.
-    @jax.checkpoint
-    def attend_all(query: Array, key: Array, value: Array) -> Array:
-        return jax.nn.dot_product_attention(query, key, value)
+    queries = attention_block(vision.patches)
+
+    def attend_all(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+        return attention(query, key, value, queries), None
 
     def layer(x: Array, params: Params, index: Array, is_last: bool) -> Array:
         del is_last
-        return Block(context.at_layer(index)).apply({"params": params}, x, None, lambda *qkv: (attend_all(*qkv), None))[
-            0
-        ]
+        return Block(context.at_layer(index)).apply({"params": params}, x, None, attend_all)[0]
 
     x = scan_layers(layer, x, params["layers"], remat)
     return norm(context).apply({"params": params["final_layer_norm"]}, x)
+
+
+def attention_block(side: int) -> int:
+    """Queries whose scores are held at a time: whole rows of a tile of side^2 patches, at most MAX_QUERIES if a row
+    allows it."""
+    rows = [count for count in range(1, side + 1) if side % count == 0 and count * side <= MAX_QUERIES]
+    return side * max(rows, default=1)
+
+
+def attention(query: Array, key: Array, value: Array, block: int) -> Array:
+    """Attention of all patches of a tile to all of them, [A, N, heads, W / heads] -> the same shape.
+
+    The weights of `block` queries are held at a time, N a query and head; the backward pass recomputes them.
+    """
+    attend = jax.checkpoint(jax.nn.dot_product_attention)
+    tiles, patches = query.shape[:2]
+    if patches == block:
+        return attend(query, key, value)
+    blocks = query.reshape(tiles, patches // block, block, *query.shape[2:]).swapaxes(0, 1)
+    return jax.lax.map(lambda part: attend(part, key, value), blocks).swapaxes(0, 1).reshape(query.shape)
 
 
 def pixel_shuffle(x: Array, side: int, scale: int) -> Array:

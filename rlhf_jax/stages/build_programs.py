@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
 from rlhf_jax.algorithms.actor_critic import Models
@@ -100,122 +102,153 @@ def build_programs(
       eos_ids: `Tokenizer.eos_ids`.
       episodes_per_epoch: responses in one pass over the prompts.
     """
-    config, mesh = context.config, context.mesh
-    dtype = jnp.dtype(config.dtype)
-    forms = models.replace(
-        reference=None if models.reference is None else models.reference.replace(params=None), base=None
+    reference = None if models.reference is None else models.reference.replace(params=None)
+    functions = _Functions(
+        config=context.config,
+        mesh=context.mesh,
+        algorithm=algorithm,
+        forms=models.replace(reference=reference, base=None),
+        optimizer=optimizer,
+        eos_ids=eos_ids,
+        episodes_per_epoch=episodes_per_epoch,
     )
-    shares_prompts = algorithm.shares_prompts(forms, config)
-    steps_per_update = algorithm.steps_per_update(config)
+    out_shardings = (state_shardings(state), None)
+    return Programs(
+        generate=jax.jit(functions.generate, static_argnums=(5, 6)),
+        experience=jax.jit(functions.experience),
+        update=jax.jit(functions.update, donate_argnums=0, out_shardings=out_shardings),
+        skip=jax.jit(functions.skip, donate_argnums=0, out_shardings=out_shardings),
+        eval_metrics=jax.jit(functions.eval_metrics),
+        token_kl=jax.jit(functions.token_kl),
+    )
 
-    def whole(trained: Params, base: Params | None, ref_params: Params | None = None) -> Models:
-        reference = forms.reference
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Functions:
+    """What `Programs` compiles: pure functions of params and arrays, with what a run fixes in the fields.
+
+    Attributes:
+      forms: the models without params.
+    """
+
+    config: Any
+    mesh: Mesh
+    algorithm: Algorithm
+    forms: Models
+    optimizer: Optimizer
+    eos_ids: tuple[int, ...]
+    episodes_per_epoch: int
+
+    def models(self, trained: Params, base: Params | None, ref_params: Params | None = None) -> Models:
+        """The models with these params."""
+        reference = self.forms.reference
         if reference is not None:
             reference = reference.replace(params=ref_params)
-        return forms.replace(base=base, reference=reference).with_trained(trained)
+        return self.forms.replace(base=base, reference=reference).with_trained(trained)
 
-    def generate(policy, base, batch: PromptBatch, seed, step, temperature, group_size, kept=None):
-        policy = whole({"policy": policy}, base).policy
+    def generate(self, policy, base, batch: PromptBatch, seed, step, temperature, group_size, kept=None):
+        """As `Programs.generate`."""
+        config, prompt_rows = self.config, batch.rows
+        policy = self.models({"policy": policy}, base).policy
         key = jax.random.fold_in(update_key(seed, step), 0)
-        sampling = sampling_of(config, eos_ids, temperature, policy.model.suppress_ids)
         rows = jnp.arange(batch.lengths.shape[0] * group_size)
-        rows_per_prompt = group_size if shares_prompts else 1
+        rows_per_prompt = group_size if self.algorithm.shares_prompts(self.forms, config) else 1
+        dtype = jnp.dtype(config.dtype)
         layers = policy.model.unstack(policy.params, dtype)
-        prompt_rows = batch.rows
         if rows_per_prompt < group_size:
             batch = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), batch)
 
-        decoding = decoding_of(config, mesh)
-        expected = unfinished = keys = None
+        options = {"group": rows_per_prompt, "dtype": dtype, "decoding": decoding_of(config, self.mesh)}
+        keys = expected = None
         if kept is not None and kept.response_lengths is not None:
-            expected = rollouts.expected_lengths(kept.response_lengths, batch.rows, config.response_length)
-            expected = jnp.repeat(expected, rows.shape[0] // len(expected))
+            expected = rollouts.expected_lengths(kept.response_lengths, prompt_rows, config.response_length)
+            expected = jnp.repeat(expected, group_size)
         if kept is not None and kept.unfinished is not None:
-            decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
             unfinished = kept.unfinished
             keys = rollouts.row_keys(key, rows, unfinished)
             if rows_per_prompt < group_size:
                 unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
+            decoding = dataclasses.replace(options["decoding"], max_steps=config.rollout_max_steps)
+            options |= {"decoding": decoding, "keys": keys, "unfinished": unfinished}
+        sampling = sampling_of(config, self.eos_ids, temperature, policy.model.suppress_ids)
 
         def generate_chunk(chunk):
-            prompts, rows, expected = chunk
-            options = {"group": rows_per_prompt, "rows": rows.reshape(-1), "dtype": dtype, "decoding": decoding}
-            options |= {"keys": keys, "unfinished": unfinished}
-            options["expected"] = None if expected is None else expected.reshape(-1)
-            rollout = generate_unstacked(policy.model, layers, prompts, key, sampling, **options)
+            prompts, *by_row = chunk
+            rows, expected = jax.tree.map(lambda x: x.reshape(-1), by_row)
+            rollout = generate_unstacked(
+                policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, **options
+            )
             return jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), rollout)
 
         prompts = rows.shape[0] // rows_per_prompt
-        at_once = config.rollout_batch_size if decoding.slots is None else None
+        at_once = config.rollout_batch_size if config.decode_slots is None else None
         chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, prompts)
         rows, expected = jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), (rows, expected))
         rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
-        rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
+        rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), self.mesh)
         if kept is None:
             return rollout, None
-        return rollouts.keep(kept, rollout, prompt_rows, keys, group_size, mesh)
+        return rollouts.keep(kept, rollout, prompt_rows, keys, group_size, self.mesh)
 
-    def experience(trained, base, ref_params, scored: ScoredRollout, kl_coef):
-        models = whole(trained, base, ref_params)
-        made, metrics = algorithm.make_experience(models, scored, config=config, kl_coef=kl_coef)
+    def experience(self, trained, base, ref_params, scored: ScoredRollout, kl_coef):
+        """As `Programs.experience`."""
+        models = self.models(trained, base, ref_params)
+        made, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
         causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
         lengths = rollout_metrics.length_metrics(scored.rollout)
         return made, {**lengths, "nonfinite/causes": causes, **metrics}
 
-    def finish(before: TrainState, state: TrainState, metrics, update_metrics):
-        metrics = dict(metrics)
-        state = nonfinite.add_counts(state, config, tokens=metrics.pop("rollout/tokens"))
-        rate = None
-        if optimizer.learning_rate is not None:
-            rate = optimizer.learning_rate(before.step * steps_per_update)
-        progress = progress_metrics(state, rate, algorithm.learning_rate_metrics, episodes_per_epoch)
-        if optimizer.value_learning_rate is not None:
-            progress["critic_lr"] = optimizer.value_learning_rate(before.step * steps_per_update)
-        counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
-        return state, {**metrics, **update_metrics, **progress, **counts}
-
-    def update(state, base, experience, metrics):
+    def update(self, state, base, experience, metrics):
+        """As `Programs.update`."""
+        algorithm, config = self.algorithm, self.config
         key = jax.random.fold_in(update_key(state.seed, state.step), 1)
         after, update_metrics = algorithm.update(
-            forms.replace(base=base),
+            self.forms.replace(base=base),
             state,
             experience,
             config=config,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             key=key,
             causes=metrics["nonfinite/causes"],
         )
         if algorithm.adapt_kl_coef is not None:
             after = algorithm.adapt_kl_coef(after, metrics, config)
-        return finish(state, after, metrics, update_metrics)
+        return self._finish(state, after, metrics, update_metrics)
 
-    def skip(state, rollout):
-        after = nonfinite.add_counts(state, config, step=1, episodes=config.batch_size)
-        return finish(state, after, rollout_metrics.length_metrics(rollout), {})
+    def skip(self, state, rollout):
+        """As `Programs.skip`."""
+        after = nonfinite.add_counts(state, self.config, step=1, episodes=self.config.batch_size)
+        return self._finish(state, after, rollout_metrics.length_metrics(rollout), {})
 
-    def eval_metrics(trained, base, experience):
-        if algorithm.eval_metrics is None:
+    def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics):
+        """Counts the tokens of a rollout; adds the metrics of progress, with the learning rates of the step before."""
+        metrics, algorithm, optimizer = dict(metrics), self.algorithm, self.optimizer
+        state = nonfinite.add_counts(state, self.config, tokens=metrics.pop("rollout/tokens"))
+        steps_per_update = algorithm.steps_per_update(self.config)
+        rate = None
+        if optimizer.learning_rate is not None:
+            rate = optimizer.learning_rate(before.step * steps_per_update)
+        progress = progress_metrics(state, rate, algorithm.learning_rate_metrics, self.episodes_per_epoch)
+        if optimizer.value_learning_rate is not None:
+            progress["critic_lr"] = optimizer.value_learning_rate(before.step * steps_per_update)
+        counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
+        return state, {**metrics, **update_metrics, **progress, **counts}
+
+    def eval_metrics(self, trained, base, experience):
+        """As `Programs.eval_metrics`."""
+        if self.algorithm.eval_metrics is None:
             return {}
-        return algorithm.eval_metrics(whole(trained, base), experience, config=config)
+        return self.algorithm.eval_metrics(self.models(trained, base), experience, config=self.config)
 
-    def token_kl(trained, base, ref_params, rollout, images=None):
-        models = whole(trained, base, ref_params)
+    def token_kl(self, trained, base, ref_params, rollout, images=None):
+        """As `Programs.token_kl`."""
+        models = self.models(trained, base, ref_params)
         return map_in_chunks(
-            lambda chunk: actor_critic.token_kl(models, chunk[0], config, chunk[1]),
+            lambda chunk: actor_critic.token_kl(models, chunk[0], self.config, chunk[1]),
             (rollout, images),
-            config.rollout_batch_size,
+            self.config.rollout_batch_size,
         )
-
-    out_shardings = (state_shardings(state), None)
-    return Programs(
-        generate=jax.jit(generate, static_argnums=(5, 6)),
-        experience=jax.jit(experience),
-        update=jax.jit(update, donate_argnums=0, out_shardings=out_shardings),
-        skip=jax.jit(skip, donate_argnums=0, out_shardings=out_shardings),
-        eval_metrics=jax.jit(eval_metrics),
-        token_kl=jax.jit(token_kl),
-    )
 
 
 def prompt_width(config) -> int:

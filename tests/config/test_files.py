@@ -13,6 +13,7 @@ from rlhf_jax.config import (
     RLOOConfig,
     SFTConfig,
     batch_sizes,
+    shipped,
     stages_of,
     validation,
     values,
@@ -31,32 +32,10 @@ def config_file(folder, body: str) -> str:
 # --- round trips
 
 
-VARIANTS = (
-    "tldr_sft:2.8b",
-    "tldr_sft:410m_24gb",
-    "tldr_reward:6.9b",
-    "tldr_reward:410m_24gb",
-    "tldr_ppo:6.9b",
-    "tldr_ppo:12b",
-    "tldr_ppo:410m_24gb",
-    "tldr_ppo:1b_lora_24gb",
-    "tldr_ppo:2.8b_lora_48gb",
-    "tldr_ppo:6.9b_lora_80gb",
-    "rloo_deepmath:0.5b_24gb",
-    "rloo_deepmath:7b_lora_48gb",
-    "ppo_llama:3b",
-    "rloo_deepmath:1.5b",
-    "rloo_deepmath:7b",
-    "rloo_deepmath:lora",
-    "grpo_deepmath:7b",
-    "grpo_deepmath:lora",
-    "quickstart_math:dapo",
-    "quickstart_math:rloo",
-    "quickstart_math:ppo",
-    "tldr_rloo:6.9b",
-    "tldr_rloo:12b",
-    "tldr_rloo:current",
-    "tldr_rloo_paper:k2",
+VARIANTS = tuple(
+    f"{name}:{variant}"
+    for name in config_files.shipped_configs()
+    for variant in shipped.variants(config_files.config_folder() / name) or ()
 )
 WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT))
 

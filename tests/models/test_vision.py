@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +57,34 @@ def test_pixel_shuffle_puts_each_square_into_one_token():
     x = jnp.arange(16, dtype=jnp.float32).reshape(1, 16, 1)
     squares = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     np.testing.assert_array_equal(vision.pixel_shuffle(x, 4, 2)[0], squares)
+
+
+@pytest.mark.parametrize("side, block", [(4, 16), (16, 256), (26, 52), (27, 243), (32, 256), (300, 300)])
+def test_scores_are_held_of_whole_rows_of_a_tile_few_at_a_time(side, block):
+    assert vision.attention_block(side) == block and side**2 % block == 0
+
+
+@pytest.mark.parametrize("side", [4, 26, 32])
+def test_attention_by_blocks_equals_torch_in_values_and_gradients(side):
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(2, side**2, 3, 4)).astype(np.float32) for _ in range(4)]
+    block = vision.attention_block(side)
+    out, pull = jax.vjp(lambda *qkv: vision.attention(*qkv, block), *given[:3])
+    tensors = [torch.tensor(x).transpose(1, 2).requires_grad_() for x in given]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
+    theirs.backward(tensors[3].detach())
+    assert distance(out, theirs.detach().transpose(1, 2).numpy()) < 1e-5
+    for ours, tensor in zip(pull(given[3]), tensors):
+        assert distance(ours, tensor.grad.transpose(1, 2).numpy()) < 1e-5
+
+
+def test_no_array_of_the_backward_pass_holds_more_scores_than_a_block_of_queries():
+    side, heads = 32, 3
+    qkv = [jax.ShapeDtypeStruct((2, side**2, heads, 4), jnp.float32)] * 3
+    block = vision.attention_block(side)
+    text = str(jax.make_jaxpr(jax.grad(lambda *qkv: vision.attention(*qkv, block).sum(), (0, 1, 2)))(*qkv))
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+    assert max(sizes) == 2 * heads * block * side**2
 
 
 def test_uint8_pixels_are_normalized_as_the_processor_does():
