@@ -216,59 +216,15 @@ def train_stage(
             log(f"{name}: {line}")
 
         # --- restore
-        checkpoints = open_checkpoints(
-            run_folder.checkpoints, config.save_total_limit, greater_is_better=config.greater_is_better, warn=warn
-        )
-        check_disk_space(checkpoints, stage)
-        state, extra, start = checkpoints.restore_newest(stage.state) or (stage.state, {}, 0)
-        pending, total_steps = extra.get("pending"), stage.total_steps
-        if start:
-            log(f"{name}: resuming after update {start} of {total_steps}")
-        logged = start - 1 if pending else start
-        run_folder.cut(start, logged)
-        monitor, control = Monitor(stage, run_folder), Control()
         terminal = progress.TerminalLines(
-            stage=name, total_steps=total_steps, logging_steps=config.logging_steps, names=stage.progress
+            stage=name, total_steps=stage.total_steps, logging_steps=config.logging_steps, names=stage.progress
         )
-        logger = metrics_logger.MetricLogger.open(
-            run_folder.path,
-            report_to=config.report_to,
-            start_step=logged,
-            terminal=terminal,
-            monitor=monitor,
-            ensure_held=run_folder.lock.ensure_held,
-            callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
-        )
-        for callback in callbacks:
-            callback.on_train_begin(stage, control)
-        loop = Loop(
-            stage,
-            state=monitor.resumed(state),
-            start=start,
-            run_folder=run_folder,
-            checkpoints=checkpoints,
-            logger=logger,
-            callbacks=callbacks,
-            control=control,
-            stops=stops,
-            monitor=monitor,
-        )
-        del state  # the loop's alone, since updates overwrite it
+        loop, extra = restored_loop(stage, run_folder, callbacks, stops, terminal)
 
         with closing(loop, stops), progress.Panel(stage, terminal, lambda: (loop.step, loop.doing)):
             # --- update, evaluate, sample, save
-            if not extra.get("ended") or extra["total_steps"] != total_steps:
-                with loop.guarded():
-                    if start < total_steps:
-                        log(f"{name}: compiling; the first update takes longer than all others")
-                    ended = loop.restore_pending(pending) if pending else False
-                    if not pending and start == 0 and config.eval_on_start:
-                        loop.evaluate()
-                    while not ended and loop.updates_remain():
-                        loop.begin_update()
-                        state, metrics, seconds = stage.train_step(loop.state, loop.step, stops.tick)
-                        loop.end_update(state, metrics, seconds)
-                        ended = loop.run_due(loop.due())
+            if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
+                update_to_the_end(loop, extra.get("pending"))
 
             # --- finish
             stops.set_in_loop(False)
@@ -276,15 +232,72 @@ def train_stage(
                 message = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(message, together=True)
             end = loop.step
-            if config.load_best_model_at_end and (best := checkpoints.best()) not in (None, end):
+            if config.load_best_model_at_end and (best := loop.checkpoints.best()) not in (None, end):
                 log(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
-                loop.state, _ = checkpoints.restore(best, loop.state)
+                loop.state, _ = loop.checkpoints.restore(best, loop.state)
             log(f"{name}: writing the models to {config.run_dir}")
             loop.activity = "export"
             folder = stack.enter_context(export_folder(config.run_dir))
             paths = stage.export(loop.state, folder)
             final_metrics = stage.final_metrics(loop.state)
         return finish(stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths)
+
+
+def restored_loop(
+    stage, run_folder, callbacks: Sequence[Callback], stops: Stops, terminal: progress.TerminalLines
+) -> tuple[Loop, dict[str, Any]]:
+    """The loop at the newest checkpoint, or at the start, and what the checkpoint keeps beside the state."""
+    config, name = stage.config, stage.name
+    checkpoints = open_checkpoints(
+        run_folder.checkpoints, config.save_total_limit, greater_is_better=config.greater_is_better, warn=warn
+    )
+    check_disk_space(checkpoints, stage)
+    state, extra, start = checkpoints.restore_newest(stage.state) or (stage.state, {}, 0)
+    if start:
+        log(f"{name}: resuming after update {start} of {stage.total_steps}")
+    logged = start - 1 if extra.get("pending") else start
+    run_folder.cut(start, logged)
+    monitor, control = Monitor(stage, run_folder), Control()
+    logger = metrics_logger.MetricLogger.open(
+        run_folder.path,
+        report_to=config.report_to,
+        start_step=logged,
+        terminal=terminal,
+        monitor=monitor,
+        ensure_held=run_folder.lock.ensure_held,
+        callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
+    )
+    for callback in callbacks:
+        callback.on_train_begin(stage, control)
+    loop = Loop(
+        stage,
+        state=monitor.resumed(state),
+        start=start,
+        run_folder=run_folder,
+        checkpoints=checkpoints,
+        logger=logger,
+        callbacks=callbacks,
+        control=control,
+        stops=stops,
+        monitor=monitor,
+    )
+    return loop, extra
+
+
+def update_to_the_end(loop: Loop, pending: dict[str, Any] | None) -> None:
+    """Updates, evaluates, samples and saves until the last update; first what was `pending` after the checkpoint's."""
+    stage = loop.stage
+    with loop.guarded():
+        if loop.start < stage.total_steps:
+            log(f"{stage.name}: compiling; the first update takes longer than all others")
+        ended = loop.restore_pending(pending) if pending else False
+        if not pending and loop.start == 0 and loop.config.eval_on_start:
+            loop.evaluate()
+        while not ended and loop.updates_remain():
+            loop.begin_update()
+            state, metrics, seconds = stage.train_step(loop.state, loop.step, loop.stops.tick)
+            loop.end_update(state, metrics, seconds)
+            ended = loop.run_due(loop.due())
 
 
 @contextlib.contextmanager

@@ -198,7 +198,9 @@ def add_scores(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> No
         total, count = len(rows) * group, real * group
         lengths = np.where(np.arange(total) < count, rollout.lengths, -1).astype(np.int32)  # -1 marks padding rows
         placed = sharding.shard_batch(rollout.replace(lengths=lengths), mesh)
-        scored = scorer.score(placed, source, np.repeat(rows, group), group, TrainerState(is_eval=True), limit=count)
+        scored = scorer.score(
+            placed, source, np.repeat(rows, group), group=group, state=TrainerState(is_eval=True), limit=count
+        )
         each, total_scores, scorable = sharding.fetch((scored.each_reward, scored.total_scores, scored.scorable))
         weighted = np.where(scorable, total_scores, np.float32(np.nan))
         rewards.append(each[:count].reshape(real, group, -1))

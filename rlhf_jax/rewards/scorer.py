@@ -67,6 +67,23 @@ class Scored:
         return self.scores if self.token_rewards is None else self.scores + self.token_rewards.sum(axis=1)
 
 
+@dataclasses.dataclass
+class _HeldRows:
+    """What a process knows on the host of a rollout of B rows: of the H that its devices hold."""
+
+    source: Any
+    """The PromptData of the prompts."""
+    rows: np.ndarray
+    """[B] row numbers in it."""
+    positions: np.ndarray
+    """[H] of the rows that it holds, ascending."""
+    ids: list[Any] | None = None
+    """Tokens of each held response; None, as all that follows, if no reward reads text."""
+    texts: list[str] | None = None
+    ended: np.ndarray | None = None
+    """[H] bool: it has its stop token."""
+
+
 def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     """The reward models of a config, without their weights.
 
@@ -273,6 +290,7 @@ class Scorer:
         rollout: Rollout,
         source,
         rows: np.ndarray,
+        *,
         group: int,
         state: Any,
         limit: int | None = None,
@@ -299,70 +317,66 @@ class Scorer:
         seconds, began = {}, time.perf_counter()
         b = len(rows)
         limit = b if limit is None else limit
-        held, owners = local_rows.held_rows(self._mesh, b), local_rows.owners(self._mesh, b)
+        owners = local_rows.owners(self._mesh, b)
         present = np.arange(b) < limit if present is None else present & (np.arange(b) < limit)
         owned = [np.flatnonzero((owners == i) & present) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
         scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
-        to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
-        host, finite = local_rows.fetch((to_fetch, finite), self._mesh)
-        names = [m.name for m in readers] + self._device_names
-        if names:
+        held, finite = self._fetch(rollout, source, rows, finite)
+        checks = list(zip([*(m.name for m in readers), *self._device_names], finite))
+        if checks:
             seconds["device"] = time.perf_counter() - began
         by_model = dict(zip((m.name for m in readers), scores))
-        ids = texts = None
-        if self.needs_text:
-            response, lengths, ended = host
-            ids = interface.completion_ids(response, np.maximum(lengths, 0))
-            texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         for i, model in enumerate(self.models):
             if model.tokenizer is not None:
                 began = time.perf_counter()
-                placed = self._tokens(model, source, rows[held], texts, ended, b)
+                placed = self._tokens(model, held, b)
                 by_model[model.name] = self._texts(i, sharding.resident(model.params), *placed)
-                names.append(model.name)
-                finite.append(np.isfinite(local_rows.fetch(by_model[model.name], self._mesh)))
+                checks.append((model.name, np.isfinite(local_rows.fetch(by_model[model.name], self._mesh))))
                 seconds[model.name] = time.perf_counter() - began
         results = error = None
         try:
-            own = owned[jax.process_index()]
-            results = self._score_owned(names, finite, source, rows, held, own, texts, ids, state)
+            results = self._score_owned(held, owned[jax.process_index()], checks, state)
         except UserError as raised:
             error = raised
-        failed, broken, host_columns, metrics, extra = self._merge(
+        failed, broken, host_rewards, metrics, extra = self._merge(
             multihost.agree(results, error, on_host.RewardFailure), owned, b, limit, seconds
         )
+        placed = sharding.shard_batch((failed, host_rewards, broken), self._mesh)
+        by_device = iter(dense)
+        by_host = (placed[1][:, i] for i in range(0 if host_rewards is None else host_rewards.shape[1]))
         columns = [by_model[m.name] for m in self.models]
-        placed = sharding.shard_batch((failed, host_columns, broken), self._mesh)
-        host_index, device_columns = 0, iter(dense)
-        for on_device in self._jax:
-            if on_device:
-                columns.append(next(device_columns))
-            else:
-                columns.append(placed[1][:, host_index])
-                host_index += 1
-        combined = self._combine(columns, placed[0], placed[2], rollout.lengths)
-        scores, scorable, token_rewards, each, reward_metrics = combined
+        columns += [next(by_device if on_device else by_host) for on_device in self._jax]
+        scores, scorable, token_rewards, each, reward_metrics = self._combine(
+            columns, placed[0], placed[2], rollout.lengths
+        )
         none_scorable = bool(failed[present].all())
-        if not none_scorable and len(columns) == host_index:
-            none_scorable = bool((np.isnan(host_columns[present]).all(axis=1) | failed[present]).all())
+        if not none_scorable and not self.models and not self._device_functions:
+            none_scorable = bool((np.isnan(host_rewards[present]).all(axis=1) | failed[present]).all())
         metrics = {**reward_metrics, **metrics}
         return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
 
-    def _tokens(self, model: RewardModel, source, rows, texts, ended, count: int) -> tuple[Array, Array]:
-        """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh.
+    def _fetch(self, rollout: Rollout, source, rows: np.ndarray, finite) -> tuple[_HeldRows, list[np.ndarray]]:
+        """What rewards on the host read of the rows of this process, and `finite` of these rows, in one transfer."""
+        held = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
+        to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
+        fetched, finite = local_rows.fetch((to_fetch, finite), self._mesh)
+        if self.needs_text:
+            response, lengths, held.ended = fetched
+            held.ids = interface.completion_ids(response, np.maximum(lengths, 0))
+            held.texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in held.ids]
+        return held, finite
 
-        Args:
-          rows, texts, ended: of the rows that this process holds.
-        """
-        context = model.model.config.max_position_embeddings
+    def _tokens(self, model: RewardModel, held: _HeldRows, count: int) -> tuple[Array, Array]:
+        """Tokens of a batch of `count` rows by the tokenizer of a model that reads text, on the mesh."""
+        context, source = model.model.config.max_position_embeddings, held.source
         tokens = lengths = error = None
         try:
             tokens, lengths = reward_tokens(
                 model.tokenizer,
-                source.texts(rows),
-                source.as_completions(texts),
-                ended,
+                source.texts(held.rows[held.positions]),
+                source.as_completions(held.texts),
+                held.ended,
                 text_eos=self.config.reward_text_eos,
                 chat_template_kwargs=self.config.chat_template_kwargs,
                 max_length=context,
@@ -374,13 +388,22 @@ class Scorer:
         tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=model.tokenizer.pad_id)
         return local_rows.place((tokens, lengths), self._mesh, count)
 
-    def _score_owned(self, names, finite, source, rows, held, owned, texts, ids, state) -> dict[str, Any]:
-        """Results of this process for the rows that it owns, of values that JSON has."""
-        own = np.searchsorted(held, owned)  # their positions among the rows that it holds
-        rows, texts = rows[owned], None if texts is None else [texts[i] for i in own]
+    def _score_owned(
+        self, held: _HeldRows, owned: np.ndarray, checks: list[tuple[str, np.ndarray]], state
+    ) -> dict[str, Any]:
+        """Results of this process for the rows that it owns, of values that JSON has.
+
+        Args:
+          held: the rows that it holds.
+          owned: positions in the batch of those that it owns.
+          checks: (name of a reward of the device, whether it is finite, of the rows that it holds).
+          state: a TrainerState.
+        """
+        own, source, rows = np.searchsorted(held.positions, owned), held.source, held.rows[owned]
+        texts = None if held.texts is None else [held.texts[i] for i in own]
         failed, broken, messages = np.zeros(len(owned), bool), np.zeros(len(owned), bool), []
         update_reports = self.config.reward_failure == "raise" and not state.is_eval  # then on_nonfinite decides
-        for name, is_finite in zip(names, finite):
+        for name, is_finite in checks:
             if update_reports:
                 broken |= ~is_finite[own]
                 continue
@@ -388,9 +411,8 @@ class Scorer:
             failed |= ~is_finite[own]
         results = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
         if self._host is not None:
-            called = self._host.call(
-                source.texts(rows), source.as_completions(texts), [ids[i] for i in own], source.columns(rows), state
-            )
+            ids = [held.ids[i] for i in own]
+            called = self._host.call(source.texts(rows), source.as_completions(texts), ids, source.columns(rows), state)
             failed |= called.failed
             results = {name: getattr(called, name) for name in results}
             messages += [f"{problem}; its rows are dropped" for problem in called.problems]

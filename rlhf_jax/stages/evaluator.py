@@ -103,7 +103,8 @@ class RolloutEvaluator:
         """Metrics of one set, batches weighted by their responses, and the scores of the responses that have one."""
         by_batch, weights, scores = [], [], []
         runner, policy = self.runner, state.params["policy"]
-        for batch, real in self._sample(policy, source, len(source), None, self.group_size, step, tick):
+        sampled = self._sample(policy, source, limit=len(source), group_size=self.group_size, step=step, tick=tick)
+        for batch, real in sampled:
             made = runner.make_experience(state, batch.rollout, batch.scored, self.group_size, batch.images)
             experience, metrics = made
             losses = runner.programs.eval_metrics(state.params, runner.models.base, experience)
@@ -135,7 +136,15 @@ class RolloutEvaluator:
             yield source.in_order(start, size, rows), start, min(size, limit - start)
 
     def _sample(
-        self, policy: Params, source, limit: int, temperature: float | None, group_size: int, step: int, tick: Tick
+        self,
+        policy: Params,
+        source,
+        *,
+        limit: int,
+        tick: Tick,
+        temperature: float | None = None,
+        group_size: int = 1,
+        step: int = 0,
     ) -> Iterator[tuple[ScoredBatch, int]]:
         """Scored responses to the first `limit` prompts, batch by batch: (ScoredBatch, real rows). The rows after the
         real ones are absent."""
@@ -156,7 +165,7 @@ class RolloutEvaluator:
                 lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
             trainer_state = runner.trainer_state(step, is_eval=True)
-            scored = self.scorer.score(rollout, source, rows, group_size, trainer_state, limit=real)
+            scored = self.scorer.score(rollout, source, rows, group=group_size, state=trainer_state, limit=real)
             yield ScoredBatch(rollout, scored, source, rows, prompts.images), real
 
     def complete(
@@ -185,7 +194,7 @@ class RolloutEvaluator:
           estimated by the mean of -log p of its tokens, at the sampler's temperature}
         """
         parts = []
-        for batch, real in self._sample(policy, source, limit, temperature, 1, 0, tick):
+        for batch, real in self._sample(policy, source, limit=limit, tick=tick, temperature=temperature):
             rollout = batch.rollout
             kl = None
             if self.runner.has_reference:

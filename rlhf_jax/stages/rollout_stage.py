@@ -118,22 +118,22 @@ class RolloutStage:
             episodes_per_epoch=self.rows * self.group_size,
         )
         self.runner = Runner(
-            context,
-            self.programs,
-            self.models,
-            self.tokenizer.eos_ids,
-            self.total_steps,
-            self.rows * self.group_size,
+            context=context,
+            programs=self.programs,
+            models=self.models,
+            eos_ids=self.tokenizer.eos_ids,
+            total_steps=self.total_steps,
+            episodes_per_epoch=self.rows * self.group_size,
         )
         self.evaluator = RolloutEvaluator(
-            self.runner,
-            self.scorer,
-            self.tokenizer,
-            self.train_data,
-            self.eval_sets,
-            algorithm.eval_group_size(self.config),
-            algorithm.token_advantages,
-            eval_seed,
+            runner=self.runner,
+            scorer=self.scorer,
+            tokenizer=self.tokenizer,
+            train_data=self.train_data,
+            eval_sets=self.eval_sets,
+            group_size=algorithm.eval_group_size(self.config),
+            token_advantages=algorithm.token_advantages,
+            seed=eval_seed,
         )
 
         # --- what changes from update to update
@@ -178,7 +178,7 @@ class RolloutStage:
         if config.rollout_max_steps is not None:
             present = np.repeat(~sharding.fetch(kept.unfinished.held), group_size)
         scored = self.scorer.score(
-            rollout, self.train_data, rows, group_size, runner.trainer_state(step), present=present
+            rollout, self.train_data, rows, group=group_size, state=runner.trainer_state(step), present=present
         )
         clock.wait("score", scored.scores)
         reward_seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}

@@ -411,7 +411,8 @@ def scored(sampled, functions=(), **options):
     models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
     scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
     scorer.set_params([stage.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
-    return scorer.names, scorer.score(rollout, stage.train_data, rows, stage.group_size, stage.runner.trainer_state(0))
+    trainer_state = stage.runner.trainer_state(0)
+    return scorer.names, scorer.score(rollout, stage.train_data, rows, group=stage.group_size, state=trainer_state)
 
 
 def test_an_ensemble_is_one_reward_of_its_members(models, sampled):
