@@ -400,11 +400,7 @@ class Model:
         kernels are transposed: see `linear.transposed_product`."""
         params = self.cast_params(params, dtype)
         if self.layout is not None and self.layout.mesh.size > 1:
-            without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
-            rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
-            specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
-            # Or XLA for GPUs moves the cast behind the gather, which then sends twice the bytes.
-            params = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(params), specs)
+            params = self._gathered(self._merged_in_place(params, dtype))
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
@@ -412,6 +408,25 @@ class Model:
         parts = {name: part for name, part in params["backbone"].items() if name != "layers"}
         params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
         return self._with_transposed_kernels(params) if self._platform == "cpu" else params
+
+    def _merged_in_place(self, params: Params, dtype: Any) -> Params:
+        """Params whose stacked layers have their adapters merged where they are: gathered first, they would be held
+        twice. Quantized kernels are left, since their codes are fewer bytes to gather than what is merged."""
+        layers = params["backbone"]["layers"]
+        quantized = any(map(quantization.is_quantized, jax.tree.leaves(layers, is_leaf=quantization.is_quantized)))
+        if self.lora is None or quantized or self.layout.mesh.shape["fsdp"] == 1:
+            return params
+        layers = jax.lax.map(lambda layer: lora.merge_lora(layer, dtype), layers)
+        merged = {**params, "backbone": {**params["backbone"], "layers": layers}}
+        return jax.lax.with_sharding_constraint(merged, shardings(merged, self.param_rules, self.layout.mesh))
+
+    def _gathered(self, params: Params) -> Params:
+        """Params that `fsdp` does not split."""
+        without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
+        rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
+        specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
+        # Or XLA for GPUs moves the cast behind the gather, which then sends twice the bytes.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(params), specs)
 
     @property
     def _platform(self) -> str:

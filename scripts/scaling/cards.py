@@ -86,8 +86,22 @@ def measure(program: str, card: str, model: str, way: str) -> dict:
 def find(path: pathlib.Path, card: str, way: str, family: str) -> None:
     """Tries the models of a family until one fits."""
     for model in FAMILIES[family]:
-        if slices.fill(path, f"{way}:{model}:{card}", PROGRAMS, measure, card, model, way)["fits"]:
+        name = f"{way}:{model}:{card}"
+        if name not in (rows := slices.read(path)) and (row := same_programs(rows, card, model, way)) is not None:
+            slices.keep(path, name, row)
+        if slices.fill(path, name, PROGRAMS, measure, card, model, way)["fits"]:
             return
+
+
+def same_programs(rows: dict[str, dict], card: str, model: str, way: str) -> dict | None:
+    """The row of a card from that of another whose programs are the same: they are compiled for one GPU."""
+    topology, size = CARDS[card]
+    for other, (compiled_for, _) in CARDS.items():
+        row = rows.get(f"{way}:{model}:{other}")
+        if row is not None and compiled_for == topology and row["programs"]:
+            limit = int(size * topologies.preallocated())
+            return {**row, "limit": limit, "fits": row["peak"] <= limit}
+    return None
 
 
 def table(rows: dict[str, dict]) -> list[str]:

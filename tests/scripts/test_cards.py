@@ -54,6 +54,18 @@ def test_the_search_ends_at_the_first_model_that_fits(tmp_path, monkeypatch):
     assert asked == [f"PPO:{model}:24gb" for model in ("12b", "6.9b", "2.8b", "1.4b", "1b")]
 
 
+def test_what_was_compiled_for_a_gpu_is_held_against_every_card_that_it_stands_for(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.json"
+    programs = {name: {"peak": 20 * GIB, "refused": ""} for name in cards.PROGRAMS}
+    row = {"topology": "a6000:1", "limit": 18 * GIB, "peak": 20 * GIB, "fits": False, "programs": programs}
+    slices.keep(rows, "PPO:70m:24gb", row)
+    monkeypatch.setattr(cards, "FAMILIES", {"Pythia": ("70m",)})
+    cards.find(rows, "48gb", "PPO", "Pythia")  # nothing is compiled
+    found = slices.read(rows)["PPO:70m:48gb"]
+    assert found["fits"] and found["programs"] == programs and found["limit"] == cards.CARDS["48gb"][1] * 3 // 4
+    assert cards.same_programs(slices.read(rows), "80gb", "70m", "PPO") is None  # compiled for an A100
+
+
 def test_a_cell_names_the_largest_that_fits_none_or_nothing_where_not_all_were_tried():
     programs = dict.fromkeys(cards.PROGRAMS, {})
     fits, too_large = ({"fits": fits, "peak": 6 * GIB, "programs": programs} for fits in (True, False))
