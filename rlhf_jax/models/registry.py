@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.errors import UserError
@@ -399,34 +399,46 @@ class Model:
         gathered once; only `tensor` splits the weights of decoding. Adapters are merged one layer at a time. On CPUs
         kernels are transposed: see `linear.transposed_product`."""
         params = self.cast_params(params, dtype)
-        if self.layout is not None and self.layout.mesh.size > 1:
-            params = self._gathered(self._merged_in_place(params, dtype))
         layers = params["backbone"]["layers"]
         count = self.config.num_hidden_layers
         layers = [jax.tree.map(lambda leaf, index=index: leaf[index], layers) for index in range(count)]
+        if self.layout is not None and self.layout.mesh.size > 1:
+            params, layers = self._gathered(params, layers, dtype)
         layers = [lora.merge_lora(layer, dtype) for layer in layers]
         parts = {name: part for name, part in params["backbone"].items() if name != "layers"}
         params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
         return self._with_transposed_kernels(params) if self._platform == "cpu" else params
 
-    def _merged_in_place(self, params: Params, dtype: Any) -> Params:
-        """Params whose stacked layers have their adapters merged where they are: gathered first, they would be held
-        twice. Quantized kernels are left, since their codes are fewer bytes to gather than what is merged."""
-        layers = params["backbone"]["layers"]
-        quantized = any(map(quantization.is_quantized, jax.tree.leaves(layers, is_leaf=quantization.is_quantized)))
-        if self.lora is None or quantized or self.layout.mesh.shape["fsdp"] == 1:
-            return params
-        layers = jax.lax.map(lambda layer: lora.merge_lora(layer, dtype), layers)
-        merged = {**params, "backbone": {**params["backbone"], "layers": layers}}
-        return jax.lax.with_sharding_constraint(merged, shardings(merged, self.param_rules, self.layout.mesh))
+    def _gathered(self, params: Params, layers: list[Params], dtype: Any) -> tuple[Params, list[Params]]:
+        """(params, L layers) with what `fsdp` splits gathered.
 
-    def _gathered(self, params: Params) -> Params:
-        """Params that `fsdp` does not split."""
+        One layer at a time, since XLA holds a gathered stack beside the layers that are taken from it. Adapters are
+        merged before, or the gathered base is held too; quantized kernels are merged afterwards, since their codes are
+        fewer bytes to send.
+        """
+        quantized = any(map(quantization.is_quantized, jax.tree.leaves(layers, is_leaf=quantization.is_quantized)))
+        if self.lora is not None and not quantized:
+            layers = [lora.merge_lora(layer, dtype) for layer in layers]
+        stacked = jax.eval_shape(lambda layer: jax.tree.map(lambda leaf: leaf[None], layer), layers[0])
+        params = {**params, "backbone": {**params["backbone"], "layers": stacked}}
         without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
         rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
-        specs = shardings(params, partition_rules(rules, self.layout.folded), self.layout.mesh)
-        # Or XLA for GPUs moves the cast behind the gather, which then sends twice the bytes.
-        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(params), specs)
+        split, whole = (
+            shardings(params, names, self.layout.mesh)
+            for names in (self.param_rules, partition_rules(rules, self.layout.folded))
+        )
+
+        def gather(tree, split, whole):
+            tree = jax.lax.with_sharding_constraint(tree, split)
+            # Or XLA for GPUs moves casts and sums behind the gather, which then sends twice the bytes.
+            return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(tree), whole)
+
+        def of_layer(specs):
+            return jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), specs["backbone"].pop("layers"))
+
+        del params["backbone"]["layers"]
+        where = of_layer(split), of_layer(whole)
+        return gather(params, split, whole), [gather(layer, *where) for layer in layers]
 
     @property
     def _platform(self) -> str:
