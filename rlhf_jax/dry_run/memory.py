@@ -165,7 +165,10 @@ def programs(
     def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
         if not only or name in only:
             others = resident_total - bytes_on_device(resident)
-            compiled.append(compile_fn(name, program.trace(*args), others))
+            made = compile_fn(name, program.trace(*args), others)
+            if not made.refused:  # XLA counts no arguments that a program does not read
+                made = dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
+            compiled.append(made)
             on_compiled(compiled[-1])
         return shard_shapes(program.eval_shape(*args), stage.mesh)
 

@@ -114,6 +114,16 @@ def test_under_fsdp_generation_gathers_kernels_in_the_compute_dtype():
     assert any("bf16[" in shape for shape in gathers) and not any("f32[" in shape for shape in gathers)
 
 
+def test_under_fsdp_generation_gathers_the_codes_of_a_quantized_base():
+    config = RLOOConfig(**{**POLICY, "scratch_model": "2x64x8", "dtype": "bfloat16"}, num_generations=2, mesh_fsdp=8)
+    stage = stage_of(dataclasses.replace(config, **LORA, load_in_8bit=True), "h100:8", fsdp=8)
+    (program,) = memory.programs(stage, only=("generate",))
+    sent = [c.shape for c in hlo.collectives(program.compiled.as_text()) if c.kind == "all-gather"]
+    for kernel in ("64,192", "64,64", "64,256"):
+        assert any(f"s8[{kernel}]" in shape for shape in sent)
+        assert not any(f"f32[{kernel}]" in shape or f"bf16[{kernel}]" in shape for shape in sent)
+
+
 def test_under_fsdp_generation_holds_an_adapters_base_only_merged():
     config = RLOOConfig(**{**POLICY, "scratch_model": "4x512x8", "dtype": "bfloat16"}, num_generations=2, mesh_fsdp=8)
     temporary = []
