@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
+from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
 from rlhf_jax.dry_run import memory, report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -60,6 +60,14 @@ def test_what_a_program_does_not_see_counts_too(stage, programs):
         programs["update"], arguments=100, outputs=50, temporary=30, aliased=40, other_resident=7
     )
     assert program.peak == 7 + 100 + 30 + 50 - 40
+
+
+def test_models_that_a_program_does_not_read_count_too():
+    config = GRPOConfig(**POLICY, num_generations=2, beta=0.0)  # its log-probabilities are the update's own
+    stage = memory.abstract_stage(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    (experience,) = memory.programs(stage, only=("experience",))
+    assert experience.arguments < memory.resident_bytes(stage)["policy"]
+    assert experience.peak >= sum(memory.resident_bytes(stage).values())
 
 
 def test_a_larger_micro_batch_takes_more(programs):
