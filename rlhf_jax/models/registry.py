@@ -419,26 +419,25 @@ class Model:
         quantized = any(map(quantization.is_quantized, jax.tree.leaves(layers, is_leaf=quantization.is_quantized)))
         if self.lora is not None and not quantized:
             layers = [lora.merge_lora(layer, dtype) for layer in layers]
+        params = {**params, "backbone": {name: part for name, part in params["backbone"].items() if name != "layers"}}
         stacked = jax.eval_shape(lambda layer: jax.tree.map(lambda leaf: leaf[None], layer), layers[0])
-        params = {**params, "backbone": {**params["backbone"], "layers": stacked}}
-        without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
-        rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
-        split, whole = (
-            shardings(params, names, self.layout.mesh)
-            for names in (self.param_rules, partition_rules(rules, self.layout.folded))
-        )
+        shapes = {**params, "backbone": {**params["backbone"], "layers": stacked}}
+
+        def of_params_and_of_a_layer(rules):
+            specs = shardings(shapes, rules, self.layout.mesh)
+            of_layers = specs["backbone"].pop("layers")
+            return specs, jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), of_layers)
 
         def gather(tree, split, whole):
             tree = jax.lax.with_sharding_constraint(tree, split)
             # Or XLA for GPUs moves casts and sums behind the gather, which then sends twice the bytes.
             return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(tree), whole)
 
-        def of_layer(specs):
-            return jax.tree.map(lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), specs["backbone"].pop("layers"))
-
-        del params["backbone"]["layers"]
-        where = of_layer(split), of_layer(whole)
-        return gather(params, split, whole), [gather(layer, *where) for layer in layers]
+        without_fsdp = {"fsdp": None, "vocabulary": "tensor"}
+        rules = [(path, tuple(without_fsdp.get(name, name) for name in row)) for path, row in self._param_names]
+        rules = partition_rules(rules, self.layout.folded)
+        of_params, of_layer = zip(of_params_and_of_a_layer(self.param_rules), of_params_and_of_a_layer(rules))
+        return gather(params, *of_params), [gather(layer, *of_layer) for layer in layers]
 
     @property
     def _platform(self) -> str:

@@ -29,7 +29,7 @@ from rlhf_jax.utils.text import printable
 class Loop:
     """Updates, evaluations, samples and checkpoints of a stage, in this order, to the last update or until stopped.
 
-    `train.train_stage` calls its parts in order.
+    `train.update_to_the_end` calls its parts in order.
 
     Attributes:
       state: the TrainState; updates overwrite it.
