@@ -193,7 +193,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     rollout = generate(runner)
 
     def score():
-        return stage.scorer.score(rollout, stage.train_data, rows, group, runner.trainer_state(0))
+        return stage.scorer.score(rollout, stage.train_data, rows, group=group, state=runner.trainer_state(0))
 
     if "reward" in wanted:
         times["reward"] = timed(lambda: score().scores)
