@@ -353,6 +353,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     assert all(f'id="tab-{tab}"' in text for tab in ("policy", "reward", "sft")) and "demonstrations" in text
 
 
+@pytest.mark.runs
 def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them(tmp_path, capsys):
     flags = ["--run_dir", str(tmp_path / "run"), "--sft.max_steps", "2", "--sft.scratch_model", "qwen2:1x16x2x1"]
     flags += ["--sft.max_eval_samples", "8", "--sft.eval_steps", "0"]

@@ -428,8 +428,8 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     moved = flat(state.params) - start
     lone = split_groups(experience)
     assert lone.lengths.shape == (B, 1)
-    cases = ((None, lone, rows, None), (2, lone, rows, (3, 5)), (G, experience, orders, None))
-    for size, given, order, buckets in (*cases, (G, experience, orders, (2, 3, 4))):
+    cases = ((None, lone, rows, None), (2, lone, rows, (3, 5)), (G, experience, orders, (2, 3, 4)))
+    for size, given, order, buckets in cases:
         other = dataclasses.replace(c, micro_batch_size=size, gradient_checkpointing=size == 2, length_buckets=buckets)
         found, others = run_update(other, given, rates=rates, orders=order)
         assert distance(flat(found.params), flat(state.params)) < 1e-5

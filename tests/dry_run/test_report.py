@@ -19,6 +19,7 @@ from rlhf_jax.parallel import sharding
 
 SCRATCH = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
 SCRATCH |= {"sft_model_path": None, "reward_model_path": None, "run_dir": "nowhere/run", "dry_run": True}
+SCRATCH |= {"query_length": 32, "response_length": 8, "batch_size": 16, "micro_batch_size": 8}
 ROLES = [
     (RLOOConfig(**SCRATCH), "policy reference"),
     (RLOOConfig(**SCRATCH, beta=0.0), "policy"),

@@ -148,6 +148,7 @@ def test_torch_is_not_there(environment, tmp_path):
     assert command(environment, sys.executable, "-c", textwrap.dedent(code), cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.runs
 def test_the_headline_command_trains_from_the_hub_without_torch(finished):
     done, run = finished
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -160,10 +161,12 @@ def test_the_headline_command_trains_from_the_hub_without_torch(finished):
     assert "64 episodes / 512 = 1 updates" in done.stdout and "512 episodes (rounded up)" in done.stdout
 
 
+@pytest.mark.runs
 def test_prompts_over_512_tokens_are_dropped_and_counted(finished):
     assert "540 of 541 rows (1 too long, dropped)" in finished[0].stdout
 
 
+@pytest.mark.runs
 def test_only_the_files_that_are_needed_are_downloaded(hub, finished):
     assert "model.safetensors" in hub.downloaded(SFT) and "README.md" not in hub.downloaded(SFT)
     assert "pytorch_model.bin" in hub.downloaded(REWARD)
@@ -172,14 +175,16 @@ def test_only_the_files_that_are_needed_are_downloaded(hub, finished):
 
 def test_a_dry_run_downloads_no_weights(hub, environment, tmp_path):
     models = ("--sft_model_path", PLANNED, "--reward_model_path", PLANNED)
+    short = ("--query_length", "32", "--response_length", "8")
     quick = environment | {"XLA_FLAGS": QUICK}  # its programs are compiled for their memory, and never run
-    done = command(quick, *COMMAND, *models, "--dataset_name", "nobody/nothing", "--dry_run", cwd=tmp_path)
+    done = command(quick, *COMMAND, *models, "--dataset_name", "nobody/nothing", *short, "--dry_run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "memory: fits" in done.stdout
     assert {"config.json", "tokenizer.json"} <= set(hub.downloaded(PLANNED))
     assert not [name for name in hub.downloaded(PLANNED) if name.endswith((".safetensors", ".bin"))]
 
 
+@pytest.mark.runs
 def test_policy_and_value_model_are_left_in_hugging_face_form(finished):
     import transformers
 
@@ -195,6 +200,7 @@ def test_policy_and_value_model_are_left_in_hugging_face_form(finished):
     assert any((run / "completions").glob("*.jsonl")) and any((run / "checkpoints").iterdir())
 
 
+@pytest.mark.runs
 def test_the_same_command_again_does_nothing(environment, finished, tmp_path):
     before = (finished[1] / "metrics.jsonl").read_bytes()
     done = command(environment, *COMMAND, "--run_dir", str(finished[1]), cwd=tmp_path)

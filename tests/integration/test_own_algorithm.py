@@ -46,6 +46,7 @@ def trained(tmp_path, name: str) -> list[float]:
     return scores
 
 
+@pytest.mark.runs
 def test_an_algorithm_of_ones_own_trains_by_the_command(tmp_path, registries):
     assert len([line for line in program("reinforce.py").splitlines() if line.strip()]) < 90
     scores = trained(tmp_path, "reinforce")

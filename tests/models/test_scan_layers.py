@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 
 import jax
@@ -34,10 +35,15 @@ def model_and_params(depth, adapters=False, **fields):
     return model, trained, lambda trained: model.with_lora(base, trained)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
 @pytest.mark.parametrize(
-    ("depth", "remat", "last"), [(1, "none", 4), (2, "none", 1), (3, "none", 9), (3, "dots", 4), (3, "full", 4)]
+    ("depth", "remat", "last", "parallel", "adapters"),
+    [
+        *itertools.product([3], ["none"], [9], [True, False], [False, True]),
+        *itertools.product([3], ["dots", "full"], [4], [True], [False, True]),
+        (1, "none", 4, True, False),
+        (2, "none", 1, False, True),
+        (3, "full", 4, False, False),
+    ],
 )
 def test_the_last_columns_alone_are_those_of_all_in_value_and_gradient(depth, remat, last, parallel, adapters):
     model, trained, whole = model_and_params(depth, adapters, use_parallel_residual=parallel)

@@ -59,7 +59,7 @@ def assert_same_run(result, whole):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failing_server_ends_the_run_which_continues_with_a_healed_one(fault, server, unfailing, tmp_path, capsys):
+def test_a_failing_server_ends_the_run_which_keeps_what_was_done(fault, server, unfailing, tmp_path):
     trouble, said = FAULTS[fault]
     config = rloo(tmp_path / "run", **options_of(fault, server))
     server.script.extend([takes(0)] * 2)  # an update asks twice
@@ -68,20 +68,20 @@ def test_a_failing_server_ends_the_run_which_continues_with_a_healed_one(fault, 
         rlhf_jax.run(config)
     assert len(server.requests) <= 2 + 2 * 2
     assert_first_update_is_kept(tmp_path / "run", unfailing[0])
-    server.forever = None
-    assert_same_run(rlhf_jax.run(config), unfailing[0])
-    assert "resuming after update 1 of 3" in capsys.readouterr().out
 
 
-def test_ppo_continues_after_a_failing_server_too(server, unfailing, tmp_path):
-    config = ppo(tmp_path / "run", **options_of("500", server))
+@pytest.mark.parametrize("algo", [rloo, ppo])
+def test_a_run_continues_with_a_healed_server(algo, server, unfailing, tmp_path, capsys):
+    whole = unfailing[[rloo, ppo].index(algo)]
+    config = algo(tmp_path / "run", **options_of("500", server))
     server.script.extend([takes(0)] * 2)
     server.forever = answers(500, "down")
     with pytest.raises(RewardFailure, match=re.escape(server.url)):
         rlhf_jax.run(config)
-    assert_first_update_is_kept(tmp_path / "run", unfailing[1])
+    assert_first_update_is_kept(tmp_path / "run", whole)
     server.forever = None
-    assert_same_run(rlhf_jax.run(config), unfailing[1])
+    assert_same_run(rlhf_jax.run(config), whole)
+    assert "resuming after update 1 of 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("failure", ["raise", "drop"])

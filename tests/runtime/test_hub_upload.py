@@ -1,9 +1,11 @@
 """--push_to_hub against a hub on loopback: what arrives there, what is refused before a run and what only warned of."""
 
 import pathlib
+import time
 from types import SimpleNamespace
 
 import huggingface_hub.constants
+import huggingface_hub.utils._http
 import pytest
 
 import rlhf_jax
@@ -88,8 +90,13 @@ def test_a_run_without_a_token_that_the_hub_knows_does_not_begin(hub, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "status", "said"), [({}, 500, "tired"), ({"hub_model_id": "noah/policy"}, None, "rights")]
 )
-def test_an_upload_that_fails_costs_a_warning_and_says_how_to_do_it_later(hub, tmp_path, capsys, options, status, said):
+def test_an_upload_that_fails_costs_a_warning_and_says_how_to_do_it_later(
+    hub, tmp_path, monkeypatch, capsys, options, status, said
+):
     hub.refused = status
+    monkeypatch.setattr(
+        huggingface_hub.utils._http, "time", SimpleNamespace(time=time.time, sleep=lambda seconds: None)
+    )
     result = rlhf_jax.run(config(tmp_path / "run", **options))
     warning = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     name = options.get("hub_model_id", "maya/run")
