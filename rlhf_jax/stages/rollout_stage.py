@@ -61,18 +61,35 @@ class RolloutStage:
         weights=None,
         template_date=None,
     ):
-        # --- everything that can be refused, before a weight is read
         self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
-        self.context = context = StageContext.open(config, weights)
-        self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
+        self.context = StageContext.open(config, weights)
+        self.config, self.weights, self.mesh = self.context.config, self.context.weights, self.context.mesh
         if optimizer is not None:
             refuse_options_of_adamw(self.config)
         self.group_size = algorithm.group_size(self.config)
-        train_rows = data.load_split(self.config, "train", "demonstrations", train_dataset)
-        opened = build_models.open_policy(context, algorithm, train_rows)
+        self._open(train_dataset, eval_dataset, list(reward_funcs or ()), template_date)
+        self.total_steps = batch_arithmetic(self.config, self.rows).updates
+        if optimizer is None:
+            steps_per_update = algorithm.steps_per_update(self.config)
+            optimizer = optimizers.make_optimizer(self.config, self.total_steps, steps_per_update)
+        else:
+            optimizer = optimizers.user_optimizer(optimizer)
+        self._load(optimizer)
+        self._build(optimizer)
+        # What changes from update to update:
+        self.phase = "update"
+        self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
+        self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
+        self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
+
+    def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
+        """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
+        config, context = self.config, self.context
+        train_rows = data.load_split(config, "train", "demonstrations", train_dataset)
+        opened = build_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
-        self.train_data = data.prompts_from_rows(train_rows, self.config, self.tokenizer, opened.processor)
-        self.eval_sets = data.load_eval_prompts(self.config, self.tokenizer, eval_dataset, opened.processor)
+        self.train_data = data.prompts_from_rows(train_rows, config, self.tokenizer, opened.processor)
+        self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
         self.messages = [*opened.messages, str(self.train_data.report)]
         reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.messages += [
@@ -80,67 +97,49 @@ class RolloutStage:
             for reader in reward_models
             if reader.tokenizer
         ]
-        self.scorer = Scorer(self.config, self.tokenizer, reward_models, list(reward_funcs or ()), self.mesh)
+        self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
         for source in (self.train_data, *self.eval_sets.values()):
             self.scorer.check_columns(tuple(source.columns([0])))
-        if algorithm.has_value_model:
+        if self.algorithm.has_value_model:
             opened = build_models.open_value_model(context, opened, reward_models)
         self.opened = opened
-        self.total_steps = batch_arithmetic(self.config, self.rows).updates
 
-        # --- params and programs
-        if optimizer is None:
-            steps_per_update = algorithm.steps_per_update(self.config)
-            optimizer = optimizers.make_optimizer(self.config, self.total_steps, steps_per_update)
-        else:
-            optimizer = optimizers.user_optimizer(optimizer)
-        # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
-        eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))
-        loaded = build_models.build_models(context, algorithm, opened, reward_models, optimizer)
+    def _load(self, optimizer) -> None:
+        """Params of all models, and the train state."""
+        loaded = build_models.build_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
         self.models, self.state = loaded.models, loaded.state
         self.scorer.set_params(loaded.reward_params)
-        self.shares_prompts = algorithm.shares_prompts(self.models, self.config)
+        self.shares_prompts = self.algorithm.shares_prompts(self.models, self.config)
         if self.group_size > 1 and self.config.shared_prompts and not self.shares_prompts:
             self.messages.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
-        width = self.config.batch_size // self.group_size
-        if (kept := rollouts.initial(self.config, len(self.train_data), width)) is not None:
+        kept = rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
+        if kept is not None:
             kept = self.weights.place(kept, rollouts.layout(kept, self.mesh))
             self.state = self.state.replace(rollout=kept)
+
+    def _build(self, optimizer) -> None:
+        """Programs, and what calls them."""
+        sizes = {"eos_ids": self.tokenizer.eos_ids, "episodes_per_epoch": self.rows * self.group_size}
         self.programs = build_programs(
-            context,
-            algorithm,
-            self.models,
-            self.state,
-            optimizer=optimizer,
-            eos_ids=self.tokenizer.eos_ids,
-            episodes_per_epoch=self.rows * self.group_size,
+            self.context, self.algorithm, self.models, self.state, optimizer=optimizer, **sizes
         )
         self.runner = Runner(
-            context=context,
-            programs=self.programs,
-            models=self.models,
-            eos_ids=self.tokenizer.eos_ids,
-            total_steps=self.total_steps,
-            episodes_per_epoch=self.rows * self.group_size,
+            context=self.context, programs=self.programs, models=self.models, total_steps=self.total_steps, **sizes
         )
+        # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
+        eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))
         self.evaluator = RolloutEvaluator(
             runner=self.runner,
             scorer=self.scorer,
             tokenizer=self.tokenizer,
             train_data=self.train_data,
             eval_sets=self.eval_sets,
-            group_size=algorithm.eval_group_size(self.config),
-            token_advantages=algorithm.token_advantages,
+            group_size=self.algorithm.eval_group_size(self.config),
+            token_advantages=self.algorithm.token_advantages,
             seed=eval_seed,
         )
-
-        # --- what changes from update to update
-        self.phase = "update"
-        self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
-        self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
-        self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
 
     @property
     def rows(self) -> int:
