@@ -97,20 +97,16 @@ def generate_unstacked(
       the rows.
     """
     prompts, decoding = jax.tree.map(jnp.asarray, prompts), decoding or Decoding()
-    c, b, t_max = prompts.tokens.shape[1], prompts.tokens.shape[0] * group, sampling.max_new_tokens
+    b, t_max = prompts.tokens.shape[0] * group, sampling.max_new_tokens
     rows = jnp.arange(b) if rows is None else rows
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows) if keys is None else keys
     limits = jnp.full(b, t_max, jnp.int32) if limits is None else jnp.minimum(limits, t_max).astype(jnp.int32)
     expected = jnp.zeros(b, jnp.float32) if expected is None else expected
-    prompt_mask = jnp.arange(c)[None, :] >= (c - prompts.lengths)[:, None]
-
-    def prefill(part):
-        tokens, mask, images = part
-        return model.prefill(unstacked, tokens, mask, dtype, images)
-
     slots = decoding.slots or b
     at_once = largest_divisor(b // group, slots // group)
-    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask, prompts.images), at_once)
+    token, logprob, prefix = first_tokens(
+        model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype
+    )
     queue = Rows(
         response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
         logprobs=jnp.zeros((b, t_max), jnp.float32),
@@ -120,15 +116,6 @@ def generate_unstacked(
         limits=limits,
         expected=expected,
     )
-    seen = None
-    if sampling.repetition_penalty != 1.0:
-        seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
-
-    def first(part):
-        hidden, keys, seen = part
-        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
-
-    token, logprob = map_in_chunks(first, (jnp.repeat(hidden, group, axis=0), keys, seen), at_once * group)
     queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
     for stop in sampling.stop_ids:
         queue = queue._replace(ended=queue.ended | (token == stop))
@@ -156,6 +143,40 @@ def generate_unstacked(
         response_mask=jnp.ones((b, t_max), bool),
     )
     return (rollout, steps) if return_steps else rollout
+
+
+def first_tokens(
+    model, unstacked, prompts: PromptBatch, keys: Array, sampling: Sampling, *, group: int, at_once: int, dtype
+) -> tuple[Array, Array, Any]:
+    """Prefill, and the first token of each row.
+
+    Args:
+      keys: [B] typed keys of the rows.
+      at_once: prompts of a forward pass.
+      Others as `generate_unstacked`.
+
+    Returns:
+      (tokens [B] int32, their log-probabilities [B] float32, keys and values of the prompts)
+    """
+    width = prompts.tokens.shape[1]
+    prompt_mask = jnp.arange(width)[None, :] >= (width - prompts.lengths)[:, None]
+
+    def prefill(part):
+        tokens, mask, images = part
+        return model.prefill(unstacked, tokens, mask, dtype, images)
+
+    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask, prompts.images), at_once)
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
+
+    def first(part):
+        hidden, keys, seen = part
+        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
+
+    rows = (jnp.repeat(hidden, group, axis=0), keys, seen)
+    token, logprob = map_in_chunks(first, rows, at_once * group)
+    return token, logprob, prefix
 
 
 def prompt_tokens_seen(tokens: Array, mask: Array, vocabulary: int) -> Array:
