@@ -11,7 +11,8 @@ from rlhf_jax.data.demonstrations import (
     load_normalization_data,
     make_demonstrations,
 )
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows
+from rlhf_jax.data.mixture import TrainingRows, load_training_rows
 from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
 from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
 from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
@@ -36,6 +37,7 @@ __all__ = [
     "PromptData",
     "Rows",
     "Tokenizer",
+    "TrainingRows",
     "best_fit_decreasing",
     "bucket",
     "check_tokenizer_fits_model",
@@ -53,8 +55,8 @@ __all__ = [
     "load_pairs",
     "load_prompts",
     "load_rows",
-    "load_split",
     "load_tokenizer",
+    "load_training_rows",
     "make_demonstrations",
     "make_pairs",
     "make_prompts",

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows, load_split, require_columns
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns
 from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -433,17 +433,11 @@ def load_demonstrations(
     config: Any,
     tokenizer: Tokenizer,
     dataset: Any = None,
-    evaluation: bool = False,
     processor: image_rows.ImageProcessor | None = None,
-) -> DemoData | None:
-    """The demonstrations of a config, or of `dataset`, an object in place of the configured name.
-
-    Returns:
-      The data; None where the config has no evaluation data.
+) -> DemoData:
+    """The training demonstrations of a config, or of `dataset`: an object in place of the configured names, or their
+    `mixture.TrainingRows`.
     """
-    if evaluation:
-        rows = load_split(config, "eval", "demonstrations", dataset)
-        return None if rows is None else demonstrations_from_rows(rows, config, tokenizer, processor)
     lists = ("tokens", "prompt_lengths", "loss_masks")
     image_rows.check_one_dataset(config, processor)
     return load_training(

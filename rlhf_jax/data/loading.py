@@ -212,35 +212,26 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     }
 
 
-def load_split(config: Any, which: str, kind: str, dataset: Any = None) -> Rows | None:
-    """The training or evaluation rows of a stage's config.
+def load_train_split(config: Any, kind: str, dataset: Any = None) -> Rows:
+    """The training rows of a stage's config, which names one data set.
 
     Args:
       config: a stage's config (its data fields).
-      which: 'train' or 'eval'.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: an object in place of the configured name.
 
-    Returns:
-      The rows; None for evaluation where `eval_sets` is empty.
-
     Raises:
-      UserError: there are several evaluation sets, or see `load_rows`.
+      UserError: see `load_rows`.
     """
-    if which == "train":
-        return load_rows(
-            config.dataset_name if dataset is None else dataset,
-            split=config.dataset_train_split,
-            kind=kind,
-            dataset_config=config.dataset_config,
-            dataset_revision=config.dataset_revision,
-            streaming=config.dataset_streaming,
-            max_samples=config.max_train_samples,
-        )
-    sets = eval_sets(config, kind, dataset)
-    if len(sets) > 1:
-        raise UserError(f"eval_dataset_name names {len(sets)} sets ({', '.join(sets)}) where one is expected")
-    return next(iter(sets.values()), None)
+    return load_rows(
+        config.dataset_name if dataset is None else dataset,
+        split=config.dataset_train_split,
+        kind=kind,
+        dataset_config=config.dataset_config,
+        dataset_revision=config.dataset_revision,
+        streaming=config.dataset_streaming,
+        max_samples=config.max_train_samples,
+    )
 
 
 def require_columns(rows: Rows, required: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_jax.data import batches
 from rlhf_jax.data.files import MalformedRow, Rows
-from rlhf_jax.data.loading import load_split
+from rlhf_jax.data.loading import load_train_split
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import UserError
 
@@ -129,26 +129,53 @@ def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:
 # --- the data sets of a config
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a stage's training data: of one data set, or of each of its mixture."""
+
+    sets: tuple[tuple[Rows, Any], ...]
+    """Rows, and the stage's config with the options of their data set."""
+    is_mixture: bool = False
+    weights: tuple[float, ...] | None = None
+    """Of an epoch's rows; None: each row once an epoch."""
+
+
+def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingRows:
+    """The rows of a stage's training data.
+
+    Args:
+      config: a stage's config (its data fields).
+      kind: as `loading.load_train_split`.
+      dataset: an object in place of the configured names.
+
+    Raises:
+      UserError: see `loading.load_rows`; or a fraction leaves none of a data set's rows.
+    """
+    entries = getattr(config, "datasets", None)
+    if dataset is not None or entries is None:
+        return TrainingRows(((load_train_split(config, kind, dataset), config),))
+    configs = [config_of(config, entry) for entry in entries]
+    rows = [load_train_split(one, kind) for one in configs]
+    if "fraction" in entries[0]:
+        rows = _fractions(rows, [entry["fraction"] for entry in entries])
+    rows = [formatted(one, entry["format"]) if entry.get("format") else one for one, entry in zip(rows, entries)]
+    weights = tuple(float(entry["weight"]) for entry in entries) if "weight" in entries[0] else None
+    return TrainingRows(tuple(zip(rows, configs, strict=True)), True, weights)
+
+
 def load_training(config: Any, kind: str, dataset: Any, make: Callable[[Rows, Any], Data], *lists: str) -> Data:
     """The training data of a stage's config: of one data set, or of its mixture.
 
     Args:
       config: a stage's config (its data fields).
-      kind: as `loading.load_split`.
-      dataset: an object in place of the configured names.
+      kind: as `loading.load_train_split`.
+      dataset: an object in place of the configured names, or their TrainingRows.
       make: (rows, config of the data set) -> data.
       *lists: the fields of the data that have an element for each row.
     """
-    if dataset is not None or getattr(config, "datasets", None) is None:
-        return make(load_split(config, "train", kind, dataset), config)
-    entries = config.datasets
-    configs = [config_of(config, entry) for entry in entries]
-    rows = [load_split(one, "train", kind) for one in configs]
-    if "fraction" in entries[0]:
-        rows = _fractions(rows, [entry["fraction"] for entry in entries])
-    rows = [formatted(one, entry["format"]) if entry.get("format") else one for one, entry in zip(rows, entries)]
-    weights = [float(entry["weight"]) for entry in entries] if "weight" in entries[0] else None
-    return mixed([make(one, own) for one, own in zip(rows, configs)], weights, config.length_buckets, lists)
+    loaded = dataset if isinstance(dataset, TrainingRows) else load_training_rows(config, kind, dataset)
+    made = [make(rows, own) for rows, own in loaded.sets]
+    return mixed(made, loaded.weights, config.length_buckets, lists) if loaded.is_mixture else made[0]
 
 
 def config_of(config: Any, entry: Mapping[str, Any]) -> Any:

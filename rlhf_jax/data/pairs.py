@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.demonstrations import join_with_eos
-from rlhf_jax.data.loading import Rows, eval_sets, load_split, require_columns
+from rlhf_jax.data.loading import Rows, eval_sets, require_columns
 from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -252,15 +252,8 @@ def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
     )
 
 
-def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None, evaluation: bool = False) -> PairData | None:
-    """The pairs of a reward config, or of `dataset`, an object in place of the configured name.
-
-    Returns:
-      The data; None where the config has no evaluation data.
-    """
-    if evaluation:
-        rows = load_split(config, "eval", "pairs", dataset)
-        return None if rows is None else pairs_from_rows(rows, config, tokenizer)
+def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> PairData:
+    """The training pairs of a reward config, or of `dataset`, an object in place of the configured names."""
     lists = ("chosen", "rejected", "margin")
     return load_training(config, "pairs", dataset, lambda rows, own: pairs_from_rows(rows, own, tokenizer), *lists)
 

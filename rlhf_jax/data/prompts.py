@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets, load_split
+from rlhf_jax.data.loading import Rows, eval_sets
 from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.ragged import Lazy
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
@@ -345,19 +345,13 @@ def load_prompts(
     config: Any,
     tokenizer: Tokenizer,
     dataset: Any = None,
-    evaluation: bool = False,
     processor: image_rows.ImageProcessor | None = None,
-) -> PromptData | None:
-    """The prompts of a config, or of `dataset`, an object in place of the configured name.
+) -> PromptData:
+    """The training prompts of a config, or of `dataset`: an object in place of the configured names, or their
+    `mixture.TrainingRows`.
 
     Synthetic prompts keep their demonstrations as column 'completion'.
-
-    Returns:
-      The data; None where the config has no evaluation data.
     """
-    if evaluation:
-        rows = load_split(config, "eval", "demonstrations", dataset)
-        return None if rows is None else prompts_from_rows(rows, config, tokenizer, processor)
     lists = ("tokens", "prompts", "raw", "conversations")
     image_rows.check_one_dataset(config, processor)
     return load_training(

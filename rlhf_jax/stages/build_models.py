@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.data import Rows
+from rlhf_jax.data import TrainingRows
 from rlhf_jax.data.images import ImageProcessor, image_token_id_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
@@ -57,11 +57,13 @@ class OpenedModels:
     processor: ImageProcessor | None = None
 
 
-def open_policy(context: StageContext, algorithm: Algorithm, rows: Rows) -> OpenedModels:
+def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, messages = context.config, [context.attention_message]
-    columns = (config.prompt_column,)
-    images = wants_images(config.sft_model_path, config.model_revision, rows, columns, config.scratch_model)
+    images = any(
+        wants_images(config.sft_model_path, config.model_revision, one, (own.prompt_column,), config.scratch_model)
+        for one, own in rows.sets
+    )
     if config.scratch_model:
         tokenizer = open_tokenizer(config, None, None)
         token = image_token_id_of(tokenizer) if images else None

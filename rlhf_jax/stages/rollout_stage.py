@@ -85,10 +85,10 @@ class RolloutStage:
     def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
         """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
         config, context = self.config, self.context
-        train_rows = data.load_split(config, "train", "demonstrations", train_dataset)
+        train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
         opened = build_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
-        self.train_data = data.prompts_from_rows(train_rows, config, self.tokenizer, opened.processor)
+        self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
         self.messages = [*opened.messages, str(self.train_data.report)]
         reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)

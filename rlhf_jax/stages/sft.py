@@ -43,14 +43,18 @@ class SFTTask:
     measures_training_data = False
     update = staticmethod(sft.update)
 
-    def load_rows(self, config, train_dataset) -> data.Rows:
+    def load_rows(self, config, train_dataset) -> data.TrainingRows:
         """Training rows."""
-        return data.load_split(config, "train", "demonstrations", train_dataset)
+        return data.load_training_rows(config, "demonstrations", train_dataset)
 
-    def has_images(self, config, rows: data.Rows) -> bool:
+    def has_images(self, config, rows: data.TrainingRows) -> bool:
         """As `context.wants_images`."""
-        columns = config.prompt_column, config.completion_column, demonstrations.MESSAGES
-        return wants_images(config.model_name_or_path, config.model_revision, rows, columns, config.scratch_model)
+        checkpoint = config.model_name_or_path, config.model_revision
+        columns = [(own.prompt_column, own.completion_column, demonstrations.MESSAGES) for _, own in rows.sets]
+        return any(
+            wants_images(*checkpoint, one, names, config.scratch_model)
+            for (one, _), names in zip(rows.sets, columns, strict=True)
+        )
 
     def load_data(self, config, model, tokenizer, rows, eval_dataset):
         """(training data, evaluation sets by name, None)"""
@@ -66,7 +70,7 @@ class SFTTask:
                 return demonstrations
             return data.pack(demonstrations, config.max_length, config.completion_only_loss)
 
-        train_data = packed(data.demonstrations_from_rows(rows, config, tokenizer, processor), config.packing)
+        train_data = packed(data.load_demonstrations(config, tokenizer, rows, processor), config.packing)
         eval_sets = data.load_eval_demonstrations(config, tokenizer, eval_dataset, processor)
         return train_data, {name: packed(one, eval_packing) for name, one in eval_sets.items()}, None
 

@@ -104,19 +104,18 @@ def test_saved_data_sets_have_splits(tmp_path):
 def test_a_plain_file_is_one_split_and_needs_an_evaluation_file(tmp_path, tokenizer):
     name = write_lines(tmp_path / "prompts_train.jsonl", ROWS)
     assert len(data.load_prompts(config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
-    assert data.load_prompts(config(dataset_name=name), tokenizer, evaluation=True) is None
-    found = data.load_prompts(
-        config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer, None, True
-    )
-    assert len(found) == 2
+    assert data.load_eval_prompts(config(dataset_name=name), tokenizer) == {}
+    found = data.load_eval_prompts(config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer)
+    assert [len(one) for one in found.values()] == [2]
     assert len(data.load_demonstrations(config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
 
 
 def test_synthetic_by_config(tokenizer):
     prompts = data.load_prompts(config(max_train_samples=5), tokenizer)
     assert prompts.columns([0])["completion"] == [synthetic.demonstrations(1)[0]["completion"]]
-    assert data.load_prompts(config(dataset_test_split=None), tokenizer, evaluation=True) is None
-    assert len(data.load_demonstrations(config(max_eval_samples=7), tokenizer, evaluation=True)) == 7
+    assert data.load_eval_prompts(config(dataset_test_split=None), tokenizer) == {}
+    (one,) = data.load_eval_demonstrations(config(max_eval_samples=7), tokenizer).values()
+    assert len(one) == 7
     assert data.load_normalization_data(config(), tokenizer) is None
     assert len(data.load_normalization_data(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
 

@@ -115,13 +115,6 @@ def test_demonstrations_and_pairs_have_evaluation_sets_too(tokenizer):
     assert sizes(synthetic_pairs) == {"x": 4, "y": 4}
 
 
-def test_the_door_for_one_set_refuses_several(tokenizer):
-    one = data.load_prompts(config(eval_dataset_name="x=synthetic"), tokenizer, evaluation=True)
-    assert len(one) == 4
-    with pytest.raises(UserError, match=r"eval_dataset_name.*\(x, y\)"):
-        data.load_prompts(config(eval_dataset_name="x=synthetic,y=synthetic"), tokenizer, evaluation=True)
-
-
 # --- paths that look like names
 
 
