@@ -163,23 +163,20 @@ def _load(name_or_path: str, revision: str | None) -> Any:
         ) from error
 
 
-def load_tokenizer(
-    name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None, needs_pad: bool = True
-) -> Tokenizer:
-    """Loads a tokenizer and ensures that it has an eos and a distinct pad token.
+def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
+    """Loads a tokenizer and ensures that it has an eos and a pad token.
 
-    Without a pad token, [PAD] is added as the first unused id, like TRL: Pythia has 50,277 ids and 50,304 embedding
-    rows. If pad equals eos, [PAD] replaces it with a warning, since a policy could not tell the end from padding.
+    Without a pad token, [PAD] is added as the first unused id, as TRL's examples of TL;DR do: Pythia has 50,277 ids and
+    50,304 embedding rows. If pad equals eos, [PAD] replaces it with a warning. Where all rows are in use, as those of
+    Llama 3, eos pads, as in TRL's trainers. Masks come from lengths, so the pad id changes no result.
 
     Args:
       name_or_path: hub name, folder, or a name in `BUILT_IN`.
       revision: hub revision.
       vocab_size: rows of the model's embedding; None: no check against a model.
-      needs_pad: whether a policy samples with it; false: eos pads where there is no free row, since a model that only
-        reads is given the lengths of its texts.
 
     Raises:
-      UserError: loading fails, there is no eos, more ids than embedding rows, or no free row for [PAD].
+      UserError: loading fails, there is no eos, or more ids than embedding rows.
     """
     hf = _load(name_or_path, revision)
     if hf.eos_token_id is None:
@@ -201,16 +198,10 @@ def load_tokenizer(
     pad_id, pads_with_eos = hf.pad_token_id, hf.pad_token_id == hf.eos_token_id
     if pad_id is None or pads_with_eos:
         free = PAD_TOKEN in hf.get_vocab() or vocab_size is None or len(hf) < vocab_size
-        reason = "has no pad token" if hf.pad_token_id is None else f"pads with its eos ({hf.eos_token})"
-        if not free and needs_pad:
-            raise UserError(
-                f"tokenizer {name_or_path!r} {reason}, and no embedding row is free for {PAD_TOKEN}: the model has "
-                f"{vocab_size} rows and all are in use. Add rows to the model, or a pad token to the tokenizer."
-            )
         if pads_with_eos and free:
             warnings.warn(
-                f"tokenizer {name_or_path!r} {reason}; {PAD_TOKEN} is used instead, to tell the end of a response from "
-                "padding",
+                f"tokenizer {name_or_path!r} pads with its eos ({hf.eos_token}); {PAD_TOKEN} is used instead, to tell "
+                "the end of a response from padding",
                 stacklevel=2,
             )
         if free:

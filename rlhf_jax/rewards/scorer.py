@@ -113,7 +113,7 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
             )
         own = None
         if not as_ids:
-            own = data.load_tokenizer(path, revision, vocab_size=rows, needs_pad=False)
+            own = data.load_tokenizer(path, revision, vocab_size=rows)
             own = dataclasses.replace(own, template_date=tokenizer.template_date)
         reward_models.append(RewardModel(name, path, revision, model, own))
     return reward_models

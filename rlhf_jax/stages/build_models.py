@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.data import TrainingRows
+from rlhf_jax.data import TrainingRows, same_tokenizer
 from rlhf_jax.data.images import ImageProcessor, image_token_id_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
@@ -152,9 +152,13 @@ def open_value_model(
     if config.value_model_path is not None:
         value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
         value = context.on_mesh(value, "scalar", config.value_model_path)
-    elif first is not None and first.tokenizer is not None:
+    elif (
+        first is not None
+        and first.tokenizer is not None
+        and not same_tokenizer(opened.tokenizer, first.path, first.revision)
+    ):
         raise UserError(
-            f"the value model starts from the reward model {first.path}, which reads text by a tokenizer of its own, "
+            f"the value model starts from the reward model {first.path}, whose tokenizer is not the policy's, "
             "but values are for the policy's ids: set value_model_path, or value_model 'shared_backbone'"
         )
     else:

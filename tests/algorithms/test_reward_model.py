@@ -66,7 +66,7 @@ def test_conversations_are_scored_where_transformers_pools_whether_or_not_pad_is
     theirs = reference("scalar", vocab_size=260, pad_token_id=tokenizer.hf.pad_token_id)
     model, params = ours(theirs, tmp_path)
     tokenizer.hf.save_pretrained(tmp_path)
-    own = data.load_tokenizer(str(tmp_path), vocab_size=260, needs_pad=False)
+    own = data.load_tokenizer(str(tmp_path), vocab_size=260)
     assert own.pads_with_eos == pads_with_eos
     prompts, completions = [[user("i met")], [user("a")]], [[assistant("anna")], [assistant("b c")]]
     texts = [

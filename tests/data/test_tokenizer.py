@@ -50,14 +50,12 @@ def test_pad_equal_to_eos_is_replaced_with_a_warning(tmp_path):
     assert tokenizer.pad_id == 9 != tokenizer.eos_id
 
 
-def test_a_model_that_only_reads_needs_no_free_row_for_a_pad(tmp_path):
+def test_eos_pads_where_no_row_is_free(tmp_path):
     folder = write_tokenizer(tmp_path, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
-    tokenizer = data.load_tokenizer(folder, vocab_size=9, needs_pad=False)
+    tokenizer = data.load_tokenizer(folder, vocab_size=9)
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 0, 9) and tokenizer.pads_with_eos
-    without = data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=9, needs_pad=False)
+    without = data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=9)
     assert without.pad_id == 0 and not without.pads_with_eos
-    with pytest.raises(UserError, match="no embedding row is free"):
-        data.load_tokenizer(folder, vocab_size=9)
 
 
 def test_a_pad_of_its_own_is_kept_without_warning(tmp_path):

@@ -166,13 +166,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows(user_files, refusal, 
     mentions(message, user_files.sft, f"{user_files.rows} ids", f"{user_files.rows - 10} rows")
 
 
-def test_a_tokenizer_without_a_pad_and_no_row_free_for_one(refusal, tokenizer_folder):
-    path = tokenizer_folder / "tokenizer.json"
-    path.write_text(path.read_text().replace("[PAD]", "nothing"))
-    tokenizer_with(tokenizer_folder, pad_token=None)
-    mentions(refusal(tokenizer_name_or_path=tokenizer_folder), tokenizer_folder, "[PAD]", "no embedding row is free")
-
-
 def test_a_reward_model_of_another_tokenizer(user_files, refusal, tmp_path):
     folder = tmp_path / "reward"
     shutil.copytree(user_files.reward, folder)
@@ -181,7 +174,13 @@ def test_a_reward_model_of_another_tokenizer(user_files, refusal, tmp_path):
     message = refusal(reward_model_path=folder, reward_input="ids")
     mentions(message, folder, user_files.sft, f"id 40 is 'swapped' there and {word!r} here")
     # It may read text by its own tokenizer, but values are of the policy's ids.
-    mentions(refusal(reward_model_path=folder), folder, "tokenizer of its own", "value_model_path", "'shared_backbone'")
+    mentions(
+        refusal(reward_model_path=folder),
+        folder,
+        "whose tokenizer is not the policy's",
+        "value_model_path",
+        "'shared_backbone'",
+    )
 
 
 # --- data
