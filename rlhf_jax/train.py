@@ -118,7 +118,8 @@ def run(
     Args:
       config: a stage's config or a Pipeline.
       train_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only).
-      eval_dataset: the same for evaluation; a dict of several by name too.
+      eval_dataset: the same for evaluation; a dict of several by name too. Without it and eval_dataset_name, a run on
+        train_dataset is not evaluated.
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
         or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO, RLOO and GRPO.
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
@@ -240,7 +241,9 @@ def train_stage(
             folder = stack.enter_context(export_folder(config.run_dir))
             paths = stage.export(loop.state, folder)
             final_metrics = stage.final_metrics(loop.state)
-        return finish(stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths)
+        return finish(
+            stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths, objects=objects
+        )
 
 
 def restored_loop(
@@ -318,7 +321,15 @@ def closing(loop: Loop, stops: Stops) -> Iterator[None]:
 
 
 def finish(
-    stage, run_folder, callbacks: Sequence[Callback], options: dict[str, Any], *, end: int, final_metrics, local
+    stage,
+    run_folder,
+    callbacks: Sequence[Callback],
+    options: dict[str, Any],
+    *,
+    end: int,
+    final_metrics,
+    local,
+    objects: dict[str, Any],
 ) -> Result:
     """Model cards, the mark of a finished run, and the upload, after the models were written to `local` paths."""
     config, paths = stage.config, local
@@ -327,7 +338,9 @@ def finish(
     if multihost.is_main():
         curves = {of: [line[of] for line in lines if of in line] for of in stage.progress}
         for path in local.values():
-            model_card.write_model_card(path, stage.name, options, metrics, base_model=stage.base_model, curves=curves)
+            model_card.write_model_card(
+                path, stage.name, options, metrics, base_model=stage.base_model, curves=curves, objects=tuple(objects)
+            )
     if storage.is_remote(run_folder.path):
         paths = {of: f"{run_folder.path}/{os.path.basename(path)}" for of, path in local.items()}
         multihost.from_first(lambda: upload_exports(run_folder, local, paths))

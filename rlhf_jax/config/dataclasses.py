@@ -330,7 +330,7 @@ class PolicyConfig(StageConfig):
     start_adapter."""
 
     # --- rewards
-    reward_model_path: str | None = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
+    reward_model_path: str | None = None
     """Reward model; None: only reward functions or a server."""
     reward_model_revision: str = "main"
     """Hub revision of the reward model."""
@@ -641,8 +641,6 @@ class GroupConfig(PolicyConfig):
 class RLOOConfig(GroupConfig):
     """RLOO: REINFORCE with a leave-one-out baseline over several responses per prompt, with TRL's numerics."""
 
-    reward_model_path: str | None = None
-    """Reward model; None: only reward functions or a server."""
     normalize_reward: bool = False
     """Normalize scores to mean 0 and standard deviation 1 over the batch, before clipping and KL."""
     token_level_kl: bool = False
@@ -663,8 +661,6 @@ class GRPOConfig(GroupConfig):
 
     sft_model_path: str | None = None
     """Policy to start from."""
-    reward_model_path: str | None = None
-    """Reward model; None: only reward functions or a server."""
     num_generations: NumGenerations = 8
     """Responses per prompt, at least 2; batch_size counts responses."""
 

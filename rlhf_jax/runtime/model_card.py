@@ -90,6 +90,7 @@ def model_card(
     adapter: bool = False,
     recipe: str | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
+    objects: Sequence[str] = (),
 ) -> str:
     """A Hugging Face model card: YAML metadata for the hub, then Markdown.
 
@@ -102,14 +103,23 @@ def model_card(
       adapter: whether it is a PEFT adapter.
       recipe: the value of `--config`.
       curves: values of metrics over the run, by name.
+      objects: arguments of `rlhf_jax.run` that took the place of options, such as train_dataset and reward_funcs.
 
     Returns:
       The text of README.md.
     """
+    if "train_dataset" in objects:
+        config = {k: v for k, v in config.items() if k not in ("dataset_name", "datasets", "dataset_test_split")}
     names = [entry["path"] for entry in config.get("datasets") or ()] or [config.get("dataset_name")]
     built_in = ("synthetic", "arithmetic", "shapes")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
     data = ", ".join(f"the built-in {name} task" if name in built_in else f"`{name}`" for name in names)
+    repeat = "`rlhf-jax train --config RUN/config.json`, with the `config.json` of its folder."
+    if objects:
+        given = ", ".join(f"{name}=..." for name in objects)
+        repeat = f"`rlhf_jax.run(config, {given})` in Python; what was given there is not in its folder."
+    if "train_dataset" in objects:
+        data = "the data given to `rlhf_jax.run`"
     library = "peft" if adapter else "transformers"
     metadata = huggingface_hub.ModelCardData(
         library_name=library,
@@ -136,7 +146,7 @@ def model_card(
         f"The {_ROLES[role].lower()} of a run of {method} with rlhf_jax, from {origin}, on {data}."
         + (f" Recipe: `{_cell(os.path.basename(recipe))}`, with the options below." if recipe else ""),
         _loading(role, adapter),
-        "To repeat the run: `rlhf-jax train --config RUN/config.json`, with the `config.json` of its folder.",
+        f"To repeat the run: {repeat}",
         "\n".join(["## Final metrics\n", "| metric | value |", "|---|---|", *numbers]) if numbers else "",
         "\n".join(["## Curves\n", "| metric | first | over the run | last |", "|---|---|---|---|", *curve_rows])
         if curve_rows

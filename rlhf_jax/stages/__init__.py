@@ -23,12 +23,15 @@ def open_stage(config, **objects: Any) -> Stage:
     Args:
       config: a stage's.
       **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`), template_date (see
-        `data.Tokenizer`); reward_funcs for a stage that samples.
+        `data.Tokenizer`); reward_funcs for a stage that samples. A train_dataset without an eval_dataset or
+        eval_dataset_name is not evaluated, as in TRL: dataset_name is another data set.
 
     Raises:
       UserError: an option, a file, a row or a tensor is wrong.
     """
     name = stage_name(config)
+    if objects.get("train_dataset") is not None and config.eval_dataset_name is None:
+        objects = {"eval_dataset": {}, **objects}
     if name in ALGORITHMS:
         return RolloutStage(config, ALGORITHMS[name], **objects)
     return SupervisedStage(config, TASKS[name](), **objects)

@@ -84,3 +84,12 @@ def test_a_card_of_grpo_names_its_loss():
     card = model_card.model_card("policy", "grpo", {"dataset_name": "d", "loss_type": "cispo"}, {})
     assert "# Policy by GRPO\n" in card and "of a run of GRPO (`loss_type` cispo) with rlhf_jax" in card
     assert "shao2024deepseekmath" in card
+
+
+def test_data_and_rewards_that_were_objects_are_not_called_a_data_set_of_the_hub():
+    config = {"dataset_name": "trl-lib/tldr", "dataset_test_split": "validation", "learning_rate": 1e-6}
+    card = model_card.model_card("policy", "ppo", config, {}, objects=("train_dataset", "reward_funcs"))
+    assert "tldr" not in card and "on the data given to `rlhf_jax.run`" in card
+    assert "`rlhf_jax.run(config, train_dataset=..., reward_funcs=...)`" in card and "config.json" not in card
+    card = model_card.model_card("policy", "ppo", config, {}, objects=("reward_funcs",))
+    assert "- trl-lib/tldr" in card and "`rlhf_jax.run(config, reward_funcs=...)`" in card
