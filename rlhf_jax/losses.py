@@ -84,6 +84,22 @@ def entropy_from_logits(logits: Array) -> Array:
 
 # ------------------------------------------------------------------------------------------------------------------ PPO
 
+LARGEST_LOG_RATIO = 80.0
+"""e^80 is 5.5e34; float32 ends at e^88.7."""
+
+
+def importance_ratio(log_ratio: Array) -> Array:
+    """exp(log_ratio), at most e^80.
+
+    The gradient is the ratio times that of log_ratio, above the bound too: that of a clipped ratio is 0, where that of
+    an infinite one were 0 * inf = nan, and an unclipped ratio of this size ends the run by the norm of its gradient.
+
+    Args: log_ratio [...] float, logp - old, of a token or summed over a response. Returns float32 [...].
+    Source: Schulman et al. 2017 (arXiv 1707.06347), section 3; the bound is ours.
+    """
+    log_ratio = _float(log_ratio)
+    return jnp.exp(log_ratio - jax.lax.stop_gradient(jnp.maximum(log_ratio - LARGEST_LOG_RATIO, 0)))
+
 
 def policy_loss_terms(
     logprobs: Array,
@@ -102,7 +118,7 @@ def policy_loss_terms(
     logprobs, old_logprobs, advantages = _float(logprobs), _float(old_logprobs), _float(advantages)
     chex.assert_equal_shape([logprobs, old_logprobs, advantages])
     high = cliprange if cliprange_high is None else cliprange_high
-    ratio = jnp.exp(logprobs - old_logprobs)
+    ratio = importance_ratio(logprobs - old_logprobs)
     plain = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1 - cliprange, 1 + high)
     return jnp.maximum(plain, clipped), clipped > plain, ratio

@@ -260,12 +260,13 @@ def loss_and_metrics(
     mask = adv.response_mask(micro.lengths.reshape(-1), t)
     bonus = has_entropy_bonus(config)
     logprobs, entropy = group_logprobs(policy.model, policy.params, micro, config, dropout_keys, entropy_gradient=bonus)
-    logprobs, entropy = jnp.where(mask, rows(logprobs), 0.0), jnp.where(mask, rows(entropy), 0.0)
+    logprobs, entropy_all = jnp.where(mask, rows(logprobs), 0.0), rows(entropy)
+    entropy = jnp.where(mask, entropy_all, 0.0)
     old = jax.lax.stop_gradient(logprobs) if micro.logprobs is None else jnp.where(mask, rows(micro.logprobs), 0.0)
     sampler_logprobs = jnp.where(mask, rows(micro.sampler_logprobs), 0.0)
     log_ratio = logprobs - old
     is_sequence = config.importance_sampling_level == "sequence"
-    ratio = jnp.exp(losses.sequence_log_ratio(log_ratio, mask) if is_sequence else log_ratio)
+    ratio = losses.importance_ratio(losses.sequence_log_ratio(log_ratio, mask) if is_sequence else log_ratio)
     sampler_ratio = None
     if config.importance_sampling_correction:
         sampler_ratio = losses.sampler_ratio(
@@ -281,9 +282,8 @@ def loss_and_metrics(
     terms, measured = loss_type.terms(actions, config)
     if config.off_policy_mask_threshold is not None:
         threshold = config.off_policy_mask_threshold
-        terms = terms * losses.off_policy_mask(
-            actions.advantages, logprobs, sampler_logprobs, mask, threshold=threshold
-        )
+        kept = losses.off_policy_mask(actions.advantages, logprobs, sampler_logprobs, mask, threshold=threshold)
+        terms = jnp.where(kept, terms, 0.0)
     selected, n_selected = mask, batch.tokens
     if config.top_entropy_quantile < 1:
         if micro.selected is None:  # the micro-batch is what the quantile is of
@@ -293,9 +293,9 @@ def loss_and_metrics(
             n_selected = selected.sum().astype(jnp.float32)
         else:
             selected, n_selected = rows(micro.selected), batch.selected
-        terms = terms * selected
+        terms = jnp.where(selected, terms, 0.0)
     if sampler_ratio is not None and not loss_type.corrects_sampler:
-        terms = terms * sampler_ratio
+        terms = jnp.where(sampler_ratio == 0, 0.0, terms * sampler_ratio)
     if micro.ref_logprobs is not None:
         ref_logprobs = jnp.where(mask, rows(micro.ref_logprobs), 0.0)
         kl = adv.kl_penalty(logprobs, ref_logprobs, "k3")
@@ -312,6 +312,7 @@ def loss_and_metrics(
     return loss, metric_sums(
         actions,
         entropy=entropy,
+        entropy_all=entropy_all,
         selected=selected,
         sampler_logprobs=sampler_logprobs,
         old=old,
@@ -386,9 +387,11 @@ def next_entropy_control(control: Array, sums: dict[str, Array], config) -> Arra
 # --- metrics
 
 
-def metric_sums(actions, *, entropy, selected, sampler_logprobs, old, lengths, measured, loss, policy_loss):
+def metric_sums(
+    actions, *, entropy, entropy_all, selected, sampler_logprobs, old, lengths, measured, loss, policy_loss
+):
     """Sums and extremes over a micro-batch, from which `step_metrics` computes the metrics; they have no gradient."""
-    actions, entropy, measured = jax.lax.stop_gradient((actions, entropy, measured))
+    actions, entropy, entropy_all, measured = jax.lax.stop_gradient((actions, entropy, entropy_all, measured))
     mask, present = actions.mask, lengths.reshape(-1) >= 0
     tokens = jnp.sum(mask).astype(jnp.float32)
     ratio = jnp.exp(actions.log_ratio)
@@ -397,7 +400,7 @@ def metric_sums(actions, *, entropy, selected, sampler_logprobs, old, lengths, m
         "loss": loss,
         "policy_loss": policy_loss,
         "entropy": jnp.sum(entropy),
-        "entropy_all": jnp.sum(entropy),
+        "entropy_all": jnp.sum(jnp.where(present[:, None], entropy_all, 0.0)),
         "entropy_selected": jnp.sum(jnp.where(selected, entropy, 0.0)),
         "selected": jnp.sum(selected).astype(jnp.float32),
         "ratio": jnp.sum(jnp.where(mask, ratio, 0.0)),

@@ -156,7 +156,7 @@ def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, con
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
-        "clip_ratio/low_min": form.least(extremes["low"]),
+        "clip_ratio/low_min": jnp.where(totals["actions"] > 0, form.least(extremes["low"]), 0.0),
         "clip_ratio/high_max": form.greatest(extremes["high"]),
         "loss/policy_avg": totals["loss"],
         "policy/approxkl_avg": 0.5 * totals["squared_log_ratio"] / rows,

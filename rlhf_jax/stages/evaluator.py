@@ -265,8 +265,9 @@ class RolloutEvaluator:
         response, lengths, each, advantages, kl = sharding.fetch(fetched)
         advantages = advantages.reshape(len(lengths), -1)
         n = len(lengths[:TOKEN_ROWS]) if kl is None else len(kl)
-        by_token = advantages if advantages.shape[1] > 1 else None
-        tokens = self.token_rows(response[:n], lengths[:n], kl, by_token)
+        known = np.flatnonzero(lengths[:n] >= 0)  # as in the table: others go on in the next update
+        by_token = advantages[known] if advantages.shape[1] > 1 else None
+        tokens = self.token_rows(response[known], lengths[known], None if kl is None else kl[known], by_token)
         if advantages.shape[1] > 1:  # the mean over the response's tokens
             response_mask = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * response_mask).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import optimizer as optimizers
+from rlhf_jax.algorithms.rollout_metrics import LENGTH_METRICS
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -188,6 +189,8 @@ class RolloutStage:
             why = "no response has a score" if present is None or present.any() else "no response is finished"
             warnings.warn(f"update {step + 1}: {why}; nothing is learned from it", stacklevel=2)
             state, metrics = self.programs.skip(state, rollout)
+            if present is not None and not present.any():  # lengths of no response, which alarms would take for 0
+                metrics = {name: value for name, value in metrics.items() if name not in LENGTH_METRICS}
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
         made = runner.make_experience(state, rollout, scored, group_size, prompts.images)
         experience, metrics = clock.wait("experience", made)
@@ -197,9 +200,7 @@ class RolloutStage:
         batch = ScoredBatch(rollout, scored, self.train_data, rows, prompts.images)
         self._completions = None
         if config.log_completions and (step + 1) % config.logging_steps == 0:
-            # Copies, since the update may overwrite these buffers.
-            advantages = jnp.array(experience.advantages)
-            self._completions = batch, advantages, self._token_kl(state, batch)
+            self._completions = batch, experience.advantages, self._token_kl(state, batch)
         self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
         self._recent_batches[step + 1] = batch, experience
         updated = self.programs.update(state, self.models.base, experience, metrics)

@@ -100,9 +100,26 @@ def test_an_update_learns_from_finished_groups_alone():
     start = jax.device_get(state.params)
     with pytest.warns(UserWarning, match="no response is finished"):
         state, metrics, _ = stage.train_step(state, 0)
-    assert float(metrics["completions/mean_length"]) == 0
+    # Lengths of no response would be the start that the alarms of length and eos compare with.
+    assert "objective/scores" not in metrics and not [name for name in metrics if "length" in name or "clipped" in name]
     for a, b in zip(*map(jax.tree.leaves, (start, jax.device_get(state.params))), strict=True):
         np.testing.assert_array_equal(a, b)
+    stage.close()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_tokens_stand_beside_their_responses_in_the_tables(beta):
+    stage = stage_of(learning_rate=0.0, log_completions=True, beta=beta, **PARTIAL)
+    state, tables = stage.state, []
+    for step in range(5):
+        state, _, _ = stage.train_step(state, step)
+        rows, tokens = stage.training_completions()
+        assert len(rows) == len(tokens)
+        for row, of_tokens in zip(rows, tokens, strict=True):
+            assert row["completion"] in "".join(of_tokens["tokens"]).replace("<|endoftext|>", "")
+            assert ("kl" in of_tokens) == (beta > 0) and len(of_tokens.get("kl", of_tokens["tokens"])) > 0
+        tables.append(len(rows))
+    assert 0 < min(filter(None, tables)) < BATCH
     stage.close()
 
 
