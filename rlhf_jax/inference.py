@@ -271,13 +271,16 @@ class Policy:
                 ids.append(own)
                 sources.append((read, tiles))
             return self._checked(ids, max_new_tokens), sources
-        if any(not isinstance(text, str) for text in prompts):
+        is_text = [isinstance(text, str) for text in prompts]
+        if not all(is_text):
             template = ChatTemplate(self.tokenizer, chat_template_kwargs)
             for i, messages in enumerate(prompts):
                 if (fault := conversation_fault({"text": messages}, "text")) is not None:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
                 prompts[i] = template.render(messages, generation_prompt=True)
         ids = self.tokenizer.encode_batch(prompts) if prompts else []
+        start = self.tokenizer.start_ids()
+        ids = [[*start, *own] if text and own else own for own, text in zip(ids, is_text, strict=True)]
         return self._checked(ids, max_new_tokens), sources
 
     def _encode_images(self, template: ChatTemplate, number: int, messages: Any):

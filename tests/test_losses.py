@@ -106,6 +106,28 @@ def test_clipped_tokens_have_no_policy_gradient_and_the_others_minus_a_times_r()
     close(gradient, np.array([0.0, 0.0, -2.2]) / 3)
 
 
+def test_an_importance_ratio_is_bounded_and_a_clipped_one_has_gradient_zero_however_large():
+    """e^90 is infinite in float32, and 0 * inf is nan."""
+    x = jnp.array([-90.0, 0.0, 1.5, 80.0, 90.0, 1000.0])
+    ratio, slope = jax.vmap(jax.value_and_grad(losses.importance_ratio))(x)
+    wanted = np.exp(np.minimum(x.astype(np.float64), 80.0))
+    np.testing.assert_allclose(ratio, wanted, rtol=1e-5, atol=1e-38)
+    np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-38)
+
+    def ppo(x, advantage):
+        return losses.policy_loss_terms(x, jnp.float32(0), jnp.float32(advantage), cliprange=0.2)[0]
+
+    def grpo(x, advantage):
+        options = {"epsilon": 0.2, "epsilon_high": 0.2, "delta": 4.0}
+        return losses.clipped_ratio_loss_terms(losses.importance_ratio(x), jnp.float32(advantage), **options)
+
+    for loss, advantage, value in ((ppo, 1.0, -1.2), (grpo, 1.0, -1.2), (grpo, -1.0, 4.0)):
+        found, gradient = jax.value_and_grad(loss)(jnp.float32(90.0), advantage)
+        np.testing.assert_allclose(found, value, rtol=1e-6)
+        assert gradient == 0
+    assert jax.grad(ppo)(jnp.float32(90.0), -1.0) > 1e34  # not clipped: the norm of the gradient ends the run
+
+
 def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient():
     logprobs, advantages, mask = normal(0, 2, 3), normal(1, 2, 3), np.array([[1, 1, 0], [1, 0, 0]], bool)
     gradient = jax.grad(losses.clipped_policy_loss)(logprobs, logprobs, advantages, mask, cliprange=0.2)

@@ -158,13 +158,16 @@ class PromptEncoder:
         """As `tokenized.Encoder.encode`; 'text' is None where it is a column of the row."""
         texts = [self._text(row) for row in rows]
         good = [text for text, _ in texts if text is not None]
-        encoded = iter(zip(good, *row_texts.fit_prompts(good, self.tokenizer, *self.limits), strict=True))
+        rendered = self.template is not None
+        fitted = row_texts.fit_prompts(good, self.tokenizer, *self.limits, rendered=rendered)
+        encoded = iter(zip(good, *fitted, strict=True))
+        start = len(self.tokenizer.start_ids())
 
         def one() -> Encoded:
             text, ids, truncated = next(encoded)
             if ids is None:
                 return None
-            known = self.tokenizer.decode(ids) if truncated else None if self.template is None else text
+            known = text if rendered else self.tokenizer.decode(ids[start:]) if truncated else None
             return {"tokens": ids, "text": known, "truncated": truncated}
 
         return [fault if fault is not None else one() for _, fault in texts]

@@ -99,19 +99,22 @@ def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) 
 
 
 def fit_prompts(
-    texts: Sequence[str], tokenizer: Tokenizer, query_length: int, query_overflow: str
+    texts: Sequence[str], tokenizer: Tokenizer, query_length: int, query_overflow: str, *, rendered: bool = False
 ) -> tuple[list[list[int] | None], list[bool]]:
-    """Ids of each prompt, at most `query_length`: 'truncate' as OpenAI did, 'drop' as TRL does.
+    """Ids of each prompt, at most `query_length`: 'truncate' as OpenAI did, 'drop' as TRL does. They begin with the
+    tokenizer's `start_ids`, unless a chat template rendered them.
 
     Returns:
       (ids of each prompt, None for one that is dropped; which were truncated)
     """
-    ids = tokenizer.encode_batch(texts)
-    long = [len(own) > query_length for own in ids]
+    ids, start = tokenizer.encode_batch(texts), [] if rendered else tokenizer.start_ids()
+    room = query_length - len(start)
+    long = [len(own) > room for own in ids]
     if query_overflow == "truncate":
-        prompts = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, query_length)
+        fitted = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, room)
     else:
-        prompts = [None if is_long else own for own, is_long in zip(ids, long, strict=True)]
+        fitted = [None if is_long else own for own, is_long in zip(ids, long, strict=True)]
+    prompts = [None if own is None else [*start, *own] for own in fitted]
     return prompts, [is_long and own is not None for own, is_long in zip(prompts, long, strict=True)]
 
 

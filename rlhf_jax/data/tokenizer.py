@@ -81,6 +81,16 @@ class Tokenizer:
         """Ids that end a response: `stop_ids`, or eos alone."""
         return self.stop_ids or (self.eos_id,)
 
+    def start_ids(self) -> list[int]:
+        """What the tokenizer puts before a text: a bos for Llama, Gemma and Mistral, nothing for most.
+
+        TRL encodes texts with it, and conversations without, since their template writes it.
+        """
+        own = self.encode("a")
+        whole = self.hf("a", verbose=False)["input_ids"]
+        starts = (n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own)
+        return whole[: next(starts, 0)]
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
         return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -131,7 +131,7 @@ def causal_attention(
     score: ScoreFunction,
     *,
     window: Array | int | None = None,
-    drop: Callable[[Array, int], Array] | None = None,
+    drop: Callable[[Array], Array] | None = None,
     segment_ids: Array | None = None,
 ) -> Array:
     """Attention of the last Q of S positions to the unmasked positions up to themselves.
@@ -139,9 +139,9 @@ def causal_attention(
     query [B, Q, H, K], key and value [B, S, KV, K], mask [B, S] bool of keys -> [B, Q, H, K]. Head h reads key h // (H
     / KV). With `window` W position i sees i - W < j <= i; with `segment_ids` [B, S] int32 it sees its own segment only.
     Queries go in blocks, and a block skips the keys after its last query, which are all masked: nearly half of the work
-    of long rows. `drop` takes a block's weights [B, H, Q, S'] and its first query. Without it the backward pass
-    recomputes the weights from their log-sum-exp, so that none are kept (Dao et al. 2022, arXiv:2205.14135, algorithm
-    4); it has no forward-mode derivative.
+    of long rows. `drop` takes a block's weights [B, H, Q, S'], of the first S' columns to the last Q of them. Without
+    it the backward pass recomputes the weights from their log-sum-exp, so that none are kept (Dao et al. 2022,
+    arXiv:2205.14135, algorithm 4); it has no forward-mode derivative.
     """
     if key.shape[2] != query.shape[2]:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
@@ -152,7 +152,7 @@ def causal_attention(
     for start, stop, seen in _query_blocks(query.shape[2], key.shape[2]):
         keep = causal_mask(mask, stop - start, seen, window, segment_ids)
         part = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], keep)
-        out.append(attend(*part, lambda weights, start=start: drop(weights, start), score))
+        out.append(attend(*part, drop, score))
     return jnp.concatenate(out, axis=2).swapaxes(1, 2)
 
 

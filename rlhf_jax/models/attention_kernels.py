@@ -78,7 +78,7 @@ def row_attention(
     mask: Array,
     *,
     window: Array | int | None = None,
-    drop: Callable[[Array, int], Array] | None = None,
+    drop: Callable[[Array], Array] | None = None,
     segment_ids: Array | None = None,
 ) -> Array:
     """`attention.causal_attention` by the context's `attn_implementation`.

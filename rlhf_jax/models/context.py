@@ -106,39 +106,75 @@ class DropoutSite(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dropout:
-    """Rates by site, and a PRNG key for each row."""
+    """Rates by site, and a PRNG key for each row.
+
+    A mask belongs to a row's key and to a token's position, so that it depends neither on the rows beside it nor on the
+    padding around it: micro-batches are as wide as their rows need.
+    """
 
     keys: Array  # [B] typed
     hidden: float
     attention: float
     lora: float
+    positions: Array | None = None  # [B, S] int32, of the columns; None: they are the positions
 
     @classmethod
-    def create(cls, config: DecoderConfig, lora: Lora | None, key: Array, rows: int) -> Dropout:
+    def create(
+        cls, config: DecoderConfig, lora: Lora | None, key: Array, rows: int, positions: Array | None = None
+    ) -> Dropout:
         """From one key (the row's index is folded in) or from [B] keys, one a row."""
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
         keys = key if key.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-        return cls(keys, config.hidden_dropout, config.attention_dropout, 0.0 if lora is None else lora.dropout)
+        lora_rate = 0.0 if lora is None else lora.dropout
+        return cls(keys, config.hidden_dropout, config.attention_dropout, lora_rate, positions)
 
-    def __call__(self, x: Array, layer: int | Array, site: DropoutSite, *data: int) -> Array:
-        """x [B, ...] with entries set to 0 at the site's rate. `data` is folded into the key after layer and site."""
-        rate = self.hidden
-        if site == DropoutSite.ATTENTION:
-            rate = self.attention
-        elif site >= DropoutSite.LORA_QUERY_KEY_VALUE:
-            rate = self.lora
-        return x if rate == 0 else row_dropout(x, rate, self.keys, layer, int(site), *data)
+    def __call__(self, x: Array, layer: int | Array, site: DropoutSite) -> Array:
+        """x [B, S', D] of the last S' columns with entries set to 0 at the site's rate."""
+        rate = self.lora if site >= DropoutSite.LORA_QUERY_KEY_VALUE else self.hidden
+        if rate == 0:
+            return x
+        return token_dropout(x, rate, fold_in_rows(self.keys, layer, site), self._of_last(x.shape[1]))
+
+    def weights(self, weights: Array, layer: int | Array) -> Array:
+        """Weights [B, H, Q, S'] of the first S' columns to the last Q of them, as `__call__`."""
+        _, heads, queries, seen = weights.shape
+        keys = fold_in_rows(self.keys, layer, DropoutSite.ATTENTION)
+
+        def of_query(key: Array, query: Array, positions: Array) -> Array:
+            pairs = positions[None] * heads + jnp.arange(heads)[:, None]
+            return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0))(jax.random.fold_in(key, query), pairs)
+
+        positions = self._of_last(seen) if self.positions is None else self.positions[:, :seen]
+        of_row = jax.vmap(of_query, (None, 0, None))
+        pair_keys = jax.vmap(of_row)(keys, positions[:, seen - queries :], positions)  # [B, Q, H, S']
+        bits = jax.random.key_data(pair_keys)[..., 0].astype(jnp.uint32).swapaxes(1, 2)
+        keep = bits < jnp.uint32((1.0 - self.attention) * 2**32)
+        return drop_entries(weights, keep, self.attention)
+
+    def _of_last(self, columns: int) -> Array:
+        """Positions [B, S'] of the last columns."""
+        if self.positions is None:
+            return jnp.broadcast_to(jnp.arange(columns), (len(self.keys), columns))
+        return self.positions[:, self.positions.shape[1] - columns :]
 
 
-def row_dropout(x: Array, rate: float, keys: Array, *data: int | Array) -> Array:
-    """Dropout keyed per row: x [B, ...], keys [B] typed PRNG keys, data folded into each in turn. Returns x's shape.
-
-    A row's mask depends on its key and not on the rows beside it. Kept entries are scaled by 1 / (1 - rate).
-    """
+def fold_in_rows(keys: Array, *data: int | Array) -> Array:
+    """Keys [B] with each of `data` folded in, in turn."""
     for number in data:
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys)
+    return keys
+
+
+def token_dropout(x: Array, rate: float, keys: Array, positions: Array) -> Array:
+    """Dropout keyed by row and position: x [B, S, D], keys [B] typed PRNG keys, positions [B, S]. Returns x's shape."""
+    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions)
+    keep = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[2:])))(keys)
+    return drop_entries(x, keep, rate)
+
+
+def drop_entries(x: Array, keep: Array, rate: float) -> Array:
+    """x where `keep`, scaled by 1 / (1 - rate), else 0."""
     return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
@@ -168,6 +204,6 @@ class Context:
         """The context of one layer."""
         return dataclasses.replace(self, layer=layer, last=last)
 
-    def drop(self, x: Array, site: DropoutSite, *data: int) -> Array:
-        """x after the site's dropout."""
-        return x if self.dropout is None else self.dropout(x, self.layer, site, *data)
+    def drop(self, x: Array, site: DropoutSite) -> Array:
+        """x [B, S, D] after the site's dropout."""
+        return x if self.dropout is None else self.dropout(x, self.layer, site)

@@ -232,12 +232,12 @@ def hidden(
     """
     config = context.config
     tokens, positions = mask_tokens(tokens, mask)
+    if dropout_key is not None:
+        dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0], positions)
+        context = dataclasses.replace(context, dropout=dropout)
     if segment_ids is not None:
         positions = positions_in_segments(positions, segment_ids)
     ropes = _ropes(config, positions)
-    if dropout_key is not None:
-        dropout = Dropout.create(config, context.lora, dropout_key, tokens.shape[0])
-        context = dataclasses.replace(context, dropout=dropout)
     x = _embed(context, backbone, tokens, positions, features=features)
     x = context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
     drops_weights = dropout_key is not None and config.attention_dropout > 0
@@ -246,8 +246,8 @@ def hidden(
         at_layer = context.at_layer(index, last if is_last else None)
         rope, window = _at_layer(config, ropes, index)
 
-        def drop(weights: Array, start: int) -> Array:
-            return at_layer.drop(weights, DropoutSite.ATTENTION, start)
+        def drop(weights: Array) -> Array:
+            return context.dropout.weights(weights, index)
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dropped = drop if drops_weights else None

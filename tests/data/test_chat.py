@@ -309,6 +309,26 @@ def test_a_template_that_writes_bos_gives_one():
         assert ids[0] == tokenizer.hf.bos_token_id and ids.tolist().count(ids[0]) == 1
 
 
+def test_texts_begin_with_what_the_tokenizer_puts_before_them():
+    """A bos, as TRL's `processing_class(text=prompts)` and its SFT and reward trainers give."""
+    tokenizer, text = bytes_tokenizer(), "i met anna"
+    row = {"prompt": text, "completion": " keys", "chosen": " keys", "rejected": " bread"}
+    whole, end = tokenizer.hf(text + " keys")["input_ids"], [tokenizer.eos_id]
+    assert (
+        make([row], tokenizer).tokens[0].tolist()
+        == tokenizer.hf(text)["input_ids"]
+        == [*tokenizer.start_ids(), *tokenizer.encode(text)]
+    )
+    demonstrations, pairs = (f(data.load_rows([row]), tokenizer) for f in (data.make_demonstrations, data.make_pairs))
+    assert demonstrations.tokens[0].tolist() == pairs.chosen[0].tolist() == [*whole, *end]
+    cut = make([row], tokenizer, query_length=5)
+    assert cut.tokens[0].tolist() == [*tokenizer.start_ids(), *tokenizer.encode("anna")] and cut.texts([0]) == ["anna"]
+    assert len(make([row], tokenizer, query_length=11, query_overflow="drop")) == 1
+    with pytest.raises(UserError, match="longer than"):
+        make([row], tokenizer, query_length=10, query_overflow="drop")
+    assert synthetic_tokenizer().start_ids() == []
+
+
 # --- the order of rows
 
 

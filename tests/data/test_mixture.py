@@ -108,7 +108,7 @@ def test_sets_have_columns_formats_and_limits_of_their_own(paths, tmp_path):
     made_of = config([{"path": paths[0], "max_train_samples": 3}, {**own, "on_bad_row": "skip"}])
     tokenizer = bytes_tokenizer()
     made = data.load_demonstrations(made_of, tokenizer)
-    assert len(made) == 5 and tokenizer.decode(made.tokens[3]) == "met anna; 1 {} lost keys<|im_end|>"
+    assert len(made) == 5 and tokenizer.decode(made.tokens[3]) == "<bos>met anna; 1 {} lost keys<|im_end|>"
     assert "line 3: 'title', of which the format of 'prompt' is made, is NoneType" in made.report.first_bad
     with pytest.raises(UserError, match="other.jsonl, line 3: 'title'"):
         data.load_demonstrations(config([own]), tokenizer)

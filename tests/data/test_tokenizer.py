@@ -32,11 +32,6 @@ def test_missing_pad_takes_the_first_free_row(tmp_path):
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (9, 0, 10)
 
 
-def test_missing_pad_is_refused_where_no_row_is_free(tmp_path):
-    with pytest.raises(UserError, match=r"pad token.*\[PAD\].*9 rows"):
-        data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=9)
-
-
 def test_gpt_neox_tokenizer_gets_pad_and_not_a_made_up_one(tmp_path):
     folder = write_tokenizer(tmp_path, tokenizer_class="GPTNeoXTokenizerFast", eos_token="<|endoftext|>")
     tokenizer = data.load_tokenizer(folder, vocab_size=16)

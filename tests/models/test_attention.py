@@ -40,7 +40,7 @@ def test_rows_of_several_segments_are_their_segments_in_value_and_gradient(drops
     mask = jnp.ones((2, length), bool).at[1, 140:150].set(False)
     upstream = jnp.where(mask[:, :, None, None], upstream, 0)
     ids = jnp.broadcast_to((jnp.arange(length) >= first).astype(jnp.int32) + 5, (2, length))
-    drop = (lambda weights, start: weights) if drops else None  # attention with dropout is differentiated by JAX
+    drop = (lambda weights: weights) if drops else None  # attention with dropout is differentiated by JAX
 
     def packed(*args):
         return attention.causal_attention(*args, mask, SCORE, segment_ids=ids, drop=drop, window=90)

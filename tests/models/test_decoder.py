@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models import HEADS, attention, custom_shape, decoder, pythia
-from rlhf_jax.models.context import Context, row_dropout
+from rlhf_jax.models import HEADS, attention, custom_shape, decoder, lora, pythia
+from rlhf_jax.models.context import Context, Dropout, token_dropout
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES, decoder_config
 from rlhf_jax.models.rope import rotary_angles
 from tests.helpers.arrays import distance
@@ -198,9 +199,35 @@ def test_one_dropout_key_becomes_a_key_a_row_and_gradients_flow():
 
 def test_dropout_keeps_the_mean_and_the_rate():
     keys = jax.random.split(jax.random.key(0), 4)
-    dropped = row_dropout(jnp.ones((4, 5000)), 0.25, keys, 3)
-    assert abs(float((dropped == 0).mean()) - 0.25) < 0.02
-    assert abs(float(dropped.mean()) - 1.0) < 0.03
+    positions = jnp.tile(jnp.arange(50), (4, 1))
+    weights = Dropout(keys, 0.25, 0.25, 0.0, positions).weights(jnp.ones((4, 3, 40, 50)), 3)
+    for dropped in (token_dropout(jnp.ones((4, 50, 100)), 0.25, keys, positions), weights):
+        assert abs(float((dropped == 0).mean()) - 0.25) < 0.02
+        assert abs(float(dropped.mean()) - 1.0) < 0.03
+        for axis in range(dropped.ndim):  # no two rows, positions, heads or features have one mask
+            masks = np.moveaxis(np.asarray(dropped == 0), axis, 0)
+            assert len(np.unique(masks.reshape(len(masks), -1), axis=0)) == len(masks)
+
+
+@pytest.mark.parametrize("rates", [{"hidden_dropout": 0.2}, {"attention_dropout": 0.2}, {"lora": 0.2}], ids=str)
+def test_a_dropout_mask_belongs_to_a_position_whatever_the_padding(rates):
+    model, params = custom_shape("2x32x4", 61, **{k: v for k, v in rates.items() if k != "lora"}), PARAMS
+    if "lora" in rates:
+        form = lora.Lora(
+            r=3, dropout=0.2, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+        )
+        model = dataclasses.replace(model, lora=form)
+        adapters = jax.tree.map(lambda x: x + 0.3, lora.init(model, jax.random.key(1), PARAMS))
+        params = model.with_lora(PARAMS, adapters)
+    tokens, mask = padded_rows([7, 4, 6], [0, 3, 1], 7)
+    keys = jax.random.split(jax.random.key(5), 3)
+    whole = model.hidden(params, tokens, mask, dropout_key=keys)
+    assert distance(whole[:, -3:], model.hidden(params, tokens, mask)[:, -3:]) > 0.01
+    for before, after in ((3, 0), (0, 2)):
+        pad = ((0, 0), (before, after))
+        wide = model.hidden(params, np.pad(tokens, pad), np.pad(mask, pad), dropout_key=keys)[:, before : before + 7]
+        assert distance(np.asarray(wide)[mask], np.asarray(whole)[mask]) < 1e-6
+    assert distance(model.hidden(params, tokens, mask, dropout_key=keys, last=3), whole[:, -3:]) < 1e-5
 
 
 # Parameters in all, as published with the models (Biderman et al. 2023, arXiv:2304.01373).
