@@ -20,7 +20,7 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         lora_alpha=8,  # the adapter's output is scaled by lora_alpha / lora_r
         lora_dropout=0.0,  # dropout on adapter inputs
         query_length=512,  # tokens
-        query_overflow="truncate",  # TRL keeps longer prompts
+        query_overflow="drop",  # drop longer prompts; TRL keeps them
         num_train_epochs=3.0,  # epochs over the prompts
         batch_size=64,  # responses an update: 8 in each of steps_per_generation = 8
         micro_batch_size=8,  # rows a micro-batch

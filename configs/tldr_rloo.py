@@ -38,7 +38,7 @@ def get_config(variant: str | None = None) -> RLOOConfig:
         return RLOOConfig(
             **shared,
             run_dir="runs/tldr_rloo_current",  # folder
-            query_overflow="truncate",  # TRL keeps longer prompts
+            query_overflow="truncate",  # drop trailing paragraphs of longer posts; TRL keeps them
             num_train_epochs=3.0,  # epochs over the prompts
             batch_size=64,  # responses an update: 8 a device
             num_iterations=1,  # epochs over each batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf_jax.utils import text
@@ -17,3 +18,16 @@ class UserError(ValueError):
 
     def __init__(self, *args: Any):
         super().__init__(*(text.error_message(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class MissingSplit(UserError):
+    """A data set has no split of this name.
+
+    Args:
+      source: name of the data set, such as 'tldr' or a folder.
+      split: the missing split.
+      splits: names of its splits.
+    """
+
+    def __init__(self, source: str, split: str, splits: Iterable[str]):
+        super().__init__(f"{source} has no split {split!r}; it has {', '.join(splits) or 'none'}")

@@ -344,7 +344,7 @@ def finish(
     if storage.is_remote(run_folder.path):
         paths = {of: f"{run_folder.path}/{os.path.basename(path)}" for of, path in local.items()}
         multihost.from_first(lambda: upload_exports(run_folder, local, paths))
-    run_folder.finish(end, metrics=metrics, paths=paths)
+    run_folder.finish(end, metrics=metrics, paths=paths, objects=tuple(objects))
     if multihost.is_main() and config.push_to_hub:
         push(config, local, paths)
     multihost.agree()  # the next stage reads what the first process has written

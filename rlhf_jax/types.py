@@ -45,7 +45,7 @@ class Rollout:
     prompt_tokens: Array  # [B, C] int32, left-padded
     prompt_lengths: Array  # [B] int32
     response: Array  # [B, T] int32; filled with eos after its end
-    lengths: Array  # [B] int32, 0..T, the stop token included
+    lengths: Array  # [B] int32, 0..T, the stop token included; -1: the row is absent and counts nowhere
     ended: Array  # [B] bool: a stop token was sampled (False: truncated at T)
     logprobs: Array  # [B, T] float32 of the sampler, at its temperature; 0 after the end
     response_mask: Array  # [B, T] bool: response columns that may be attended
@@ -73,7 +73,7 @@ class Experience:
 
     tokens: Array  # [B, C + T] int32
     mask: Array  # [B, C + T] bool, attention
-    lengths: Array  # [B] int32, 0..T
+    lengths: Array  # [B] int32, 0..T; -1: the row is absent
     logprobs: Array  # [B, T] float32, behaviour policy; INVALID_LOGPROB outside the response
     values: Array  # [B, T] float32
     advantages: Array  # [B, T] float32

@@ -112,7 +112,8 @@ def make_experience(
       kl_coef: not read: the coefficient is config.beta.
 
     Returns:
-      (GroupExperience, metrics, each [] float32). With one row a group the advantage is 0 (an evaluation with G = 1).
+      (GroupExperience, metrics, each [] float32). With one row a group (an evaluation) the advantage is 0, or with
+      baseline 'none' the reward.
     """
     del kl_coef
     needs = objective.needs(config)

@@ -62,7 +62,7 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
 
 
 def subtract_baseline(rewards: gpg.Rewards, config) -> Array:
-    """Rewards minus the baseline of their group: [B]; with one response to a prompt that is 0."""
+    """Rewards minus the baseline of their group: [B]; 0 with one response to a prompt, or with 'none' its reward."""
     if config.baseline == "none":
         return rewards.scores
     scores, keep = (group_rows(x, rewards.group_size) for x in (rewards.scores, rewards.scorable))

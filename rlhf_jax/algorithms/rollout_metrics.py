@@ -137,7 +137,8 @@ def objective_metrics(
     eos_ids: tuple[int, ...],
     config,
 ) -> Metrics:
-    """The `objective/...` metrics of TRL's trainer before 0.22, over the rows that have a score.
+    """The `objective/...` metrics of TRL's trainer before 0.22; those of rewards are means over the rows that have a
+    score, KL and entropy over all present rows.
 
     Args:
       rollout: of B rows.

@@ -170,8 +170,9 @@ class StageConfig:
     query_length: PositiveInt = 512
     """Maximum number of prompt tokens."""
     query_overflow: Literal["truncate", "drop"] = "truncate"
-    """Longer prompts: truncate the post by paragraphs as OpenAI did, or drop the row as TRL does. Conversations are
-    dropped."""
+    """Prompts of more than query_length tokens: truncate drops the last paragraphs of a TL;DR post, as OpenAI did,
+    keeps the last query_length tokens of another text, and drops the row if the prompt is a conversation; drop drops
+    the row, as TRL's scripts do."""
     length_buckets: tuple[int, ...] | None = None
     """Lengths to pad rows to. SFT and reward model: one per batch; default: quarters of the maximum. PPO, RLOO and
     GRPO: one per micro-batch for its prompts, within one program; default: half, three quarters and all of the
@@ -378,16 +379,16 @@ class PolicyConfig(StageConfig):
     """Rows generated and scored at a time, over all devices; default: batch_size. Log-probs and values are computed
     micro_batch_size rows at a time, if that is smaller."""
     decode_slots: PositiveInt | None = None
-    """Rows decoded at a time, over all devices: a response that ends makes room for the next one of the batch. None:
-    all rows of rollout_batch_size, which wait for the longest."""
+    """Rows decoded at a time, over all devices: a response that ends makes room for the next one of the batch
+    (continuous batching). None: all rows of rollout_batch_size, which wait for the longest."""
     decode_longest_first: bool = True
     """With decode_slots: decode the prompts first whose responses were longest at their last visit."""
     decode_shrink: bool | None = None
     """Go on with half of the rows when the other half have ended; each size is compiled. None: on CPUs, for responses
     of 128 tokens and more."""
     draft: Literal["ngram"] | None = None
-    """ngram: propose the tokens that followed the last two tokens before, in the response or in others to its prompt,
-    and verify them in one step. Does not change what is sampled."""
+    """ngram: speculative decoding without a draft model: propose the tokens that followed the last two tokens before,
+    in the response or in others to its prompt, and verify them in one step. Does not change what is sampled."""
     draft_tokens: PositiveInt = 4
     """Tokens that draft proposes in a step."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"

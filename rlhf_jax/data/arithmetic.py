@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
-from rlhf_jax.errors import UserError
+from rlhf_jax.errors import MissingSplit, UserError
 
 MIN_TERMS, MAX_TERMS = 3, 8
 LARGEST_TERM = 9
@@ -158,7 +158,7 @@ def load_arithmetic(kind: str, split: str = "train", size: int | None = None, se
     import datasets
 
     if split not in SIZES:
-        raise UserError(f"the arithmetic data set has no split {split!r}; it has {', '.join(SIZES)}")
+        raise MissingSplit("the arithmetic data set", split, SIZES)
     if kind not in _MAKERS:
         raise UserError(f"the arithmetic data set has no {kind}; it has {' and '.join(_MAKERS)}")
     return datasets.Dataset.from_list(_MAKERS[kind](SIZES[split] if size is None else size, split=split, seed=seed))

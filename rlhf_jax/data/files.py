@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_jax.data import arrow_cache
 from rlhf_jax.data.ragged import Chained
-from rlhf_jax.errors import UserError
+from rlhf_jax.errors import MissingSplit, UserError
 from rlhf_jax.utils.text import parse_json
 
 SUFFIXES = {
@@ -419,7 +419,7 @@ def read_folder(folder: str, split: str) -> Rows:
         canonical = next((name for name, aliases in _ALIASES.items() if split in (name, *aliases)), split)
         selected = [path for path in paths if labels[path][0] == canonical]
     if not selected:
-        raise UserError(f"{folder} has no split {split!r}; its files name {', '.join(splits) or 'none'}")
+        raise MissingSplit(folder, split, splits)
     if len({labels[path][1] for path in selected}) > 1:
         names = ", ".join(os.path.relpath(path, folder) for path in selected)
         raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
@@ -487,6 +487,6 @@ def select_split(loaded: Any, name: str, split: str, fingerprint: Any = None) ->
     """Rows of one split of a Dataset or DatasetDict, whose content `fingerprint` identifies."""
     if isinstance(loaded, Mapping):
         if split not in loaded:
-            raise UserError(f"{name} has no split {split!r}; it has {', '.join(loaded)}")
+            raise MissingSplit(name, split, loaded)
         loaded = loaded[split]
     return from_dataset(loaded, name, None if fingerprint is None else [fingerprint, split])

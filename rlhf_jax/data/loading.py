@@ -23,7 +23,7 @@ from rlhf_jax.data.files import (
     table_fingerprint,
     write_table,
 )
-from rlhf_jax.errors import UserError
+from rlhf_jax.errors import MissingSplit, UserError
 
 BUILT_IN = {
     "synthetic": synthetic.load_synthetic,
@@ -47,7 +47,7 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
             text = " ".join(str(error).split()) or type(error).__name__
             names = re.search(r"Should be one of \[(.*?)\]", text)
             if "split" in text.lower() and names:
-                raise UserError(f"{name} has no split {split!r}; it has {names[1]}") from error
+                raise MissingSplit(name, split, re.findall(r"[^', ]+", names[1])) from error
             if "Config name is missing" in text or "BuilderConfig" in text:
                 raise UserError(f"{name}: {text[:400].rstrip('.')}. Set dataset_config.") from error
             raise UserError(
@@ -77,6 +77,7 @@ def load_rows(
     source: Any,
     *,
     split: str = "train",
+    split_option: str = "dataset_train_split",
     kind: str = "prompts",
     dataset_config: str | None = None,
     dataset_revision: str | None = None,
@@ -91,6 +92,7 @@ def load_rows(
       source: hub name, local file (read as one split, whatever its name) or folder, a name in `BUILT_IN`, or an object:
         a datasets.Dataset or DatasetDict, or a list of dicts.
       split: split to load.
+      split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset_config, dataset_revision: of a hub data set.
       streaming: not supported; true raises.
@@ -108,33 +110,47 @@ def load_rows(
             "memory does not grow with their number. max_train_samples takes the first rows. To train on a stream, "
             "write as many rows as the run needs to a file: datasets' take, then to_json."
         )
-    label = label or f"{split} data"
-    if isinstance(source, str | os.PathLike):
-        source = storage.local_copy(os.fspath(source))
-        if source in BUILT_IN:
-            rows = _read_built_in(source, kind, split, max_samples, seed)
-        elif os.path.isfile(source):
-            rows = read_file(source)
-        elif os.path.isdir(source):
-            rows = read_folder(source, split)
-        elif os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
-            raise UserError(f"{source}: there is no such file or folder")
-        else:
-            rows = _read_hub(source, split, dataset_config, dataset_revision)
-    elif isinstance(source, list | tuple):
-        rows = from_list(source, f"the list given as {label}")
-    elif isinstance(source, Mapping):
-        rows = select_split(source, "the DatasetDict given", split)
-        rows = from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
-    elif hasattr(source, "column_names") and hasattr(source, "select"):
-        rows = from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
-    else:
-        raise UserError(
-            f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
-        )
+    try:
+        rows = _read(source, split, kind, dataset_config, dataset_revision, max_samples, seed, label or f"{split} data")
+    except MissingSplit as error:
+        raise UserError(f"{error}. Set {split_option}") from None
     if not len(rows):
         raise UserError(f"{rows.name}: has no rows")
     return rows.first(max_samples)
+
+
+def _read(
+    source: Any,
+    split: str,
+    kind: str,
+    dataset_config: str | None,
+    dataset_revision: str | None,
+    max_samples: int | None,
+    seed: int,
+    label: str,
+) -> Rows:
+    """The rows of one split, of a built-in data set at least the first `max_samples`; see `load_rows`."""
+    if isinstance(source, str | os.PathLike):
+        source = storage.local_copy(os.fspath(source))
+        if source in BUILT_IN:
+            return _read_built_in(source, kind, split, max_samples, seed)
+        if os.path.isfile(source):
+            return read_file(source)
+        if os.path.isdir(source):
+            return read_folder(source, split)
+        if os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
+            raise UserError(f"{source}: there is no such file or folder")
+        return _read_hub(source, split, dataset_config, dataset_revision)
+    if isinstance(source, list | tuple):
+        return from_list(source, f"the list given as {label}")
+    if isinstance(source, Mapping):
+        rows = select_split(source, "the DatasetDict given", split)
+        return from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
+    if hasattr(source, "column_names") and hasattr(source, "select"):
+        return from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
+    raise UserError(
+        f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
+    )
 
 
 def is_single_split(source: Any) -> bool:
@@ -196,6 +212,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
     """
     limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
+    limits |= {"split_option": "dataset_test_split, None for a run without evaluation"}
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
     if source is None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
-from rlhf_jax.errors import UserError
+from rlhf_jax.errors import MissingSplit, UserError
 
 SIZE = 32
 """Pixels on a side."""
@@ -148,7 +148,7 @@ def load_shapes(kind: str, split: str = "train", size: int | None = None, seed: 
     import datasets
 
     if split not in SIZES:
-        raise UserError(f"the shapes data set has no split {split!r}; it has {', '.join(SIZES)}")
+        raise MissingSplit("the shapes data set", split, SIZES)
     if kind not in _MAKERS:
         raise UserError(f"the shapes data set has no {kind}; it has {' and '.join(_MAKERS)}")
     try:

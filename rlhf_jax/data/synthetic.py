@@ -28,7 +28,7 @@ import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
 from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.errors import UserError
+from rlhf_jax.errors import MissingSplit, UserError
 
 Kind = Literal["prompts", "demonstrations", "pairs"]
 
@@ -255,7 +255,7 @@ def load_synthetic(kind: Kind, split: str = "train", size: int | None = None, se
     import datasets
 
     if split not in SIZES:
-        raise UserError(f"the synthetic data set has no split {split!r}; it has {', '.join(SIZES)}")
+        raise MissingSplit("the synthetic data set", split, SIZES)
     if kind not in _MAKERS:
         raise UserError(f"the synthetic data set has no kind {kind!r}; it has {', '.join(_MAKERS)}")
     return datasets.Dataset.from_list(_MAKERS[kind](SIZES[split] if size is None else size, split=split, seed=seed))

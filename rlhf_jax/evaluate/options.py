@@ -81,7 +81,8 @@ class EvaluateConfig:
     query_length: PositiveInt | None = None
     """Maximum prompt length in tokens."""
     query_overflow: Literal["truncate", "drop"] | None = None
-    """Longer prompts: truncate the post by paragraphs, or drop the row."""
+    """Prompts of more than query_length tokens: truncate drops the last paragraphs of a TL;DR post, keeps the last
+    query_length tokens of another text, and drops conversations; drop drops the row."""
     on_bad_row: Literal["raise", "skip"] | None = None
     """A row with a missing, mistyped or empty field: stop with an error, or skip and count it."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -55,6 +55,7 @@ class PairEvaluation:
         rows = data.load_rows(
             reward_config.dataset_name,
             split=reward_config.dataset_test_split,
+            split_option="--pairs_split",
             kind="pairs",
             max_samples=reward_config.max_eval_samples,
             label="pairs",

@@ -49,6 +49,7 @@ class Plan:
       samples: responses to each prompt.
       pairs: model and data of the pairs, as a reward-stage config; None: no reward model is evaluated.
       output_dir: folder of the results.
+      warnings: what the evaluation lacks that the run had.
     """
 
     prompts: PPOConfig | None
@@ -60,6 +61,7 @@ class Plan:
     samples: int
     pairs: RewardConfig | None
     output_dir: str
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The plan in evaluation.json."""
@@ -72,7 +74,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
     Raises:
       UserError: the run is not finished or has nothing to evaluate, or an option of the run or the command is invalid.
     """
-    stages = _finished_stages(config.run_dir) if config.run_dir is not None else {}
+    stages, objects = _finished_stages(config.run_dir) if config.run_dir is not None else ({}, {})
     names = (name for name in (*POLICY_STAGES, *stages) if name in stages and name != "reward")
     name = next(names, None)
     stage = None if name is None else stages[name]
@@ -101,6 +103,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
         samples=config.num_generations or max(config.best_of_n, default=1),
         pairs=pairs,
         output_dir=config.output_dir or default,
+        warnings=_absent_objects(config, name, objects, prompts, pairs),
     )
     _check(plan)
     return plan
@@ -109,30 +112,57 @@ def make_plan(config: EvaluateConfig) -> Plan:
 # --- the run
 
 
-def _finished_stages(run_dir: str) -> dict[str, StageConfig]:
-    """The configs of the finished stage or stages in a folder, by stage name, with paths adapted to a moved folder."""
+def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, list[str]]]:
+    """(configs of the finished stage or stages in a folder, with paths adapted to a moved folder; the arguments of
+    `rlhf_jax.run` that took the place of their options), by stage name."""
     if not storage.is_dir(run_dir):
         raise UserError(f"--run_dir {run_dir}: there is no such folder")
     single = storage.is_file(os.path.join(run_dir, "config.json"))
     folders = [run_dir] if single else [os.path.join(run_dir, name) for name in STAGES]
-    stages = {}
+    stages, objects = {}, {}
     for folder in folders:
         if not storage.is_file(os.path.join(folder, "config.json")):
             continue
         stage, config = config_files.load_run(folder)
         if not isinstance(config, StageConfig):
             raise UserError(f"--run_dir {run_dir}: its config.json is of a {stage}, not of one stage")
-        if run_folder.RunFolder(storage.absolute(folder)).finished() is None:
+        finished = run_folder.RunFolder(storage.absolute(folder)).finished()
+        if finished is None:
             raise UserError(
                 f"--run_dir {run_dir}: the run in {folder} is not finished, so its model is not written yet. Rerun its "
                 "command to finish it, or set --model to a checkpoint"
             )
-        stages[stage] = _relocated(config, folder)
+        stages[stage], objects[stage] = _relocated(config, folder), finished["objects"]
     if not stages:
         raise UserError(
             f"--run_dir {run_dir} holds no run: there is no config.json in it, nor in a folder {', '.join(STAGES)}"
         )
-    return stages
+    return stages, objects
+
+
+def _absent_objects(
+    config: EvaluateConfig,
+    stage: str | None,
+    objects: dict[str, list[str]],
+    prompts: PPOConfig | None,
+    pairs: RewardConfig | None,
+) -> tuple[str, ...]:
+    """Warnings of reward functions that were arguments of `rlhf_jax.run` and so are not in the run's folder; a
+    UserError if the evaluation data were."""
+    for of, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
+        given = objects.get(of, [])
+        lost = "eval_dataset" in given or ("train_dataset" in given and used and used.eval_dataset_name is None)
+        if used is not None and lost and getattr(config, option) is None:
+            raise UserError(
+                f"--run_dir {config.run_dir}: the data set of this run was an argument of rlhf_jax.run, so its folder "
+                f"does not name it. Set --{option} to a file, a folder or a hub name"
+            )
+    if prompts is not None and "reward_funcs" in objects.get(stage, []) and config.reward_funcs is None:
+        return (
+            "the reward functions of this run were arguments of rlhf_jax.run, so its folder does not name them and "
+            "they score nothing here; set --reward_funcs to FILE.py:FUNCTION",
+        )
+    return ()
 
 
 def _relocated(config: StageConfig, folder: str) -> StageConfig:

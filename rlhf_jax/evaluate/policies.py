@@ -96,6 +96,7 @@ class PolicyEvaluation:
             return data.load_rows(
                 prompts_config.dataset_name,
                 split=prompts_config.dataset_test_split,
+                split_option="--split",
                 kind="demonstrations",
                 dataset_config=prompts_config.dataset_config,
                 dataset_revision=prompts_config.dataset_revision,

@@ -40,6 +40,8 @@ def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str,
     log = log if multihost.is_main() else lambda _: None
     check(config)
     plan = planning.make_plan(config)
+    for warning in plan.warnings:
+        log(f"warning: {warning}")
     judges = _judges(config)
     if config.rouge:
         rouge.check()

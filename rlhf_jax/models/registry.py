@@ -559,7 +559,9 @@ def custom_shape(spec: str, vocab_size: int, max_positions: int = 2048, **overri
     """
     name, _, shape = spec.lower().rpartition(":")
     if (name or "gpt_neox") not in {**FAMILIES, **IMAGE_FAMILIES}:
-        raise UserError(f"model shape {spec!r}: there is no family {name!r}; families: {', '.join(FAMILIES)}.")
+        raise UserError(
+            f"model shape {spec!r}: there is no family {name!r}; families: {', '.join([*FAMILIES, *IMAGE_FAMILIES])}."
+        )
     try:
         layers, width, heads, *rest = (int(part) for part in shape.split("x"))
         (own,) = rest or (heads,)

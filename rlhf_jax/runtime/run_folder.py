@@ -194,7 +194,7 @@ class RunFolder:
         return self.has_checkpoint() or storage.exists(self.finished_file)
 
     def finished(self) -> dict[str, Any] | None:
-        """The content of finished.json, {"step", "metrics", "paths"}; None if the run is not finished.
+        """The content of finished.json, {"step", "metrics", "paths", "objects"}; None if the run is not finished.
 
         Raises:
           UserError: finished.json is damaged.
@@ -204,24 +204,26 @@ class RunFolder:
         try:
             content = parse_json(storage.read_text(self.finished_file))
             metrics, paths = with_floats(content["metrics"]), dict(content["paths"])
-            return {"step": content["step"], "metrics": metrics, "paths": paths}
+            objects = list(content.get("objects", []))
+            return {"step": content["step"], "metrics": metrics, "paths": paths, "objects": objects}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.finished_file}, which marks a finished run, is damaged ({type(error).__name__}: {error}). "
                 "Remove it and rerun the command to resume from the newest checkpoint"
             ) from error
 
-    def finish(self, step: int, metrics: dict[str, Any], paths: dict[str, str]) -> None:
+    def finish(self, step: int, metrics: dict[str, Any], paths: dict[str, str], objects: Sequence[str] = ()) -> None:
         """Writes finished.json; call it once everything else is on disk.
 
         Args:
           step: the last update.
           metrics: scalars, of the last update and the final evaluations.
           paths: exported models by name.
+          objects: arguments of `rlhf_jax.run` that took the place of options.
         """
         if is_main():
-            text = json_text({"step": step, "metrics": metrics, "paths": paths}, indent=2) + "\n"
-            write_atomically(self.finished_file, text)
+            content = {"step": step, "metrics": metrics, "paths": paths, "objects": list(objects)}
+            write_atomically(self.finished_file, json_text(content, indent=2) + "\n")
 
     def cut(self, step: int, written: int | None = None) -> None:
         """Removes what an earlier process wrote after update `step`, from which the run resumes.

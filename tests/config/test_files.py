@@ -212,7 +212,7 @@ def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
         validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
-    with pytest.raises(UserError, match="reward_model_path is 'cleanrl/"):
+    with pytest.raises(UserError, match="reward_model_path is None, not this pipeline's own"):
         validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
     with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
         validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))

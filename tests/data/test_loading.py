@@ -137,7 +137,7 @@ def test_hub_answers_are_passed_on(monkeypatch):
     rows = data.load_rows("you/posts", split="train", dataset_config="a", dataset_revision="v1")
     assert asked == {"name": "you/posts", "config": "a", "split": "train", "revision": "v1"} and len(rows) == 6
     assert rows.location(2) == "you/posts (train), row 3"
-    with pytest.raises(UserError, match="you/posts.*'dev'.*'train', 'validation'"):
+    with pytest.raises(UserError, match="you/posts.*'dev'.*train, validation. Set dataset_train_split"):
         data.load_rows("you/posts", split="dev", dataset_config="a")
     with pytest.raises(UserError, match="available configs.*Set dataset_config"):
         data.load_rows("you/posts")

@@ -333,6 +333,24 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(room, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
+def test_what_was_given_to_run_as_an_object_is_asked_for(room, tmp_path):
+    folder = finished_run(room, tmp_path, reward_model_path=None)
+    finished = folder / "finished.json"
+
+    def made(objects, **given):
+        finished.write_text(json.dumps({"step": 1, "metrics": {}, "paths": {}, "objects": objects}))
+        return plan.make_plan(EvaluateConfig(run_dir=str(folder), **given))
+
+    with pytest.raises(UserError, match="argument of rlhf_jax.run.* Set --data"):
+        made(["train_dataset"])
+    with pytest.raises(UserError, match="Set --data"):
+        made(["eval_dataset", "train_dataset"])
+    assert made(["train_dataset"], data="synthetic").warnings == ()
+    (warning,) = made(["reward_funcs"]).warnings
+    assert "set --reward_funcs to FILE.py:FUNCTION" in warning
+    assert made(["reward_funcs"], reward_funcs=("m.py:f",)).warnings == ()
+
+
 def test_an_unfinished_run_is_refused(room, tmp_path):
     folder = finished_run(room, tmp_path)
     os.remove(folder / "finished.json")

@@ -4,6 +4,7 @@ family, questions as conversations with solutions, accuracy_reward."""
 import io
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import tokenizers
 from rlhf_jax import models
 from rlhf_jax.models.io import hf
 from tests.helpers.hub import Hub, environment_without_torch
+from tests.helpers.paths import ROOT
 
 pytest.importorskip("math_verify")
 
@@ -118,3 +120,19 @@ def test_the_python_form_trains_with_the_function(environment, tmp_path):
     done = run(environment, tmp_path, "-c", textwrap.dedent(program))
     assert "rewards/accuracy_reward" in done.stdout
     assert [line["step"] for line in metrics_of(tmp_path / "out") if "objective/kl" in line] == [1, 2]
+
+
+@pytest.mark.runs
+def test_the_page_for_trls_users_trains_ppo_and_grpo_by_one_function(environment, tmp_path):
+    """docs/from_trl.md, "Your model, your reward function", with fewer episodes."""
+    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    (program,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if MODEL in block]
+    shorter = {"total_episodes=6400": "total_episodes=16", "batch_size=64": "batch_size=8"}
+    shorter |= {"response_length=64": "response_length=16", "num_generations=8": "num_generations=2"}
+    for old, new in shorter.items():
+        assert program.count(old) == 1, old
+        program = program.replace(old, new)
+    run(environment, tmp_path, "-c", program)
+    for name in ("ppo_mine", "grpo_mine"):
+        updates = [line["step"] for line in metrics_of(tmp_path / "runs" / name) if "rewards/correct/mean" in line]
+        assert updates == [1, 2]

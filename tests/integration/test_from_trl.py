@@ -17,7 +17,7 @@ from rlhf_jax.models.io import hf
 from tests.helpers.hub import Hub
 from tests.helpers.paths import ROOT
 
-TRL, OURS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "from_trl.md").read_text(), re.M | re.S)
+TRL, OURS, _ = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "from_trl.md").read_text(), re.M | re.S)
 SMALLER = {  # of both programs: what is too large for a test, each found once or more
     "total_episodes=1_000_000": "total_episodes=16",
     "per_device_train_batch_size=16": "use_cpu=True, bf16=False, per_device_train_batch_size=2",

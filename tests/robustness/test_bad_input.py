@@ -230,7 +230,11 @@ def test_a_file_of_another_form(refusal, tmp_path, name):
 
 def test_a_folder_without_the_split(refusal, tmp_path):
     write_jsonl(tmp_path / "test.jsonl", GOOD)
-    mentions(refusal(dataset_name=tmp_path), tmp_path, "no split 'train'", "test")
+    mentions(refusal(dataset_name=tmp_path), tmp_path, "no split 'train'", "test", "Set dataset_train_split")
+    only_train = tmp_path / "only_train"
+    only_train.mkdir()
+    write_jsonl(only_train / "train.jsonl", GOOD)
+    mentions(refusal(dataset_name=only_train), only_train, "no split 'validation'", "dataset_test_split")
     (tmp_path / "empty").mkdir()
     mentions(refusal(dataset_name=tmp_path / "empty"), tmp_path / "empty", "no data files")
 

@@ -112,8 +112,9 @@ def test_must_refuses_a_folder_without_a_checkpoint(run_dir):
 
 def test_a_finished_run_says_so(run_dir):
     run = used(run_dir)
-    run.finish(7, {"loss": 0.5, "kl": float("inf")}, {"policy": "p"})
+    run.finish(7, {"loss": 0.5, "kl": float("inf")}, {"policy": "p"}, objects=("reward_funcs",))
     found = {"step": 7, "metrics": {"loss": 0.5, "kl": float("inf")}, "paths": {"policy": "p"}}
+    found["objects"] = ["reward_funcs"]
     assert run_folder.check(run_dir, CONFIG) == found
     assert run_folder.check(run_dir, CONFIG, resume="must") == found
     with pytest.raises(UserError, match="seed: 1 -> 2"):

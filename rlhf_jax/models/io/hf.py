@@ -124,7 +124,7 @@ def load_model(
       UserError: as `load`.
     """
     path = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
-    return _model(read_json(path), path, images)[0]
+    return _model(_read_config(path), path, images)[0]
 
 
 def resolve_base(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
@@ -162,7 +162,7 @@ def is_adapter(name_or_path: str | Path, revision: str | None = None) -> bool:
 def is_text_model(name_or_path: str | Path, revision: str | None = None) -> bool:
     """Whether a checkpoint has no other parts than a text model. UserError as `resolve`."""
     folder = resolve(name_or_path, revision, weights=False)
-    return not is_image_text(read_json(folder / CONFIG))
+    return not is_image_text(_read_config(folder / CONFIG))
 
 
 def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
@@ -209,7 +209,7 @@ def load(
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
-    hf = read_json(folder / CONFIG)
+    hf = _read_config(folder / CONFIG)
     model, offset = _model(hf, folder / CONFIG, images)
     sources = _text_sources(model, hf, open_weights(folder), folder)
     loras = [peft.read(adapter, model) for adapter in adapters]
@@ -260,12 +260,22 @@ def load_shapes(
     """What `load` would return, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
     path = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
-    hf = read_json(path)
+    hf = _read_config(path)
     model, heads = _model(hf, path, images)[0], [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
     if "scalar" in heads and _is_scalar_model(hf) and not new_head:
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     return model, shapes
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A model's config.json."""
+    if not path.is_file():
+        raise UserError(
+            f"{path.parent} has no {path.name}: it is no model in Hugging Face's format (the models of a run are in "
+            "its folders policy, value and reward_model)."
+        )
+    return read_json(path)
 
 
 def _check_kind(kind: str) -> None:

@@ -141,7 +141,7 @@ def test_missing_and_damaged_files_are_named(folder):
     (folder / "config.json").write_text("[]")
     fails(folder, "config.json is not a JSON object")
     (folder / "config.json").unlink()
-    fails(folder, str(folder / "config.json"), "cannot be read")
+    fails(folder, str(folder), "has no config.json")
 
 
 def test_shards_that_do_not_fit_their_index_are_named(tmp_path):
