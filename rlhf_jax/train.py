@@ -270,6 +270,7 @@ def restored_loop(
         ensure_held=run_folder.lock.ensure_held,
         callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
     )
+    logger.tokens = extra.get("num_tokens", 0)
     for callback in callbacks:
         callback.on_train_begin(stage, control)
     loop = Loop(

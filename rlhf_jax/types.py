@@ -134,7 +134,7 @@ class TrainState:
     episodes: Array  # [] int32, responses trained on
     seed: Array  # [] uint32; every key is fold_in(key(seed), step)
     kl_coef: Array  # [] float32, the KL controller's current value
-    tokens: Array  # [] uint32, tokens of prompts and responses seen so far
+    tokens: Array  # [] uint32, tokens of prompts and responses seen so far, modulo 2^32 (`metrics.logger` has them all)
     ref_params: Params | None = None  # the reference policy, if training moves it
     entropy_control: Array | None = None  # [2] float32, the adaptive entropy_coef and the entropy of the last optimizer
     # step; None: the coefficient is fixed

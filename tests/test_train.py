@@ -19,6 +19,7 @@ from rlhf_jax.metrics import catalog
 from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.runtime.callbacks import Callback
+from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.stages import open_stage
 from tests.helpers.runs import (
     OPTIONS,
@@ -214,16 +215,28 @@ def test_several_evaluation_sets_have_names_and_the_first_is_watched(tmp_path, c
     assert found[-1]["eval_near/loss"] != found[-1]["eval_far/loss"]
 
 
-def test_a_reward_run_counts_the_tokens_of_the_whole_run_across_a_kill(tmp_path):
+def test_a_reward_run_counts_the_tokens_of_the_whole_run_across_a_kill(tmp_path, monkeypatch):
+    """As if 2^32 tokens more, which the device's uint32 cannot hold, had been counted before the kill."""
     options = {**OPTIONS, **TEXTS, "model_name_or_path": None, "scratch_model": "1x16x2", "max_steps": 3}
     config = RewardConfig(run_dir=str(tmp_path / "reward"), dataset_test_split=None, **options)
     with pytest.raises(Killed):
-        rlhf_jax.run(config, callbacks=[KillAt(1)])
+        rlhf_jax.run(config, callbacks=[KillAt(2)])
+    restore = Checkpoints.restore_newest
+
+    def restore_with_more_tokens(self, like):
+        state, extra, step = restore(self, like)
+        return state, {**extra, "num_tokens": extra["num_tokens"] + 2**32}, step
+
+    monkeypatch.setattr(Checkpoints, "restore_newest", restore_with_more_tokens)
     found = lines(rlhf_jax.run(config).run_dir)
     pairs = data.load_pairs(config, data.load_tokenizer("synthetic"))
     batches = [pairs.batch(config.seed, step, config.batch_size) for step in range(3)]
     tokens = [int(batch.chosen_lengths.sum() + batch.rejected_lengths.sum()) for batch in batches]
-    assert [line["num_tokens"] for line in found] == np.cumsum(tokens).tolist()
+    before = [line["num_tokens"] < 2**32 for line in found].count(True)
+    assert 0 < before < 3
+    assert [line["num_tokens"] for line in found] == [
+        count + (step >= before) * 2**32 for step, count in enumerate(np.cumsum(tokens).tolist())
+    ]
 
 
 def test_the_function_takes_objects_in_place_of_paths(tmp_path):

@@ -357,7 +357,7 @@ def update_steps(
     """
     (groups, size), t = experience.lengths.shape, experience.response.shape[2]
     orders = permutations(key, config.num_iterations, groups, config.reshuffle) if orders is None else orders
-    dropout_key = jax.random.fold_in(key, 1) if uses_dropout(models, config) else None
+    dropout_key = jax.random.fold_in(key, _DROPOUT) if uses_dropout(models, config) else None
     if not (shares_prompts(models, config) and config.computes_groups):
         experience = split_groups(experience)
         orders = (orders[:, :, None] * size + jnp.arange(size)[None, None]).reshape(config.num_iterations, -1)
@@ -483,6 +483,10 @@ def shares_prompts(models: Models, config) -> bool:
 def trained_tokens(experience: GroupExperience) -> Array:
     """Response tokens that are trained on: [] float32."""
     return jnp.sum(jnp.maximum(experience.lengths, 0)).astype(jnp.float32)
+
+
+_DROPOUT = 1 << 16
+"""Folded into an update's key for dropout: beyond the small numbers that splitting the key for the orders folds in."""
 
 
 def permutations(key: Array, epochs: int, groups: int, reshuffle: str) -> Array:

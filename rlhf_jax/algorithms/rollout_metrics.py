@@ -57,7 +57,7 @@ def length_metrics(rollout: Rollout) -> Metrics:
       rollout: rows of length -1 are absent.
 
     Returns:
-      Each [] float32.
+      Each [] float32; "rollout/tokens" [] uint32.
     """
     lengths, present = rollout.lengths.astype(jnp.float32), rollout.lengths >= 0
     ended = rollout.ended & present
@@ -72,7 +72,7 @@ def length_metrics(rollout: Rollout) -> Metrics:
         "completions/min_terminated_length": jnp.min(jnp.where(ended, lengths, endless)),
         "completions/max_terminated_length": jnp.max(jnp.where(ended, lengths, 0.0)),
         "val/response_length": adv.masked_mean(lengths, present),
-        "rollout/tokens": jnp.sum(prompts + jnp.maximum(rollout.lengths, 0)).astype(jnp.float32),
+        "rollout/tokens": jnp.sum((prompts + jnp.maximum(rollout.lengths, 0)).astype(jnp.uint32)),
     }
 
 

@@ -63,6 +63,7 @@ class MetricLogger:
 
     Attributes:
       last: metrics of the newest entry.
+      tokens: of the run so far. Devices count them in uint32, and `num_tokens` is this count; set it on a resume.
       texts: (step, texts by name) that TensorBoard got last.
     """
 
@@ -75,6 +76,7 @@ class MetricLogger:
         self._sinks, self._monitor = list(sinks), monitor
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
+        self.tokens = 0
         self.texts: tuple[int, dict[str, str]] = (0, {})
         self._clock = time.perf_counter()
 
@@ -163,7 +165,7 @@ class MetricLogger:
         if self._pending is None:
             return
         (step, metrics, timings), self._pending = self._pending, None
-        metrics, messages = _host_numbers(metrics), []
+        metrics, messages = self._with_all_tokens(_host_numbers(metrics)), []
         if self._monitor is not None:
             metrics, messages = self._monitor.inspect(step, metrics, closing)
         timings.update(peak_memory())
@@ -172,6 +174,13 @@ class MetricLogger:
             sink.write(Entry(step, metrics, timings, messages))
         if self._monitor is not None and not closing:
             self._monitor.raise_error()
+
+    def _with_all_tokens(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """`num_tokens`, of evaluations too, as the count nearest to the last that the device's uint32 stands for."""
+        counts = [name for name in metrics if name.rsplit("/", 1)[-1] == "num_tokens"]
+        for name in counts:
+            self.tokens += (int(metrics[name]) - self.tokens + 2**31) % 2**32 - 2**31
+        return metrics | {name: type(metrics[name])(self.tokens) for name in counts}
 
     def sync(self) -> bool:
         """Flushes. Returns whether all that was logged is stored, where a sink buffers it (in a bucket)."""

@@ -218,6 +218,7 @@ class Loop:
         if name is not None and not pending:
             score = known.get(name)
         extra = {"total_steps": self.stage.total_steps, "pending": pending, "ended": ended}
+        extra["num_tokens"] = self.logger.tokens
         self.checkpoints.save(self.step, self.state, extra, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started

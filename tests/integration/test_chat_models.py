@@ -34,7 +34,10 @@ def checkpoint(folder: pathlib.Path, kind: str, seed: int, pad: str | None) -> s
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=[None, EOS], ids=["no pad", "pads with eos"])
+PADS = [pytest.param(None, id="no pad"), pytest.param(EOS, id="pads with eos", marks=pytest.mark.runs)]
+
+
+@pytest.fixture(scope="module", params=PADS)
 def folders(request, tmp_path_factory):
     """(policy, reward model) without a pad of their own, and the same with one."""
     folder, made = tmp_path_factory.mktemp("chat"), []

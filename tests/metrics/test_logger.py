@@ -93,6 +93,17 @@ def test_an_evaluation_joins_the_line_of_its_update(folder):
     ]
 
 
+def test_counts_of_tokens_go_on_beyond_uint32(folder):
+    with MetricLogger.open(folder.path) as logger:
+        logger.tokens = 2**32 - 10  # of the checkpoint
+        for step, count in enumerate((5, 2**31, 2**32 - 1, 7), 1):
+            logger.log(step, {"num_tokens": jnp.uint32(count)})
+        logger.log(4, {"eval/num_tokens": 7.0})
+    found = lines(folder.metrics)
+    assert [line["num_tokens"] for line in found] == [2**32 + 5, 2**32 + 2**31, 2**33 - 1, 2**33 + 7]
+    assert found[-1]["eval/num_tokens"] == 2**33 + 7.0
+
+
 def test_a_metric_that_is_no_scalar_is_refused(folder):
     logger = MetricLogger.open(folder.path)
     logger.log(1, {"vector": jnp.ones(3)})

@@ -223,10 +223,9 @@ def test_a_dropout_mask_belongs_to_a_position_whatever_the_padding(rates):
     keys = jax.random.split(jax.random.key(5), 3)
     whole = model.hidden(params, tokens, mask, dropout_key=keys)
     assert distance(whole[:, -3:], model.hidden(params, tokens, mask)[:, -3:]) > 0.01
-    for before, after in ((3, 0), (0, 2)):
-        pad = ((0, 0), (before, after))
-        wide = model.hidden(params, np.pad(tokens, pad), np.pad(mask, pad), dropout_key=keys)[:, before : before + 7]
-        assert distance(np.asarray(wide)[mask], np.asarray(whole)[mask]) < 1e-6
+    pad = ((0, 0), (3, 2))
+    wide = model.hidden(params, np.pad(tokens, pad), np.pad(mask, pad), dropout_key=keys)[:, 3:-2]
+    assert distance(np.asarray(wide)[mask], np.asarray(whole)[mask]) < 1e-6
     assert distance(model.hidden(params, tokens, mask, dropout_key=keys, last=3), whole[:, -3:]) < 1e-5
 
 

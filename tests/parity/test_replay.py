@@ -108,9 +108,15 @@ BASE = {"micro": 8, "accum": 1, "batch": 8, "stop_token": "eos", "adam": {"beta1
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
+ALWAYS = """
+ppo_crafted ppo_small ppo_llama rloo_crafted rloo_small rloo_qwen3
+legacy_small lora_small grpo_crafted grpo_kl vision_rloo
+"""
+"""Cases of each trainer in the default suite; those of the other options and families are `runs`."""
+
+
 def marked(name):
-    """A case by name; the tiles of images take long."""
-    return pytest.param(name, marks=pytest.mark.runs if name == "vision_grpo" else ())
+    return pytest.param(name, marks=() if name in ALWAYS.split() else pytest.mark.runs)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in sorted(path.name for path in CASES.iterdir())])
