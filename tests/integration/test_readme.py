@@ -22,7 +22,7 @@ MEASURED = {  # a number in README, the page of its measurement, and the row or 
         "results.md",
         r"\| time without installation \| 4 min 23 s \(`time`\) \| 4 min 46 s \|",
     ),
-    "seed 42, jax 0.10, 24 November 2026": ("results.md", r"with the code of 24 November 2026"),
+    "seed 42, jax 0.10, 25 November 2026": ("results.md", r"with the code of 25 November 2026"),
     "48 updates": ("results.md", r"48 updates of 128 responses"),
     "five seeds": ("results.md", r"\| PPO, rlhf_jax \| 5 \|"),
     "410M parameters": ("benchmarks.md", r"\| PPO 410m \| 16 both \|"),
