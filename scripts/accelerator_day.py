@@ -10,18 +10,21 @@ command again to continue after the last complete part; --again NAME repeats a p
 Packages that are missing can come from a folder of wheels, without a network: --wheels DIR. They are installed into a
 folder beside --out.
 
-The parts:
+The parts, in order:
 
-    environment    devices, versions, the rate of matrix products, the bandwidth of a copy
-    numbers        logits, log-probabilities and gradients against torch on the CPU: float32 in its highest precision,
-                   float32 as the device multiplies by default, bfloat16
-    replay         recorded TRL runs, in float32 of the highest precision
-    attention      variants of attention, in a policy's gradient and alone
-    greedy         the same tokens as on the CPU, greedy and sampled
-    resume         a run that is killed continues with the same bytes, with and without --deterministic
-    benchmarks     PPO and RLOO beside TRL (scripts/bench/benchmark.py), in bfloat16 except on the CPU
-    memory         peak memory by the compiled programs and measured
-    deterministic  seconds of an update with --deterministic
+    environment           devices, versions, the rate of matrix products, the bandwidth of a copy
+    numbers               logits, log-probabilities and gradients against torch on the CPU: float32 in its highest
+                          precision, float32 as the device multiplies by default, bfloat16
+    replay                recorded TRL runs, in float32 of the highest precision
+    greedy                the same tokens as on the CPU, greedy and sampled
+    ppo_410m              an update beside TRL (scripts/bench/benchmark.py), in bfloat16 except on the CPU
+    attention             variants of attention, in a policy's gradient and alone
+    resume                a run that is killed continues with the same bytes
+    resume_deterministic  the same with --deterministic
+    rloo_410m, ppo_1b, rloo_1b    as ppo_410m
+    memory                peak memory by the compiled programs and measured
+    deterministic         seconds of an update with --deterministic
+    ppo_410m_sizes        ppo_410m with micro-batches of several sizes
 
 --small runs every part with toy sizes, which is how it is tested on a CPU.
 """
@@ -33,6 +36,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -61,7 +65,7 @@ class Part:
     needs: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     result: str = "last line"
-    """Where its JSON is: the last line of its output, 'text' (the output itself), or 'file' (that --json names)."""
+    """Where its JSON is: the last line of its output that is JSON, 'text' (the output itself), or 'file' (of --json)."""
 
 
 def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *more: str) -> Part:
@@ -128,12 +132,18 @@ def site_of(args: argparse.Namespace) -> Path:
 
 
 def install(args: argparse.Namespace) -> None:
-    """Installs the wheels into their folder, once, and lets this process see them."""
+    """Installs the wheels into their folder, once, and lets this process see them; SystemExit if that fails."""
     site = site_of(args)
-    if not site.is_dir():
-        wheels = sorted(str(path) for path in Path(args.wheels).glob("*.whl"))
+    wheels = sorted(str(path.resolve()) for path in Path(args.wheels).glob("*.whl"))
+    if not wheels:
+        sys.exit(f"--wheels {args.wheels}: no such folder, or no *.whl in it")
+    mark = site / "installed.json"  # written last: an installation that was cut off is repeated
+    if not mark.is_file() or json.loads(mark.read_text()) != wheels:
+        shutil.rmtree(site, ignore_errors=True)
         words = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-        subprocess.run([*words, "--target", str(site), *wheels], check=True)
+        if code := subprocess.run([*words, "--target", str(site), *wheels]).returncode:
+            sys.exit(f"--wheels {args.wheels}: pip could not install them (exit code {code}, its message is above)")
+        mark.write_text(json.dumps(wheels))
     sys.path.insert(0, str(site))
 
 
@@ -173,7 +183,21 @@ def run_part(part: Part, args: argparse.Namespace, limit: float) -> dict[str, An
         return {**outcome, "code": code, "result": text[-12_000:]}
     if part.result == "file":
         return {**outcome, "result": json.loads(Path(json_file(part)).read_text()), "text": text}
-    return {**outcome, "result": json.loads(text.strip().splitlines()[-1])}
+    result = last_object(text)
+    if result is None:
+        return {"status": "failed", "seconds": seconds, "why": f"no result in its output, {log}"}
+    return {**outcome, "result": result}
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+    """The last line that is a JSON object; libraries may print more after it."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                pass
+    return None
 
 
 def json_file(part: Part) -> str:
@@ -199,7 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("accelerator_day.json"), help="JSON file of all results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no part runs longer than to this end; default 9")
+    parser.add_argument("--minutes", type=float, default=9.0, help="all parts are stopped after this many; default 9")
     parser.add_argument("--wheels", metavar="DIR", help="folder of wheels to install first")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these parts, in this order")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="repeat these parts")

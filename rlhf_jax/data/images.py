@@ -64,7 +64,7 @@ class ImageSource:
 
     def read(self) -> Any:
         """The PIL.Image in a mode of 8 bits, turned as its EXIF says; ImageError where it is broken."""
-        pil = _pil()
+        pil = pillow()
         value = self.value
         try:
             if isinstance(value, bytes):
@@ -96,18 +96,19 @@ class ImageSource:
         return hashlib.sha256(value).digest()
 
 
-def _pil() -> Any:
+def pillow() -> Any:
+    """The package PIL; a UserError that names the extra where it is missing."""
     try:
         import PIL
         import PIL.Image
         import PIL.ImageOps
     except ImportError as error:
-        raise UserError(f"the data has images, which need Pillow: {_INSTALL}") from error
+        raise UserError(f"images need Pillow: {_INSTALL}") from error
     return PIL
 
 
 def _loaded(image: Any) -> Any:
-    pil = _pil()
+    pil = pillow()
     if image.width < 1 or image.height < 1:
         raise ImageError(f"the image has {image.width} x {image.height} pixels")
     image.load()
@@ -144,8 +145,10 @@ def source_of(value: Any, folder: str | None = None) -> ImageSource:
             raise ImageError(
                 f"an array of {value.dtype} {list(value.shape)} is no image; give uint8 [H, W] or [H, W, 1, 3 or 4]"
             )
-        return ImageSource(_pil().Image.fromarray(value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value))
-    if isinstance(value, _pil().Image.Image):
+        return ImageSource(
+            pillow().Image.fromarray(value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value)
+        )
+    if isinstance(value, pillow().Image.Image):
         return ImageSource(value)
     raise ImageError(f"{type_with_article(value)} is no image")
 
@@ -284,7 +287,7 @@ def load_processor(
     Raises:
       UserError: there is none, it is of another family, or it does not fit the model or the tokenizer.
     """
-    _pil()
+    pillow()
     if not has_processor(folder):
         raise UserError(f"the data has images, but {name} has no image processor ({' or '.join(_FILES)}).")
     try:
@@ -318,7 +321,7 @@ def load_processor(
 def plain_processor(tokenizer: Tokenizer, *, image_token_id: int, tokens: int, size: int) -> ImageProcessor:
     """The image processor of a model from scratch, whose images are one tile each; the arguments are those of
     `load_processor`. UserError where transformers cannot be imported for it, or the tokenizer has no image token."""
-    _pil()
+    pillow()
     module, class_name = CLASSES["SmolVLMImageProcessor"]
     edge = {"longest_edge": size}
     hf = getattr(importlib.import_module(module), class_name)(size=edge, max_image_size=edge, do_image_splitting=False)

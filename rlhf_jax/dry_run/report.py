@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel import sharding
+from rlhf_jax.runtime import out_of_memory
 from rlhf_jax.stages import ALGORITHMS
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -84,8 +85,7 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
             "compiled without Triton's matrix products, which XLA chooses by timing them; a run may use them, with up "
             "to 32 MiB more or less of workspace. CUDA and NCCL take some hundred MiB of their own"
         )
-    highest = max(programs, key=lambda program: program.peak)
-    return [*lines, verdict(highest, limit, any(program.refused for program in programs))]
+    return [*lines, verdict(config, programs, limit)]
 
 
 def usable(device: Any, limit: int | None) -> str:
@@ -114,16 +114,20 @@ def communication_lines(programs: list[memory.Program], mesh: Any, config: Stage
     return lines
 
 
-def verdict(highest: memory.Program, limit: int | None, refused: bool) -> str:
-    """One line: whether it fits."""
-    if refused:
-        return "memory: does NOT fit; use more devices, or a smaller micro_batch_size or rollout_batch_size"
-    if limit is None:
+def verdict(config: StageConfig, programs: Sequence[memory.Program], limit: int | None) -> str:
+    """One line: whether it fits, and if it does not, the options that need less."""
+    refused = next((program for program in programs if program.refused), None)
+    highest = refused or max(programs, key=lambda program: program.peak)
+    if refused is not None:
+        problem = f"the compiler refuses {refused.name}"
+    elif limit is None:
         return f"memory: peak {size(highest.peak)} per device, in {highest.name}"
-    share = f"peak {size(highest.peak)} of {size(limit)} per device, in {highest.name}"
-    if highest.peak > limit:
-        return f"memory: does NOT fit: {share}; use more devices, or a smaller micro_batch_size or rollout_batch_size"
-    return f"memory: fits: {share}"
+    else:
+        problem = f"peak {size(highest.peak)} of {size(limit)} per device, in {highest.name}"
+        if highest.peak <= limit:
+            return f"memory: fits: {problem}"
+    options = out_of_memory.lowers(config, highest.name) + ([] if config.use_peft else ["use_peft (now False)"])
+    return f"memory: does NOT fit: {problem}. Use more devices; options that need less: {', '.join(options)}"
 
 
 def show(config: StageConfig, log: Callable[[str], None] = print) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from typing import Any
@@ -92,6 +93,9 @@ GPUS = {
     "h200": Gpu("NVIDIA H200 141GB HBM3e", **_SM90, bandwidth=4800000000000, memory=151397597184),
 }
 """By the name that --topology takes."""
+MACHINE = 8
+"""GPUs of a machine at most."""
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def topology_devices(name: str) -> tuple[Any, ...]:
@@ -104,7 +108,15 @@ def topology_devices(name: str) -> tuple[Any, ...]:
       UserError: the compiler for them is not installed, or knows no such devices.
     """
     kind = name.split(":")[0].lower()
-    return _gpus(name) if kind in GPUS else _tpus(name)
+    if kind in GPUS:
+        preallocated()  # jax's plugin would refuse a wrong value too, but only log why
+        return _gpus(name)
+    if not re.match(r"v\d", kind):
+        raise UserError(
+            f"--topology {name}: no such accelerator. GPUs are {', '.join(GPUS)}, as in h100:8 or h100:8x4; TPUs have "
+            "a name and a shape, as in v5e:4x4 or v5p:2x2x2"
+        )
+    return _tpus(name)
 
 
 @functools.cache
@@ -120,7 +132,7 @@ def _tpus(name: str) -> tuple[Any, ...]:
     except Exception as error:
         raise UserError(
             f"--topology {name}: {_reason(error)}. Give a TPU name and shape such as v5e:4x4 or v5p:2x2x2; it needs "
-            f"pip install '.[tpu-aot]'. GPUs are {', '.join(GPUS)}, as in h100:8"
+            "pip install '.[tpu-aot]'"
         ) from error
 
 
@@ -133,6 +145,10 @@ def _gpus(name: str) -> tuple[Any, ...]:
         raise UserError(
             f"--topology {name}: give the number of GPUs of a machine, then of machines if there are several, as in "
             "h100:8 or h100:8x4"
+        )
+    if int(match[2]) > MACHINE:
+        raise UserError(
+            f"--topology {name}: a machine has at most {MACHINE} of these GPUs; give machines, as in {match[1]}:8x2"
         )
     # jax's plugin asks for all of CUDA's libraries unless told that nothing will run.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -164,13 +180,23 @@ def described_gpu(device: Any) -> Gpu | None:
 
 
 def preallocated() -> float:
-    """The share of a GPU's memory that jax takes when it starts, and that a run can use."""
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    given = next((value for name in names if (value := os.environ.get(name))), "0.75")
-    try:
-        return float(given)
-    except ValueError as error:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={given} is not a number") from error
+    """The share of a GPU's memory that jax takes when it starts, and that a run can use.
+
+    Raises:
+      UserError: both environment variables are set, which jax refuses, or the one that is set is no share.
+    """
+    given = {name: value for name in _FRACTIONS if (value := os.environ.get(name))}
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} are both set; set one of them")
+    for name, value in given.items():
+        try:
+            share = float(value)
+        except ValueError:
+            share = math.nan
+        if not 0 < share < math.inf:
+            raise UserError(f"{name}={value}: set a share of the GPU's memory, such as 0.9")
+        return share
+    return 0.75
 
 
 def capacity(device: Any) -> int | None:

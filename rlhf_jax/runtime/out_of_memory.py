@@ -59,12 +59,16 @@ def message(config, phase: str, error: str) -> str:
         needed = f" (allocating {float(request[1]) / 2**30:,.1f} GiB)"
     elif request:
         needed = f" (allocating {request[1]} {request[2]})"
+    return (
+        f"out of memory in {phase}{needed}. Options that need less: {', '.join(lowers(config, phase))}. "
+        "Run the command with --dry_run to see what each device holds"
+    )
+
+
+def lowers(config, phase: str) -> list[str]:
+    """The options that lower the memory of a phase, with their values, the cheapest first."""
     no_help = set() if config.use_peft else set(_QUANTIZED)
     no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
     no_help |= {"micro_batch_size"} if getattr(config, "micro_batch_tokens", None) is not None else set()
     names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in no_help]
-    lowers = [f"{name} (now {getattr(config, name)})" for name in names]
-    return (
-        f"out of memory in {phase}{needed}. Options that need less: {', '.join(lowers)}. "
-        "Run the command with --dry_run to see what each device holds"
-    )
+    return [f"{name} (now {getattr(config, name)})" for name in names]

@@ -98,7 +98,7 @@ def _attention(result: dict[str, Any]) -> Iterator[str]:
     for name, variant in result.items():
         if isinstance(variant, dict):
             if "policy's gradient" not in variant:
-                yield f"| {name} | {variant.get('refused', variant)} | | |"
+                yield f"| {name} | {variant.get('error', variant)} | | |"
                 continue
             alone, gradient = variant["attention and its gradient"]["ms"], variant["policy's gradient"]["ms"]
             yield f"| {name} | {alone:.2f} ms | {gradient:.1f} ms | {variant['temporary MiB']:,.1f} MiB |"

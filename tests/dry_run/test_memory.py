@@ -123,14 +123,17 @@ def test_adams_first_moment_may_be_kept_in_half():
     ("peak", "limit", "refused", "words"),
     [
         (3 * MIB, 4 * MIB, False, "memory: fits: peak 3.0 MiB of 4.0 MiB per device, in update"),
-        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: peak 5.0 MiB of 4.0 MiB"),
-        (3 * MIB, 4 * MIB, True, "memory: does NOT fit; use more devices"),
+        (5 * MIB, 4 * MIB, False, "memory: does NOT fit: peak 5.0 MiB of 4.0 MiB per device, in update. Use more"),
+        (3 * MIB, 4 * MIB, True, "memory: does NOT fit: the compiler refuses update. Use more devices"),
         (3 * MIB, None, False, "memory: peak 3.0 MiB per device, in update"),
     ],
 )
 def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
-    program = memory.Program("update", 0.0, peak, 0, 0, 0, 0)
-    assert report.verdict(program, limit, refused).startswith(words)
+    program = memory.Program("update", 0.0, peak, 0, 0, 0, 0, refused="too large" if refused else None)
+    said = report.verdict(PPOConfig(**POLICY), [memory.Program("score", 0.0, MIB, 0, 0, 0, 0), program], limit)
+    assert said.startswith(words)
+    if "NOT" in said:
+        assert "options that need less: micro_batch_size (now " in said and said.endswith("use_peft (now False)")
 
 
 def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):

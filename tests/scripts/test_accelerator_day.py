@@ -1,8 +1,10 @@
 """scripts/accelerator_day.py: it runs to its end on a CPU at toy sizes, continues, skips and reports."""
 
+import importlib
 import json
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -18,14 +20,11 @@ def run(out, *words):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-PARTS = ("environment", "numbers", "greedy", "attention", "replay", "ppo_410m", "resume", "memory", "deterministic")
-
-
 @pytest.mark.runs
-def test_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
+def test_all_parts_run_on_a_cpu_and_write_what_they_measured(tmp_path):
     pytest.importorskip("trl")  # and torch: some parts compare with them
     out = tmp_path / "day.json"
-    done = run(out, "--only", *PARTS)
+    done = run(out, "--minutes", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(out.read_text())
     assert {part["status"] for part in results.values()} == {"done"}
@@ -63,8 +62,10 @@ def args(tmp_path):
 
 
 def test_last_line_of_a_part_is_its_result(args):
-    outcome = day.run_part(part("print('noise'); print('{\"speed\": 3}')"), args, 60)
+    outcome = day.run_part(part("print('noise'); print('{\"speed\": 3}'); print('{noise'); print('more')"), args, 60)
     assert (outcome["status"], outcome["result"]) == ("done", {"speed": 3})
+    outcome = day.run_part(part("print('noise')"), args, 60)
+    assert outcome["status"] == "failed" and "no result" in outcome["why"]
 
 
 def test_part_that_fails_is_reported_with_the_end_of_its_log(args):
@@ -104,6 +105,42 @@ def test_complete_parts_are_not_run_again_unless_asked(args, tmp_path, monkeypat
     assert ran == ["greedy"]
     assert day.main(["--out", str(args.out), "--only", "environment", "--again", "environment"]) == 0
     assert ran == ["greedy", "environment"]
+
+
+def wheel(folder, version):
+    """A wheel of a package of one module."""
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"probe_of_wheels-{version}-py3-none-any.whl", "w") as file:
+        info = f"probe_of_wheels-{version}.dist-info"
+        file.writestr("probe_of_wheels.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe-of-wheels\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_wheels_of_a_folder_are_installed_and_changed_ones_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    args = day.parse(["--out", str(tmp_path / "day.json"), "--wheels", str(tmp_path / "wheels")])
+    with pytest.raises(SystemExit, match="--wheels .*no such folder"):
+        day.install(args)
+    probe = part("import json, probe_of_wheels as p; print(json.dumps({'v': p.version}))", needs=("probe_of_wheels",))
+    assert day.run_part(probe, args, 60)["status"] == "skipped"
+    for version in ("1.0", "1.1"):
+        wheel(tmp_path / "wheels", version)
+        day.install(args)
+        importlib.invalidate_caches()
+        assert day.run_part(probe, args, 60)["result"] == {"v": version}
+        (tmp_path / "wheels" / f"probe_of_wheels-{version}-py3-none-any.whl").unlink()
+    (tmp_path / "wheels" / "probe_of_wheels-1.2-py3-none-any.whl").write_bytes(b"no wheel")
+    with pytest.raises(SystemExit, match="pip could not install"):
+        day.install(args)
+
+
+def test_help_names_every_part(capsys):
+    with pytest.raises(SystemExit):
+        day.parse(["--help"])
+    said = capsys.readouterr().out
+    assert [name for name in (part.name for part in day.parts_of(day.parse([]))) if name not in said] == []
 
 
 def test_unknown_part_is_refused_with_the_names(tmp_path, capsys):
