@@ -65,7 +65,7 @@ class Part:
     needs: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     result: str = "last line"
-    """Where its JSON is: the last line of its output that is JSON, 'text' (the output itself), or 'file' (of --json)."""
+    """Where its JSON is: the last line of its output that is JSON, 'text' (its output), or 'file' (of --json)."""
 
 
 def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *more: str) -> Part:

@@ -52,7 +52,8 @@ class StageConfig:
     dry_run: bool = False
     """Print the resolved config, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
     topology: str | None = None
-    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (extra tpu-aot or gpu-aot)."""
+    """With dry_run: compile for TPUs or GPUs you do not have: a slice such as v5e:4x4 (extra tpu-aot), or a100,
+    a100_40gb, a6000, h100 or h200 and their number (extra gpu-aot): h100:8, or h100:8x4 for four machines of eight."""
     seed: Seed = 42
     """Random seed; every key is a function of the seed, the step and the row."""
     report_to: tuple[str, ...] = ("tensorboard",)
@@ -126,7 +127,8 @@ class StageConfig:
     load_in_8bit: bool = False
     """With use_peft: keep the layers' frozen kernels in int8, with one scale per column (needs the extra int8)."""
     load_in_4bit: bool = False
-    """With use_peft: keep them in 4 bits (NF4, as QLoRA), with one scale per 64 rows of a column."""
+    """With use_peft: keep the layers' frozen kernels in 4 bits (NF4, as QLoRA), with one scale per 64 rows of a
+    column."""
     export_merged: bool = True
     """Also export the model with its adapter merged, as a checkpoint that needs no PEFT."""
     freeze_vision_tower: bool = False
@@ -777,7 +779,8 @@ class Pipeline:
     dry_run: bool = False
     """Print the resolved configs, the batch arithmetic, the mesh and the memory of compiled programs, then exit."""
     topology: str | None = None
-    """With dry_run: compile for TPUs or GPUs you do not have, as v5e:4x4 or h100:8 (extra tpu-aot or gpu-aot)."""
+    """With dry_run: compile for TPUs or GPUs you do not have: a slice such as v5e:4x4 (extra tpu-aot), or a100,
+    a100_40gb, a6000, h100 or h200 and their number (extra gpu-aot): h100:8, or h100:8x4 for four machines of eight."""
     distributed: str = "auto"
     """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
     num_processes: int | None = None

@@ -66,7 +66,10 @@ def _refused_by_jax(config: DecoderConfig) -> str | None:
     try:
         jax.eval_shape(gradients, query, key, key, mask)
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return f"jax refuses it: {str(error).splitlines()[0].rstrip('.')}"
+        hint = ""
+        if config.head_dim > 128:
+            hint = "; heads of more than 128 need a GPU of compute capability 9.0 in this machine, for a dry run too"
+        return f"jax refuses it: {str(error).splitlines()[0].rstrip('.')}{hint}"
     return None
 
 

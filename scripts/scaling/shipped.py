@@ -1,11 +1,11 @@
 """The peak of each program of the shipped configs on the GPUs that they are for, from programs that XLA compiles.
 
-    pip install '.[gpu-aot]' '.[int8]'
+    pip install '.[gpu-aot]' '.[vision]'
     python scripts/scaling/shipped.py                               # compiles what is missing, writes docs/scaling.md
     python scripts/scaling/shipped.py --only tldr_sft.py:1b         # these
     python scripts/scaling/shipped.py --print                       # prints the table without compiling
 
-A dry run prints the same figures. Models are shapes, so nothing is downloaded: folders with the published config.json
+A dry run prints the same peaks. Models are shapes, so nothing is downloaded: folders with the published config.json
 and a built-in tokenizer. Every config that was compiled is kept in docs/scaling/shipped.json; an interrupted call
 resumes.
 """

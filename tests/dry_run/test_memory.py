@@ -13,6 +13,7 @@ from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFT
 from rlhf_jax.dry_run import memory, report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
+from tests.helpers import skipped_steps
 
 TINY = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic", "dry_run": True}
 POLICY = {"sft_model_path": None, "reward_model_path": None, "query_length": 32, "response_length": 8}
@@ -134,6 +135,15 @@ def test_a_dry_run_says_whether_it_fits(peak, limit, refused, words):
     assert said.startswith(words)
     if "NOT" in said:
         assert "options that need less: micro_batch_size (now " in said and said.endswith("use_peft (now False)")
+
+
+@pytest.mark.parametrize("topology", [None, "v5e:2x2"])
+def test_steps_that_may_be_skipped_are_a_branch_except_on_gpus(topology):
+    """On a CPU a select keeps more, on TPUs no less."""
+    if topology is not None:
+        pytest.importorskip("libtpu")
+    device = (jax.devices() if topology is None else topologies.topology_devices(topology))[0]
+    assert "conditional(" in skipped_steps.compile_for(device).compiled.as_text()
 
 
 def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):

@@ -3,18 +3,14 @@ the extra `gpu-aot`: `pytest -m gpu_aot`."""
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.algorithms import nonfinite
-from rlhf_jax.algorithms.optimizer import make_optimizer
 from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
 from scripts.scaling import compiling
-from tests.helpers import collectives
+from tests.helpers import collectives, skipped_steps
 
 pytest.importorskip("jax_cuda13_plugin")
 pytestmark = pytest.mark.gpu_aot
@@ -41,6 +37,7 @@ def test_a_dry_run_says_what_each_gpu_holds_and_sends(topology, mesh, tmp_path, 
     assert "memory: fits: peak" in lines[-2] and f"of {limit} GiB per device" in lines[-2]
     sent = [line for line in lines if line.startswith("  update ") and ("all-reduce" in line or "all-gather" in line)]
     assert len(sent) == (topology != "h100:1")
+    assert "compiled without Triton's matrix products" in "".join(lines)
     assert ("reduce-scatter" in "".join(sent)) == (mesh != "1")
 
 
@@ -78,32 +75,10 @@ def test_offloaded_models_take_nothing_on_the_gpu():
     assert held.peak == waiting.peak  # it is copied to the device for this program
 
 
-def optimizer_steps(device):
-    """Temporary bytes of an update of optimizer steps that may be skipped, and the bytes of its params."""
-    params = {f"w{i}": jnp.zeros((1024, 1024)) for i in range(8)}
-    optimizer = make_optimizer(SFTConfig(model_name_or_path=None, max_grad_norm=1.0), 10)
-
-    def update(params, opt_state, x):
-        def step(carry, x):
-            params, opt_state, enabled = carry
-            grads = jax.tree.map(lambda p: jnp.sin(p * x), params)
-            options = {"step": jnp.int32(0), "loss": x, "steps_enabled": enabled}
-            return nonfinite.apply_if_finite(optimizer, params, opt_state, grads, **options)[:3], x
-
-        return jax.lax.scan(step, (params, opt_state, jnp.bool_(True)), x)[0][:2]
-
-    where = sharding.replicated(sharding.make_mesh(devices=[device]))
-    given = (params, jax.eval_shape(optimizer.init, params), jnp.ones(4))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given)
-    traced = jax.jit(update, donate_argnums=(0, 1)).trace(*shapes)
-    program = memory.compile_program("update", traced, 0, topologies.compiler_options(device))
-    return program.temporary, 8 * 4 * MIB
-
-
 def test_steps_that_may_be_skipped_keep_no_second_copy_of_params_and_moments():
     (gpu,) = topologies.topology_devices("h100:1")
-    temporary, params = optimizer_steps(gpu)
-    assert temporary < 1.1 * params  # the gradients; a branch in place of the select keeps three more trees
+    # The gradients; a branch in place of the select keeps three more trees.
+    assert skipped_steps.compile_for(gpu).temporary < 1.1 * skipped_steps.PARAMS_BYTES
 
 
 def test_under_fsdp_generation_gathers_kernels_in_the_compute_dtype():

@@ -30,6 +30,13 @@ def test_every_shipped_config_for_gpus_and_every_variant_has_a_row():
     assert names == set(shipped.CONFIGS)
 
 
+def test_every_row_was_compiled_and_fits():
+    rows = slices.read(shipped.PATH)
+    assert set(rows) == set(shipped.CONFIGS)
+    for name, row in rows.items():
+        assert row["peaks"] and max(row["peaks"].values()) <= row["limit"], name
+
+
 def test_a_config_keeps_its_options_and_takes_shapes_for_its_models(tmp_path):
     config = shipped.config_of("ppo_llama.py:3b", str(tmp_path))
     given = files.load_config("ppo_llama.py:3b")
@@ -43,3 +50,4 @@ def test_a_config_keeps_its_options_and_takes_shapes_for_its_models(tmp_path):
 def test_the_models_of_a_shipped_config_leave_room_on_its_gpus(name):
     row = shipped.measure(name, compiled=False)
     assert row["peaks"] == {} and 0 < row["held"] < 0.6 * row["limit"]
+    assert row["held"] == slices.read(shipped.PATH)[name]["held"]  # the row is of the config as it is
