@@ -17,7 +17,9 @@ VARIANTS = {
     "12b": (8, 32, (-1, 8, 2), {}),
     "410m_24gb": (4, 16, (1, 1, 1), {}),
     "1b_lora_24gb": (4, 16, (1, 1, 1), ADAPTERS),
+    "2.8b_lora_4bit_24gb": (4, 16, (1, 1, 1), {**ADAPTERS, "load_in_4bit": True}),  # as QLoRA
     "2.8b_lora_48gb": (4, 16, (1, 1, 1), ADAPTERS),
+    "6.9b_lora_4bit_48gb": (4, 16, (1, 1, 1), {**ADAPTERS, "load_in_4bit": True}),
     "6.9b_lora_80gb": (4, 16, (1, 1, 1), ADAPTERS),
 }
 
