@@ -42,14 +42,6 @@ def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ..
     return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
 
 
-LENGTH_METRICS = (
-    *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
-    *(f"completions/{of}_terminated_length" for of in ("mean", "min", "max")),
-    "val/response_length",
-)
-"""Metrics of the responses that a rollout has finished."""
-
-
 def length_metrics(rollout: Rollout) -> Metrics:
     """TRL's `completions/...` (rloo_trainer.py:1363-1393), and the tokens of prompts and responses.
 

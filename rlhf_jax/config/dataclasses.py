@@ -389,8 +389,9 @@ class PolicyConfig(StageConfig):
     """Go on with half of the rows when the other half have ended; each size is compiled. None: on CPUs, for responses
     of 128 tokens and more."""
     draft: Literal["ngram"] | None = None
-    """ngram: speculative decoding without a draft model: propose the tokens that followed the last two tokens before,
-    in the response or in others to its prompt, and verify them in one step. Does not change what is sampled."""
+    """ngram: speculative decoding by prompt lookup, without a draft model. It proposes the tokens that followed an
+    earlier occurrence of the last two tokens, in the prompt, the response or other responses to the prompt, and
+    verifies them in one step. It does not change what is sampled."""
     draft_tokens: PositiveInt = 4
     """Tokens that draft proposes in a step."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"

@@ -111,7 +111,16 @@ def load_rows(
             "write as many rows as the run needs to a file: datasets' take, then to_json."
         )
     try:
-        rows = _read(source, split, kind, dataset_config, dataset_revision, max_samples, seed, label or f"{split} data")
+        rows = _read(
+            source,
+            split=split,
+            kind=kind,
+            dataset_config=dataset_config,
+            dataset_revision=dataset_revision,
+            max_samples=max_samples,
+            seed=seed,
+            label=label or f"{split} data",
+        )
     except MissingSplit as error:
         raise UserError(f"{error}. Set {split_option}") from None
     if not len(rows):
@@ -121,6 +130,7 @@ def load_rows(
 
 def _read(
     source: Any,
+    *,
     split: str,
     kind: str,
     dataset_config: str | None,

@@ -202,11 +202,6 @@ def compile_program(name: str, traced: Any, other_resident: int, options: dict[s
         with _no_disk_cache():
             compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if any(tool in str(error) for tool in ("libdevice", "ptxas")):
-            raise UserError(
-                f"{name}: {str(error).splitlines()[0][:200]}. Compiling for GPUs needs ptxas and libdevice of CUDA: "
-                "pip install '.[gpu-aot]'"
-            ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         size, reason = _refusal(str(error))

@@ -185,18 +185,19 @@ def preallocated() -> float:
     Raises:
       UserError: both environment variables are set, which jax refuses, or the one that is set is no share.
     """
-    given = {name: value for name in _FRACTIONS if (value := os.environ.get(name))}
+    given = [name for name in _FRACTIONS if os.environ.get(name)]
+    if not given:
+        return 0.75
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} are both set; set one of them")
-    for name, value in given.items():
-        try:
-            share = float(value)
-        except ValueError:
-            share = math.nan
-        if not 0 < share < math.inf:
-            raise UserError(f"{name}={value}: set a share of the GPU's memory, such as 0.9")
-        return share
-    return 0.75
+    value = os.environ[given[0]]
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        raise UserError(f"{given[0]}={value}: set a share of the GPU's memory, such as 0.9")
+    return share
 
 
 def capacity(device: Any) -> int | None:

@@ -217,8 +217,8 @@ class Loop:
         known = self.logger.last
         if name is not None and not pending:
             score = known.get(name)
-        extra = {"total_steps": self.stage.total_steps, "pending": pending, "ended": ended}
-        extra["num_tokens"] = self.logger.tokens
+        tokens = self.logger.tokens
+        extra = {"total_steps": self.stage.total_steps, "pending": pending, "ended": ended, "num_tokens": tokens}
         self.checkpoints.save(self.step, self.state, extra, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started

@@ -16,7 +16,6 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import optimizer as optimizers
-from rlhf_jax.algorithms.rollout_metrics import LENGTH_METRICS
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -190,7 +189,8 @@ class RolloutStage:
             warnings.warn(f"update {step + 1}: {why}; nothing is learned from it", stacklevel=2)
             state, metrics = self.programs.skip(state, rollout)
             if present is not None and not present.any():  # lengths of no response, which alarms would take for 0
-                metrics = {name: value for name, value in metrics.items() if name not in LENGTH_METRICS}
+                lengths = ("completions/", "val/response_length")
+                metrics = {name: value for name, value in metrics.items() if not name.startswith(lengths)}
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
         made = runner.make_experience(state, rollout, scored, group_size, prompts.images)
         experience, metrics = clock.wait("experience", made)

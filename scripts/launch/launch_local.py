@@ -206,13 +206,12 @@ def watch(processes, readers, ended: queue.SimpleQueue, grace: float) -> int:
     status, deadline, steps = 0, None, [signal.SIGTERM, signal.SIGKILL]
     left = len(processes)
     while left:
-        left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
         try:
             # Python runs a signal's handler between calls of this thread: one that arrives just before a wait would
             # be handled at its end only, so no wait is long.
-            i = ended.get(timeout=0.5 if left_s is None else min(left_s, 0.5))
+            i = ended.get(timeout=0.5 if deadline is None else min(max(deadline - time.monotonic(), 0), 0.5))
         except queue.Empty:
-            if left_s is None or left_s > 0.5:
+            if deadline is None or time.monotonic() < deadline:
                 continue
             send(processes, steps[0])
             steps = steps[1:] or steps
