@@ -238,17 +238,10 @@ def table_of(rows: dict[str, dict], table: str) -> list[str]:
     return [*lines, "", f"Not compiled: {', '.join(missing)}."] if missing else lines
 
 
-def _peaks(row: dict, other: dict | None = None) -> tuple[str, str]:
-    """GiB of generation and of the update. Generation that was not compiled is that of `other`, a row of the same mesh
-    and rows for another kind of device, else a lower bound."""
+def _peaks(row: dict) -> tuple[str, str]:
+    """GiB of generation, or its lower bound where it was not compiled, and of the update."""
     update, generate = (row["programs"].get(program) for program in PROGRAMS)
-    same = other is not None and all(other[part] == row[part] for part in ("mesh", "micro", "rollout"))
-    if generate:
-        sampling = f"{generate['peak'] / GIB:.1f}"
-    elif same and "generate" in other["programs"]:
-        sampling = f"{other['programs']['generate']['peak'] / GIB:.1f} ({other['topology'].split(':')[0]})"
-    else:
-        sampling = f"at least {row['least'] / GIB:.1f}"
+    sampling = f"{generate['peak'] / GIB:.1f}" if generate else f"at least {row['least'] / GIB:.1f}"
     return sampling, f"{update['peak'] / GIB:.1f}"
 
 
@@ -300,17 +293,17 @@ GPUS_HEAD = "| model | trained | GPUs | rows | models | cache | generation | upd
 
 def gpus_line(model: str, way: str, found: list[dict | None]) -> str:
     """A line for one GPU and one for eight of each kind."""
-    h100 = [next((row for row in found[i::2] if row and row["topology"].startswith("h100:")), None) for i in range(2)]
     lines = []
     for single, machine in zip(found[::2], found[1::2], strict=True):
         larger = machine if machine is not None and machine["fits"] else None
-        for row, count, next_row, same in ((single, 1, larger, h100[0]), (machine, 8, None, h100[1])):
-            if row is not None:
-                lines.append(_gpus_line(model, way, row, count, next_row, same))
+        if single is not None:
+            lines.append(_gpus_line(model, way, single, 1, larger))
+        if machine is not None:
+            lines.append(_gpus_line(model, way, machine, 8, None))
     return "\n".join(lines)
 
 
-def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None, h100: dict | None) -> str:
+def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None) -> str:
     """Of the smallest number of GPUs that fits, from `count` on; else what `count` would need."""
     card = row["topology"].split(":")[0]
     head = f"| {model} | {way} | {card}:{count} "
@@ -318,7 +311,7 @@ def _gpus_line(model: str, way: str, row: dict, count: int, larger: dict | None,
     if row["fits"] and row["chips"] == count:
         sizes = [sum(row["parts"].values()), row["cache"]]
         held = " | ".join(f"{size / GIB:.1f}" for size in sizes)
-        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row, h100))} | {row['limit'] / GIB:.1f} |"
+        return f"{head}| {row['micro']} | {held} | {' | '.join(_peaks(row))} | {row['limit'] / GIB:.1f} |"
     fits = f"fits {smallest['topology']}" if smallest is not None else "fits none that was tried"
     return f"{head}| | | | | **too much** | {row['limit'] / GIB:.1f}; {fits} |"
 
