@@ -340,6 +340,7 @@ def test_grpo_is_the_same_in_longer_buckets_smaller_micro_batches_and_without_sh
     check()
 
 
+@pytest.mark.runs
 def test_under_dropout_a_token_is_selected_by_the_entropy_that_its_loss_has():
     """The forward pass before a step drops what that step drops. With token_mean_micro there is only the step's own."""
     fields = {"hidden_dropout": 0.3, "attention_dropout": 0.3}

@@ -25,7 +25,7 @@ def script(name):
     return module
 
 
-@pytest.mark.parametrize("trainer, seed", [("ppo", 6), ("rloo", 3)])
+@pytest.mark.parametrize("trainer, seed", [pytest.param("ppo", 6, marks=pytest.mark.runs), ("rloo", 3)])
 def test_trls_trainer_and_ours_agree_side_by_side(trainer, seed, tmp_path, monkeypatch):
     """scripts/parity/parity_sweep.py does this for random seeds; its result is in docs/numerics.md."""
     pytest.importorskip("trl")
