@@ -86,13 +86,28 @@ def value_mask(lengths: Array, length: int) -> Array:
 def masked_mean(x: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """mean of x where mask: sum(x * mask) / max(sum(mask), 1). Masked elements are never read, even NaN.
 
+    The mean of equal values is their value, bit for bit: deviations from it are exactly 0.
+
     Args: x, any shape; mask of the same shape, bool; axis to reduce (None: all). Returns float32 without `axis`; 0 for
     an empty mask. Source: TRL `masked_mean`, :237-242, which divides by 0 there.
     """
     x, mask = _float(x), jnp.asarray(mask)
     chex.assert_equal_shape([x, mask])
     chex.assert_type(mask, bool)
-    return jnp.where(mask, x, 0).sum(axis) / jnp.maximum(mask.sum(axis), 1).astype(x.dtype)
+    mean = jnp.where(mask, x, 0).sum(axis) / jnp.maximum(mask.sum(axis), 1).astype(x.dtype)
+    return _within_range(mean, x, mask, axis)
+
+
+def _within_range(
+    mean: Array, x: Array, mask: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False
+) -> Array:
+    """`mean` of x where mask, moved into the range of those values, which rounding of their sum may have left: in
+    float32 the sum of eight 100.3 divided by 8 is not 100.3. Its gradient is that of `mean`."""
+    low = jnp.where(mask, x, jnp.inf).min(axis, keepdims=keepdims, initial=jnp.inf)
+    high = jnp.where(mask, x, -jnp.inf).max(axis, keepdims=keepdims, initial=-jnp.inf)
+    inside = jnp.clip(mean, low, high)
+    move = (low <= high) & (inside != mean)  # an empty mask, infinities and NaN stay
+    return mean + jax.lax.stop_gradient(jnp.where(move, inside - mean, 0))
 
 
 def masked_var(x: Array, mask: Array, ddof: int = 1) -> Array:
@@ -228,7 +243,7 @@ def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
     """r_i minus the mean of the other rewards of its group: A_i = r_i - sum_{j != i} r_j / (G - 1).
 
     With `keep`, a reward that is not kept is in no baseline and has advantage 0; so has the only kept one of its
-    group. Rewards that are not kept are never read, even NaN.
+    group. Rewards that are not kept are never read, even NaN. Equal rewards have advantages of exactly 0.
 
     Args: rewards [..., G] float, G >= 2, a group in the last axis; keep bool, the same shape.
     Returns float32 [..., G]; each group sums to 0. Raises ValueError for G < 2.
@@ -238,11 +253,11 @@ def leave_one_out(rewards: Array, keep: Array | None = None) -> Array:
     group = rewards.shape[-1]
     if group < 2:
         raise ValueError(f"leave-one-out needs groups of 2 responses or more, not {group}")
-    if keep is None:
-        return rewards - (rewards.sum(-1, keepdims=True) - rewards) / (group - 1)
+    keep = jnp.ones(rewards.shape, bool) if keep is None else keep
     rewards = jnp.where(keep, rewards, 0)
     others = keep.sum(-1, keepdims=True) - 1
     baseline = (rewards.sum(-1, keepdims=True) - rewards) / jnp.maximum(others, 1)
+    baseline = _within_range(baseline, rewards, keep, -1, keepdims=True)
     return jnp.where(keep & (others > 0), rewards - baseline, 0)
 
 
@@ -253,10 +268,7 @@ def group_mean(rewards: Array, keep: Array) -> Array:
     never read, even NaN. Returns float32 [..., 1]; 0 for a group without a kept reward.
     Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; grpo_trainer.py:2760-2762.
     """
-    rewards, keep = _float(rewards), jnp.asarray(keep)
-    chex.assert_equal_shape([rewards, keep])
-    total = jnp.where(keep, rewards, 0).sum(-1, keepdims=True)
-    return total / jnp.maximum(keep.sum(-1, keepdims=True), 1).astype(rewards.dtype)
+    return masked_mean(rewards, keep, axis=-1)[..., None]
 
 
 def group_std(rewards: Array, keep: Array) -> Array:

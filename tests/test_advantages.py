@@ -233,6 +233,36 @@ def test_a_group_of_one_has_no_baseline():
         advantages.leave_one_out(jnp.ones((3, 1)))
 
 
+EQUAL = [100.3, -100.3, 1000.1, 12345.678, 1e-7, 3.3e30, 0.0]
+
+
+@pytest.mark.parametrize("size", [3, 8, 1000])
+def test_equal_rewards_have_neither_advantage_nor_deviation_at_any_size(size):
+    rewards = np.repeat(np.array(EQUAL, np.float32)[:, None], size, axis=1)
+    keep = np.ones(rewards.shape, bool)
+    keep[:, ::3] = size < 4  # groups of which some rewards are not kept
+    for kept in (np.ones(rewards.shape, bool), keep):
+        assert not np.asarray(jax.jit(advantages.leave_one_out)(rewards, kept)).any()
+        assert not np.asarray(jax.jit(advantages.group_std)(rewards, kept)).any()
+        np.testing.assert_array_equal(jax.jit(advantages.group_mean)(rewards, kept)[:, 0], rewards[:, 0])
+        for row, mask in zip(rewards[:2], kept):
+            assert advantages.masked_mean(row, mask) == row[0] and advantages.masked_var(row, mask) == 0
+            assert not np.asarray(advantages.masked_whiten(row, mask)).any()
+            assert not np.asarray(advantages.normalize(row, mask, 1e-4)[0]).any()
+    assert not np.asarray(advantages.leave_one_out(rewards)).any()
+    each = advantages.normalize_each_reward(rewards[..., None], np.ones((*rewards.shape, 1), bool), np.ones(1))
+    assert not np.asarray(each).any()
+
+
+def test_a_mean_that_is_moved_into_the_range_of_its_values_keeps_its_gradient():
+    rewards = jnp.full((1, 8), 100.3)
+    assert rewards.sum() / 8 != 100.3  # or nothing is moved
+    grad = jax.grad(lambda x: advantages.masked_mean(x, jnp.ones((1, 8), bool)))(rewards)
+    close(grad, np.full((1, 8), 1 / 8))
+    jacobian = jax.jacobian(advantages.leave_one_out)(rewards)[0, :, 0]
+    close(jacobian, np.where(np.eye(8), 1, -1 / 7))
+
+
 # ---------------------------------------------------------------------------------------------- groups of GRPO
 
 

@@ -47,7 +47,7 @@ class MetricForm:
     def zero_std_groups(
         raw: Array, rewards: Array, scorable: Array, group_size: int, deviations: Array | None
     ) -> Array:
-        """Groups whose scores are all equal: [P] bool.
+        """Groups whose scores are all equal, or whose rewards as they enter the baseline are: [P] bool.
 
         Args:
           raw, rewards, scorable: [P, G]: the scores, the rewards that are optimised, and whether a row has a score.
@@ -55,8 +55,9 @@ class MetricForm:
           deviations: [P], the standard deviations that rewards are divided by, NaN for that of a single reward; None:
             those of `rewards`.
         """
-        top = jnp.max(jnp.where(scorable, raw, -jnp.inf), axis=1)
-        return ~(top > jnp.min(jnp.where(scorable, raw, jnp.inf), axis=1))
+        both = jnp.stack([raw, rewards])
+        top = jnp.max(jnp.where(scorable, both, -jnp.inf), axis=2)
+        return jnp.any(~(top > jnp.min(jnp.where(scorable, both, jnp.inf), axis=2)), axis=0)
 
     @staticmethod
     def surprise(logprobs: Array, lengths: Array) -> Array:

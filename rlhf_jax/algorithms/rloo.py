@@ -49,7 +49,9 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
         result = jnp.zeros_like(penalized)
     divisor = jnp.float32(1.0)
     if config.normalize_advantages:
-        result, divisor = adv.normalize(result, keep, config.advantage_epsilon)
+        # TRL subtracts their mean too, which is 0 up to rounding, since the advantages of each group sum to 0.
+        divisor = jnp.sqrt(adv.masked_var(result, keep)) + config.advantage_epsilon
+        result = result / divisor
     result = form.zero_masked_rows(result, masked)
     if config.token_level_kl:
         # Dense rewards that were normalised or clipped with the score are no longer a sum over tokens.

@@ -309,6 +309,21 @@ def test_the_scale_is_the_deviation_of_the_group_or_of_the_batch():
     np.testing.assert_allclose(alone, np.array([-3, -1.5, 4.5, 0, -1, 0, 0, 1]) / (whole + 1e-4), atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("value", [100.3, 1000.1, 12345.678])
+def test_equal_rewards_have_no_advantage(value, size):
+    scores = np.full(2 * size, value, np.float32)
+    scores[size:] += np.arange(size)
+    for options in ({}, {"baseline": "leave_one_out"}, {"scale_rewards": "batch"}, {"scale_rewards": "none"}):
+        found = advantages_of(scores, size, **options)
+        assert not found[:size].any() and found[size:].any(), options
+    summed = config(multi_objective_aggregation="normalize_then_sum")
+    found = grpo.advantages(rewards_of(np.stack([scores, scores], axis=1), [1.0, 0.5], size), summed)
+    assert not np.asarray(found.advantages)[:size].any() and np.asarray(found.advantages)[size:].any()
+    equal = advantages_of(scores[:size], size, scale_rewards="batch", whiten_advantages=True)
+    assert not equal.any()
+
+
 def test_differences_from_the_baseline_are_clipped():
     found = advantages_of(SCORES, scale_rewards="none", reward_clip_range=(-1.5, 2.0))
     np.testing.assert_allclose(found, [-1.5, -1, 2, 0, -0.5, 0, 0, 0.5], atol=1e-6)

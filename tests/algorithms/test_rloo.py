@@ -362,6 +362,26 @@ def test_a_group_of_one_has_no_advantage_but_all_metrics():
         assert all(np.isfinite(x) for x in metrics.values()) and metrics["frac_reward_zero_std"] == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize_reward": True}, {"normalize_advantages": True}], ids=str)
+def test_a_group_of_equal_rewards_has_no_advantage_and_counts_as_one_of_no_deviation(options):
+    scores = np.where(np.arange(B) < 2 * G, np.repeat([12345.678, 0.1, 0, 0], G), SCORES).astype(np.float32)
+    assert (scores[:G].sum() - scores[0]) / 2 - scores[0] or scores[:G].sum() / G != scores[0]  # rounding shows
+    for metrics in ("correct", "trl"):
+        experience, found = experience_of(config(beta=0.0, metrics=metrics, **options), scores, ref=False)
+        advantages = np.asarray(experience.advantages)
+        assert not advantages[:2].any() and advantages[2:].all()
+        assert found["frac_reward_zero_std"] == 0.5
+
+
+def test_rewards_that_the_eos_penalty_makes_equal_count_as_equal():
+    c = config(beta=0.0, missing_eos_penalty=1.0, eos_penalty_mode="replace", stop_token="eos")
+    rollout = world()[3]
+    endless = rollout.replace(response=rollout.response.at[:G].set(PAD - 1), lengths=rollout.lengths.at[:G].set(T))
+    experience, metrics = experience_of(c, ref=False, rollout=endless)
+    assert not np.asarray(experience.advantages)[0].any() and np.asarray(experience.advantages)[1:].any()
+    assert metrics["frac_reward_zero_std"] == 0.25
+
+
 @pytest.mark.parametrize("metrics", ["correct", "trl"])
 @pytest.mark.parametrize("token_level_kl", [False, True], ids=["sequences", "tokens"])
 def test_absent_rows_change_no_metric(metrics, token_level_kl):
