@@ -140,7 +140,8 @@ class Policy:
     def _pure_sample(self, params, prompts, seed, rows, sampling, group):
         layers = self.model.unstack(params, self.dtype)
         options = {"group": group, "rows": rows, "dtype": self.dtype}
-        sampling = dataclasses.replace(sampling, suppress_ids=self.model.suppress_ids)
+        suppress_ids = (*self.model.suppress_ids, *sampling.suppress_ids)
+        sampling = dataclasses.replace(sampling, suppress_ids=suppress_ids)
         rollout = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(rollout, self.mesh)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -42,11 +44,13 @@ def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ..
     return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
 
 
-def length_metrics(rollout: Rollout) -> Metrics:
-    """TRL's `completions/...` (rloo_trainer.py:1363-1393), and the tokens of prompts and responses.
+def length_metrics(rollout: Rollout, unused_ids: Sequence[int] = ()) -> Metrics:
+    """TRL's `completions/...` (rloo_trainer.py:1363-1393), the tokens of prompts and responses, and how many of a
+    response no token has.
 
     Args:
       rollout: rows of length -1 are absent.
+      unused_ids: ids that no token of the tokenizer has.
 
     Returns:
       Each [] float32; "rollout/tokens" [] uint32.
@@ -55,6 +59,8 @@ def length_metrics(rollout: Rollout) -> Metrics:
     ended = rollout.ended & present
     endless = jnp.where(jnp.any(ended), jnp.inf, 0.0)
     prompts = jnp.where(present, rollout.prompt_lengths, 0)
+    unused = jnp.isin(rollout.response, jnp.asarray(unused_ids, jnp.int32))
+    unused &= adv.response_mask(rollout.lengths, rollout.response.shape[1])
     return {
         "completions/mean_length": adv.masked_mean(lengths, present),
         "completions/min_length": jnp.min(jnp.where(present, lengths, jnp.inf)),
@@ -63,6 +69,7 @@ def length_metrics(rollout: Rollout) -> Metrics:
         "completions/mean_terminated_length": adv.masked_mean(lengths, ended),
         "completions/min_terminated_length": jnp.min(jnp.where(ended, lengths, endless)),
         "completions/max_terminated_length": jnp.max(jnp.where(ended, lengths, 0.0)),
+        "completions/unused_ids": jnp.sum(unused).astype(jnp.float32),
         "val/response_length": adv.masked_mean(lengths, present),
         "rollout/tokens": jnp.sum((prompts + jnp.maximum(rollout.lengths, 0)).astype(jnp.uint32)),
     }

@@ -421,6 +421,9 @@ class PolicyConfig(StageConfig):
     """Exclude tokens less likely than min_p times the most likely one."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide positive and multiply negative logits of tokens that already occurred by this; 1: off."""
+    suppress_unused_ids: bool = False
+    """Never sample ids that no token has: most checkpoints have more embedding rows than tokens. Log-probs stay those
+    of all ids."""
     generation_kwargs: dict[str, Any] | None = None
     """Sampling options by their Hugging Face names, which override those above; log-probs keep `temperature`."""
     stop_token: Literal["eos"] | None = "eos"
@@ -445,7 +448,7 @@ class PolicyConfig(StageConfig):
     never."""
     early_stop: tuple[str, ...] = ()
     """Alarms that end the run, with a checkpoint and exports: kl_below, kl_above, first_ratio, reward_std, eos_share,
-    length_growth, length_collapse."""
+    unused_ids, length_growth, length_collapse."""
     alarm_kl_below: NonNegativeFloat | None = 1.0
     """Alarm if objective/kl is below minus this; None disables an alarm, here and below."""
     alarm_kl_above: NonNegativeFloat | None = 200.0
@@ -459,6 +462,8 @@ class PolicyConfig(StageConfig):
     alarm_eos_share: Fraction | None = 0.5
     """Alarm if the fraction of responses that end by themselves is below this times its initial value (means of 5
     updates)."""
+    alarm_unused_ids: NonNegativeInt | None = 0
+    """Alarm if more sampled ids of a batch than this are ids that no token has (completions/unused_ids)."""
     alarm_length_growth: Annotated[float, Range("at least 1", lambda v: v >= 1)] | None = 3.0
     """Alarm if the response length is above this times its initial value (means of 5 updates)."""
     alarm_length_collapse: Fraction | None = 0.25

@@ -81,6 +81,32 @@ class Tokenizer:
         """Ids that end a response: `stop_ids`, or eos alone."""
         return self.stop_ids or (self.eos_id,)
 
+    @property
+    def max_id(self) -> int:
+        """The largest id of a token."""
+        return max(self.hf.get_vocab().values(), default=0)
+
+    def unused_ids(self, rows: int) -> tuple[int, ...]:
+        """The ids below `rows`, those of an embedding, that no token has: most checkpoints have more rows than tokens.
+        They decode to nothing."""
+        return tuple(sorted(set(range(rows)) - set(self.hf.get_vocab().values())))
+
+    def check_rows(self, rows: int, model: str) -> None:
+        """Checks that a model which reads the ids of this tokenizer has a row for each token.
+
+        Args:
+          rows: of the model's embedding.
+          model: its name in the error.
+
+        Raises:
+          UserError: a token has an id beyond the rows.
+        """
+        if rows <= self.max_id:
+            raise UserError(
+                f"{model} has {rows} embedding rows, but the policy's tokenizer has id {self.max_id} "
+                f"({self.hf.convert_ids_to_tokens(self.max_id)}): the two were not trained with one tokenizer"
+            )
+
     def start_ids(self) -> list[int]:
         """What the tokenizer puts before a text: a bos for Llama, Gemma and Mistral, nothing for most.
 

@@ -83,6 +83,7 @@ class Sampler:
       source: the prompts.
       samples: answers to each prompt by the evaluated policy.
       eos_ids: of the evaluated policy's tokenizer, which all policies share.
+      suppress_ids: ids that are never sampled.
       seed, batch_size: options of the command.
       greedy: greedy decoding, without KL.
       ref: reference policy of the KL with its weights loaded, or None.
@@ -96,6 +97,7 @@ class Sampler:
         samples: int,
         *,
         eos_ids: tuple[int, ...],
+        suppress_ids: tuple[int, ...],
         seed: int,
         batch_size: int,
         greedy: bool = False,
@@ -105,7 +107,7 @@ class Sampler:
         self._config, self._source, self._samples, self._on_progress = config, source, samples, on_progress
         self._seed, self._batch_size, self._greedy = seed, batch_size, greedy
         self._ref = None if greedy else ref
-        self._sampling = sampling_of(config, eos_ids, 0.0 if greedy else None)
+        self._sampling = sampling_of(config, eos_ids, 0.0 if greedy else None, suppress_ids)
 
     def answers(self, name: str, policy: Policy, policy_index: int) -> Answers:
         """Answers of a policy whose weights are loaded: `samples` to each prompt for policy 0, which is evaluated, and

@@ -24,6 +24,7 @@ from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import context
+from rlhf_jax.stages.build_models import suppressed_ids
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
@@ -55,6 +56,14 @@ class PolicyEvaluation:
         has_references = bool(self.references) and plan.reference is not False
         self.opponents = [*(["reference"] if has_references else []), *(other.name for other in plan.others)]
         self.scorer = self._open_scorer(tokenizer)
+        policies = [self.policy, *self.others.values()]
+        self.suppress_ids, self.messages = suppressed_ids(
+            plan.prompts,
+            tokenizer,
+            max((policy.model for policy in policies), key=lambda model: model.config.vocab_size),
+            () if self.scorer is None else self.scorer.models,
+            reference=None if self.ref is None else self.ref.model,
+        )
         if config.best_of_n and self.scorer is None:
             raise UserError(
                 "--best_of_n needs a reward to select by: set --reward_model_path, --reward_funcs or --reward_server"
@@ -147,7 +156,8 @@ class PolicyEvaluation:
         Returns:
           (metrics of the policies for evaluation.json, rows of samples.jsonl; none on other processes than the first)
         """
-        log(str(self.source.report))
+        for message in (str(self.source.report), *self.messages):
+            log(message)
         all_answers = self._sample(log)
         self._add_metrics(all_answers, log)
         samples: list[dict[str, Any]] = []
@@ -200,6 +210,7 @@ class PolicyEvaluation:
         return {
             "temperature": 0.0 if self.plan.greedy else config.temperature,
             **{name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
+            "suppress_unused_ids": config.suppress_unused_ids,
             "generation_kwargs": config.generation_kwargs,
             "response_length": config.response_length,
             "stop_token_ids": list(self.eos_ids) if config.stop_token_ids is not None else None,
@@ -223,6 +234,7 @@ class PolicyEvaluation:
             self.source,
             self.plan.samples,
             eos_ids=self.eos_ids,
+            suppress_ids=self.suppress_ids,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             greedy=self.plan.greedy,

@@ -38,6 +38,11 @@ ALARMS: dict[str, tuple[str, Callable[[float, Readings, Readings, Readings], boo
         lambda limit, now, start, recent: recent["eos"] < limit * start["eos"],
         "{eos:.1%} of the responses end with eos; at the start {start_eos:.1%} did",
     ),
+    "unused_ids": (
+        "unused",
+        lambda limit, now, start, recent: now["unused"] > limit,
+        "{unused:.0f} sampled ids are ids that no token has, which decode to nothing (see suppress_unused_ids)",
+    ),
     "length_growth": (
         "length",
         lambda limit, now, start, recent: recent["length"] > limit * start["length"],
@@ -64,6 +69,7 @@ def threshold(config, name: str) -> float | None:
         "first_ratio": config.alarm_first_ratio if config.dtype == "float32" else config.alarm_first_ratio_bfloat16,
         "reward_std": config.alarm_reward_std if config.batch_size > 1 else None,  # one score has no deviation
         "eos_share": config.alarm_eos_share,
+        "unused_ids": config.alarm_unused_ids,
         "length_growth": config.alarm_length_growth,
         "length_collapse": config.alarm_length_collapse,
     }
@@ -77,6 +83,7 @@ def readings(metrics: dict[str, Any]) -> Readings:
         "ratio": metrics.get("val/first_ratio_error"),
         "std": metrics.get("reward_std", metrics.get("objective/scores_std")),
         "length": metrics.get("completions/mean_length"),
+        "unused": metrics.get("completions/unused_ids"),
     }
     if metrics.get("frac_reward_zero_std") == 1.0:
         values["std"] = 0.0  # groups may differ, but advantages compare within a group
@@ -87,7 +94,7 @@ def readings(metrics: dict[str, Any]) -> Readings:
 
 WATCHED = (
     *("objective/kl", "val/first_ratio_error", "reward_std", "objective/scores_std", "frac_reward_zero_std"),
-    *("completions/mean_length", "completions/clipped_ratio"),
+    *("completions/mean_length", "completions/clipped_ratio", "completions/unused_ids"),
 )
 """Names of the metrics that `readings` uses."""
 

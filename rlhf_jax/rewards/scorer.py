@@ -106,11 +106,8 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
             may_read_ids = config.reward_input == "auto" and not conversational
             as_ids = may_read_ids and data.same_tokenizer(tokenizer, path, revision)
         rows = model.config.vocab_size
-        if as_ids and rows <= max(tokenizer.pad_id, tokenizer.eos_id):
-            raise UserError(
-                f"reward model {path} has {rows} embedding rows, but the policy's tokenizer uses id "
-                f"{max(tokenizer.pad_id, tokenizer.eos_id)}: the two were not trained with one tokenizer"
-            )
+        if as_ids:
+            tokenizer.check_rows(rows, f"reward model {path}")
         own = None
         if not as_ids:
             own = data.load_tokenizer(path, revision, vocab_size=rows)

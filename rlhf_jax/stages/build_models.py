@@ -197,12 +197,36 @@ def check_same_ids(config, tokenizer, model: Model, option: str) -> None:
     """Refuses a model that cannot read the policy's ids or its sequences."""
     path = getattr(config, option) or config.sft_model_path or config.scratch_model
     check_sequence_length(config, model, path)
-    most = max(tokenizer.pad_id, tokenizer.eos_id)
-    if model.config.vocab_size <= most:
-        raise UserError(
-            f"--{option} {path} has {model.config.vocab_size} embedding rows, but the policy's tokenizer uses "
-            f"id {most}: they were not made for one tokenizer"
-        )
+    tokenizer.check_rows(model.config.vocab_size, f"--{option} {path}")
+
+
+def suppressed_ids(
+    config,
+    tokenizer,
+    policy: Model,
+    reward_models: Sequence[scoring.RewardModel],
+    reference: Model | None = None,
+    value: Model | None = None,
+) -> tuple[tuple[int, ...], list[str]]:
+    """The ids that the policy may not sample: those that another model, which reads its ids, has no embedding row for,
+    and with `suppress_unused_ids` those that no token has.
+
+    Returns:
+      (ids, a line on each reason)
+    """
+    readers = {"the reference": reference, "the value model": value}
+    readers |= {f"reward model {reader.path}": reader.model for reader in reward_models if reader.tokenizer is None}
+    ids: set[int] = set()
+    messages, rows = [], policy.config.vocab_size
+    for name, reader in readers.items():
+        reader_rows = rows if reader is None else reader.config.vocab_size
+        if reader_rows < rows:
+            ids |= set(range(reader_rows, rows))
+            messages.append(f"ids {reader_rows} to {rows - 1} are not sampled: {name} has {reader_rows} embedding rows")
+    if config.suppress_unused_ids and (unused := tokenizer.unused_ids(rows)):
+        ids |= set(unused)
+        messages.append(f"{len(unused)} ids that no token has are not sampled (suppress_unused_ids)")
+    return tuple(sorted(ids)), messages
 
 
 # --- params

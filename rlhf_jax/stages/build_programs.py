@@ -88,7 +88,8 @@ def build_programs(
     state: TrainState,
     *,
     optimizer: Optimizer,
-    eos_ids: tuple[int, ...],
+    tokenizer: Any,
+    suppress_ids: tuple[int, ...],
     episodes_per_epoch: int,
 ) -> Programs:
     """The programs of a run.
@@ -99,7 +100,8 @@ def build_programs(
       models: their static forms are compiled in; params are arguments of each program.
       state: whose shardings every update returns.
       optimizer: of the run.
-      eos_ids: `Tokenizer.eos_ids`.
+      tokenizer: the policy's.
+      suppress_ids: ids that are never sampled, beside the policy's own.
       episodes_per_epoch: responses in one pass over the prompts.
     """
     reference = None if models.reference is None else models.reference.replace(params=None)
@@ -109,7 +111,9 @@ def build_programs(
         algorithm=algorithm,
         forms=models.replace(reference=reference, base=None),
         optimizer=optimizer,
-        eos_ids=eos_ids,
+        eos_ids=tokenizer.eos_ids,
+        suppress_ids=(*models.policy.model.suppress_ids, *suppress_ids),
+        unused_ids=tokenizer.unused_ids(models.policy.model.config.vocab_size),
         episodes_per_epoch=episodes_per_epoch,
     )
     out_shardings = (state_shardings(state), None)
@@ -137,6 +141,8 @@ class _Functions:
     forms: Models
     optimizer: Optimizer
     eos_ids: tuple[int, ...]
+    suppress_ids: tuple[int, ...]
+    unused_ids: tuple[int, ...]
     episodes_per_epoch: int
 
     def models(self, trained: Params, base: Params | None, ref_params: Params | None = None) -> Models:
@@ -170,7 +176,7 @@ class _Functions:
                 unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
             decoding = dataclasses.replace(options["decoding"], max_steps=config.rollout_max_steps)
             options |= {"decoding": decoding, "keys": keys, "unfinished": unfinished}
-        sampling = sampling_of(config, self.eos_ids, temperature, policy.model.suppress_ids)
+        sampling = sampling_of(config, self.eos_ids, temperature, self.suppress_ids)
 
         def generate_chunk(chunk):
             prompts, *by_row = chunk
@@ -196,7 +202,7 @@ class _Functions:
         made, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
         causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
-        lengths = rollout_metrics.length_metrics(scored.rollout)
+        lengths = rollout_metrics.length_metrics(scored.rollout, self.unused_ids)
         return made, {**lengths, "nonfinite/causes": causes, **metrics}
 
     def update(self, state, base, experience, metrics):
@@ -219,7 +225,7 @@ class _Functions:
     def skip(self, state, rollout):
         """As `Programs.skip`."""
         after = nonfinite.add_counts(state, self.config, step=1, episodes=self.config.batch_size)
-        return self._finish(state, after, rollout_metrics.length_metrics(rollout), {})
+        return self._finish(state, after, rollout_metrics.length_metrics(rollout, self.unused_ids), {})
 
     def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics):
         """Counts the tokens of a rollout; adds the metrics of progress, with the learning rates of the step before."""

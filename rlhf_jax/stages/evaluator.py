@@ -29,7 +29,7 @@ TOKEN_ROWS = 64
 """Samples, and responses of a training batch, whose values by token are written."""
 _MIN_METRICS = ("completions/min_length", "completions/min_terminated_length", "clip_ratio/low_min")
 _MAX_METRICS = ("completions/max_length", "completions/max_terminated_length", "clip_ratio/high_max")
-_SUM_METRICS = ("val/num_eos_tokens", "rewards/dropped", "rollout/tokens")
+_SUM_METRICS = ("val/num_eos_tokens", "completions/unused_ids", "rewards/dropped", "rollout/tokens")
 
 
 @dataclasses.dataclass

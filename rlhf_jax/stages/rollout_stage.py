@@ -103,6 +103,10 @@ class RolloutStage:
         if self.algorithm.has_value_model:
             opened = build_models.open_value_model(context, opened, reward_models)
         self.opened = opened
+        self.suppress_ids, messages = build_models.suppressed_ids(
+            config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
+        )
+        self.messages += messages
 
     def _load(self, optimizer) -> None:
         """Params of all models, and the train state."""
@@ -121,12 +125,24 @@ class RolloutStage:
 
     def _build(self, optimizer) -> None:
         """Programs, and what calls them."""
-        sizes = {"eos_ids": self.tokenizer.eos_ids, "episodes_per_epoch": self.rows * self.group_size}
+        episodes_per_epoch = self.rows * self.group_size
         self.programs = build_programs(
-            self.context, self.algorithm, self.models, self.state, optimizer=optimizer, **sizes
+            self.context,
+            self.algorithm,
+            self.models,
+            self.state,
+            optimizer=optimizer,
+            tokenizer=self.tokenizer,
+            suppress_ids=self.suppress_ids,
+            episodes_per_epoch=episodes_per_epoch,
         )
         self.runner = Runner(
-            context=self.context, programs=self.programs, models=self.models, total_steps=self.total_steps, **sizes
+            context=self.context,
+            programs=self.programs,
+            models=self.models,
+            eos_ids=self.tokenizer.eos_ids,
+            total_steps=self.total_steps,
+            episodes_per_epoch=episodes_per_epoch,
         )
         # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
         eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))

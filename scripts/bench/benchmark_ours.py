@@ -132,8 +132,16 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 def prefill_only(stage) -> Runner:
     """A runner with responses of one token: its rollout is prefill and one sampled token."""
     context = dataclasses.replace(stage.context, config=dataclasses.replace(stage.config, response_length=1))
-    sizes = {"eos_ids": stage.tokenizer.eos_ids, "episodes_per_epoch": stage.runner.episodes_per_epoch}
-    programs = build_programs(context, stage.algorithm, stage.models, stage.state, optimizer=None, **sizes)
+    programs = build_programs(
+        context,
+        stage.algorithm,
+        stage.models,
+        stage.state,
+        optimizer=None,
+        tokenizer=stage.tokenizer,
+        suppress_ids=stage.suppress_ids,
+        episodes_per_epoch=stage.runner.episodes_per_epoch,
+    )
     return dataclasses.replace(stage.runner, context=context, programs=programs)
 
 

@@ -114,7 +114,9 @@ def test_the_kl_is_that_of_two_forward_passes(room, whole):
     policy, ref = (load_policy(room / name) for name in ("policy", "sft"))
     source = data.make_prompts(data.load_rows(str(room / "posts.jsonl")), policy.tokenizer, query_length=60)
     config = PPOConfig(response_length=6, temperature=1.0)
-    sampler = Sampler(config, source, 4, eos_ids=policy.tokenizer.eos_ids, seed=42, batch_size=8, ref=ref)
+    sampler = Sampler(
+        config, source, 4, eos_ids=policy.tokenizer.eos_ids, suppress_ids=(), seed=42, batch_size=8, ref=ref
+    )
     found = sampler.answers("policy", policy, 0)
     assert found.kl[0].tolist() == [answer["kl"] for answer in whole[1][0]["answers"]["policy"]]
     rollout = found.rollouts[0][0]

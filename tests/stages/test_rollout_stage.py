@@ -559,3 +559,75 @@ def test_ppo_skips_a_batch_without_scores(tmp_path):
         warnings.simplefilter("ignore")
         result = rlhf_jax.run(PPOConfig(**options), reward_funcs=lambda completions, **_: [None] * len(completions))
     assert lines(result.run_dir)[0]["episode"] == 8
+
+
+# ------------------------------------------------------------------------------------------------ ids without a token
+
+
+class Ids:
+    """A reward that remembers the ids of each call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, completion_ids, **_):
+        self.calls.append([i for ids in completion_ids for i in ids])
+        return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def small(models, tmp_path_factory):
+    """Folders of a causal and a scalar model with a row for each token of the policy's tokenizer and no more, and of a
+    scalar model with one less."""
+    path, tokenizer = tmp_path_factory.mktemp("small"), data.load_tokenizer("synthetic")
+    for name, head, rows in (("policy", "causal", 0), ("judge", "scalar", 0), ("too_small", "scalar", -1)):
+        model = custom_shape("1x16x2", tokenizer.vocab_size + rows, 256)
+        hf.save(path / name, model, random_params(model, (head,), 4), kind=head)
+    return path
+
+
+def test_ids_without_a_token_are_counted_and_left_out_when_asked(models, tmp_path):
+    unused = set(data.load_tokenizer("synthetic").unused_ids(hf.load_model(models / "policy").config.vocab_size))
+    options = {"sft_model_path": str(models / "policy"), "scratch_model": None, "temperature": 1.0}
+    for suppress in (False, True):
+        ids = Ids()
+        result = rlhf_jax.run(
+            config(tmp_path / str(suppress), **options, suppress_unused_ids=suppress), reward_funcs=[ids]
+        )
+        for call, line in zip(ids.calls, lines(result.run_dir)):
+            count = sum(i in unused for i in call)
+            assert line["completions/unused_ids"] == count and (count == 0) == suppress
+            assert line.get("alarm/unused_ids", 0.0) == (0.0 if suppress else 1.0)
+
+
+def test_ids_that_another_model_lacks_are_never_sampled(models, small, tmp_path):
+    """The reward model, the reference and the value model have fewer rows than the policy, as sizes of one family."""
+    rows, fewer = (hf.load_model(folder / "policy").config.vocab_size for folder in (models, small))
+    options = {"sft_model_path": str(models / "policy"), "scratch_model": None, "temperature": 1.0}
+    options |= {"reward_model_path": str(small / "judge"), "ref_model_path": str(small / "policy"), "beta": 0.1}
+    ids = Ids()
+    result = rlhf_jax.run(config(tmp_path / "run", **options), reward_funcs=[ids])
+    assert max(map(max, ids.calls)) < fewer < rows
+    for line in lines(result.run_dir):
+        assert np.isfinite([line["rewards/judge/mean"], line["objective/kl"]]).all()
+        assert line["completions/unused_ids"] == 0
+
+    ppo = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "ppo"), **options, "value_model_path": str(small / "judge")}
+    del ppo["beta"]
+    stage = stages.open_stage(PPOConfig(**ppo))
+    assert stage.suppress_ids == tuple(range(fewer, rows))
+    names = ("the reference", "the value model", f"reward model {small / 'judge'}")
+    wanted = [f"ids {fewer} to {rows - 1} are not sampled: {name} has {fewer} embedding rows" for name in names]
+    assert [line for line in stage.messages if "not sampled" in line] == wanted
+    stage.close()
+
+
+def test_a_model_that_lacks_a_row_of_a_token_is_refused_by_name(models, small, tmp_path):
+    last = data.load_tokenizer("synthetic").max_id
+    options = {"sft_model_path": str(models / "policy"), "scratch_model": None}
+    wrong = str(small / "too_small")
+    with pytest.raises(UserError, match=f"reward model {wrong} has {last} embedding rows, but .* has id {last}"):
+        stages.open_stage(config(tmp_path / "run", **options, reward_model_path=wrong))
+    ppo = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "ppo"), **options, "value_model_path": wrong}
+    with pytest.raises(UserError, match=f"--value_model_path {wrong} has {last} embedding rows"):
+        stages.open_stage(PPOConfig(**ppo), reward_funcs=[brevity])
