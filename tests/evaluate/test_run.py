@@ -23,10 +23,11 @@ from rlhf_jax.evaluate.__main__ import main
 from rlhf_jax.evaluate.answers import Sampler
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.models import lora
+from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from tests.helpers.children import policy_checkpoints
 from tests.helpers.judge_server import chat, question
+from tests.helpers.models_common import random_params
 from tests.helpers.reward_server import answers, send
 
 POSTS = 10
@@ -189,6 +190,17 @@ def test_the_same_seed_gives_the_same_bytes_and_another_batch_the_same_texts(roo
     other = done(room, outputs[2], batch_size=3, against=())
     texts = [[row["answers"]["policy"][0]["text"] for row in found[1]] for found in (first, other)]
     assert texts[0] == texts[1]
+
+
+def test_ids_that_the_reward_model_lacks_are_never_sampled(room, tmp_path):
+    tokenizer = data.load_tokenizer("synthetic")
+    model = custom_shape("1x16x2", vocab_size=2 * tokenizer.vocab_size, max_positions=96)  # half of its ids
+    hf.save(tmp_path / "wide", model, random_params(model), kind="causal")
+    data.save_tokenizer(tokenizer, str(tmp_path / "wide"))
+    given = {"model": tmp_path / "wide", "reward_model_path": room / "reward", "against": ()}
+    found, rows, told = done(room, tmp_path / "out", **given)
+    assert f"ids {tokenizer.vocab_size} to {2 * tokenizer.vocab_size - 1} are not sampled: reward model" in told
+    assert np.isfinite([row["answers"]["policy"][0]["score"] for row in rows]).all()
 
 
 # --- a run's folder

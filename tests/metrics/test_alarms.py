@@ -15,12 +15,14 @@ FINE = {
     "objective/scores_std": 1.0,
     "completions/clipped_ratio": 0.2,
     "completions/mean_length": 20.0,
+    "completions/unused_ids": 0.0,
 }
 BAD = {  # in one update
     "kl_below": {"objective/kl": -1.5},
     "kl_above": {"objective/kl": 201.0},
     "first_ratio": {"val/first_ratio_error": 0.02},
     "reward_std": {"objective/scores_std": 0.0},
+    "unused_ids": {"completions/unused_ids": 1.0},
 }
 RUNNING = {  # in the mean of the last five
     "eos_share": {"completions/clipped_ratio": 0.9},
