@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from rlhf_jax import generate as gen
+from rlhf_jax.generate.sampling import sample
 from tests.helpers.optional import optional
 
 torch = optional("torch")
@@ -35,6 +36,28 @@ def test_an_excluded_entry_is_never_drawn():
     keys = jax.random.split(jax.random.key(0), 5000)
     draws = np.asarray(jax.jit(gen.draw)(keys, jnp.broadcast_to(logits, (5000, 600))))
     assert set(draws % 7) == {3} and len(set(draws)) == 86
+
+
+def test_suppressed_ids_are_never_drawn_and_stay_in_the_log_probabilities():
+    class Head:
+        def next_logits(self, params, hidden):
+            return hidden
+
+    logits = jnp.tile(jnp.array([2.0, 0.0, 1.0, 3.0]), (4000, 1))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    draw = jax.jit(
+        lambda keys, ids: sample(Head(), None, logits, keys, jnp.zeros(4000, jnp.int32), None, ids), static_argnums=1
+    )
+    for temperature in (1.0, 0.5):
+        sampling = gen.Sampling(
+            1, temperature=temperature, suppress_ids=(1, 3, 9)
+        )  # 9 has no row: nothing to leave out
+        tokens, logprobs = (np.asarray(x) for x in draw(keys, sampling))
+        assert set(tokens.tolist()) == {0, 2}
+        share = 1 / (1 + np.exp(-1 / temperature))
+        assert abs((tokens == 0).mean() - share) < 4 * np.sqrt(share * (1 - share) / 4000)
+        wanted = np.asarray(jax.nn.log_softmax(logits[0] / temperature))[tokens]
+        np.testing.assert_allclose(logprobs, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
