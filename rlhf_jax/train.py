@@ -193,7 +193,8 @@ def train_stage(
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
-        return Result(config.run_dir, finished["metrics"], finished["paths"])
+        paths = {of: os.path.join(config.run_dir, os.path.basename(path)) for of, path in finished["paths"].items()}
+        return Result(config.run_dir, finished["metrics"], paths)  # the folder may have been moved
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
 

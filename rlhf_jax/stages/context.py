@@ -22,7 +22,7 @@ from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.models.io.generation_config import Generation
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import local_rows, multihost, sharding
-from rlhf_jax.runtime.run_folder import TEMPLATE_DATE
+from rlhf_jax.runtime.run_folder import MODEL, TEMPLATE_DATE
 from rlhf_jax.types import Array, Params, TrainState
 
 
@@ -238,7 +238,7 @@ def inputs_of(
     sets |= {f"evaluation data {name}".rstrip(): source for name, source in eval_sets.items()}
     fingerprints = {name: source.fingerprint for name, source in sets.items()}
     for path, revision in context.weights.loaded:
-        fingerprints[f"model {path}"] = hf.fingerprint(path, revision=revision)
+        fingerprints[f"{MODEL}{path}"] = hf.fingerprint(path, revision=revision)
     for date in (template_date, *(source.report.template_date for source in sets.values())):
         if date is not None:
             fingerprints[TEMPLATE_DATE] = date
