@@ -35,7 +35,7 @@ from rlhf_jax.runtime.lock import Lock
 from rlhf_jax.storage import relocation, write_atomically
 from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.utils.strict_json import json_text, with_floats
-from rlhf_jax.utils.text import parse_json
+from rlhf_jax.utils.text import parse_json, short_repr
 
 EXPORTS = ("policy", "value", "reward_model")
 TEMPLATE_DATE = "date in chat templates"
@@ -294,10 +294,14 @@ class RunFolder:
 
 
 def _write_rows(path: str, rows: Rows) -> str:
-    """Writes JSON lines on process 0, creating the file's folder. Returns the path."""
+    """Writes JSON lines on process 0, creating the file's folder; a warning where that fails, since the run needs them
+    not. Returns the path."""
     if is_main():
-        storage.make_dir(os.path.dirname(path))
-        write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
+        try:
+            storage.make_dir(os.path.dirname(path))
+            write_atomically(path, "".join(json_text(row, default=short_repr) + "\n" for row in rows))
+        except OSError as error:
+            print(f"warning: {path} cannot be written: {error}. The run continues", file=sys.stderr, flush=True)
     return path
 
 
