@@ -23,7 +23,8 @@ from rlhf_jax.config.dataclasses import TopP
 from rlhf_jax.config.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import compile_cache
-from rlhf_jax.utils.text import escape_unencodable_output, printable
+from rlhf_jax.utils.output import guarded_output
+from rlhf_jax.utils.text import printable
 
 PROG = "rlhf-jax chat"
 HELP = "/new starts a new conversation, /seed N sets the seed, /quit (or end of input) quits"
@@ -83,9 +84,9 @@ def questions(multiline: bool) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+@guarded_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 0, or 2 after a user error (one line on stderr)."""
-    escape_unencodable_output()
     try:
         options = command_line.parse_options(
             sys.argv[1:] if argv is None else argv, ChatOptions, PROG, positional="model"

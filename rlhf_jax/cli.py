@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import rlhf_jax
+from rlhf_jax.utils.output import discard
 
 COMMANDS = {  # command: the module whose main runs it, and what it does
     "train": ("train", "train a model: one stage, or a pipeline of SFT, reward model and PPO, RLOO or GRPO"),
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # the reader of the output has ended, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 1
 
 

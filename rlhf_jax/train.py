@@ -47,7 +47,7 @@ from rlhf_jax.runtime.loop import Loop, log, warn
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import ALGORITHMS, open_stage
-from rlhf_jax.utils import text
+from rlhf_jax.utils.output import guarded_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Result:
     stages: dict[str, Result] = dataclasses.field(default_factory=dict)
 
 
+@guarded_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
     something the user gave is wrong, or 1 when other processes were not found."""
-    text.escape_unencodable_output()
     began = time.monotonic()
     try:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+@guarded_output()
 def run(
     config: Config,
     *,
@@ -193,7 +194,8 @@ def train_stage(
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
-        return Result(config.run_dir, finished["metrics"], finished["paths"])
+        paths = {of: os.path.join(config.run_dir, os.path.basename(path)) for of, path in finished["paths"].items()}
+        return Result(config.run_dir, finished["metrics"], paths)  # the folder may have been moved
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
 

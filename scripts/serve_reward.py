@@ -35,7 +35,8 @@ from rlhf_jax.algorithms import reward_model
 from rlhf_jax.data import batches
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
-from rlhf_jax.utils.text import escape_unencodable_output, parse_json
+from rlhf_jax.utils.output import guarded_output
+from rlhf_jax.utils.text import parse_json
 
 MAX_BODY = 32 << 20  # bytes
 MAX_ROWS = 65_536  # of a request; an empty row costs a forward pass too
@@ -273,6 +274,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+@guarded_output()
 def main() -> int:
     """Returns the exit status: 2 for an error of the user."""
     parser = argparse.ArgumentParser(
@@ -295,7 +297,6 @@ def main() -> int:
         "--no_token", action="store_true", help="let any user of this machine send requests; loopback only"
     )
     args = parser.parse_args()
-    escape_unencodable_output()
     try:
         token = "" if args.no_token else os.environ.get(args.token_env, "").strip()
         if args.no_token and not is_loopback(args.host):

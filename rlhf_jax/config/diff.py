@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_jax.parallel import multihost
@@ -21,6 +22,9 @@ MAY_DIFFER = (
 # Options that change where and in which parts results are computed: equal up to rounding.
 ROUNDING = ("mesh_*", "micro_batch_*", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
 ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "draft_tokens")
+
+# Options that name files or folders, or something on the hub.
+PATHS = ("*_path", "*dataset_name", "datasets", "adapters", "more_reward_models", "reward_funcs")
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
@@ -39,12 +43,18 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
+def differences(
+    old: dict[str, Any],
+    new: dict[str, Any],
+    may_differ: Sequence[str] = MAY_DIFFER,
+    same_files: Callable[[Any, Any], bool] = operator.eq,
+) -> list[str]:
     """The options in which two configs differ, one line each: 'name: old -> new'.
 
     Args:
       old, new: configs as dicts, nested or not.
       may_differ: options to ignore; `*` matches anything.
+      same_files: (old value, new value) of an option of `PATHS` -> whether both name the same files.
 
     Returns:
       Lines in the order of the new config; options that only the old one has come last.
@@ -53,6 +63,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[s
     lines = []
     for name in dict.fromkeys([*new, *old]):
         if matches(name.split(".")[-1], may_differ):
+            continue
+        if name in old and name in new and matches(name, PATHS) and same_files(old[name], new[name]):
             continue
         before, after = (json.dumps(c[name]) if name in c else "(no such option)" for c in (old, new))
         if before != after:

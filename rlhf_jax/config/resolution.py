@@ -41,7 +41,7 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
 
 def _run_dir(config: Config) -> str:
     run_dir = config.run_dir or f"runs/{stage_name(config)}"
-    return storage.absolute(run_dir) if storage.is_remote(run_dir) else run_dir
+    return storage.absolute(run_dir) if storage.is_remote(run_dir) else run_dir.rstrip("/") or "/"
 
 
 def _stages(config: Config) -> dict[str, StageConfig]:
@@ -57,7 +57,7 @@ def _stages(config: Config) -> dict[str, StageConfig]:
         stage, folder = getattr(config, name, None), f"{run_dir}/{name}"
         if stage is None:
             continue
-        if stage.run_dir not in (None, folder):
+        if stage.run_dir is not None and storage.absolute(stage.run_dir) != storage.absolute(folder):
             raise UserError(
                 f"{name}.run_dir is {stage.run_dir!r}, but this stage of the pipeline writes to {folder!r}: give "
                 "run_dir for the whole pipeline, or run the stage with its own config."

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from rlhf_jax import storage
 from rlhf_jax.config.dataclasses import (
     Config,
     GroupConfig,
@@ -583,7 +584,8 @@ def pipeline_links(config: Pipeline) -> Iterator[str]:
     if config.reward is not None:
         exports["reward_model_path"] = "reward/reward_model"
     for name, own in exports.items():
-        if getattr(stage, name) not in (f"{{run_dir}}/{own}", f"{run_dir}/{own}"):
+        path = (getattr(stage, name) or "").replace("{run_dir}", run_dir)
+        if storage.absolute(path) != storage.absolute(f"{run_dir}/{own}"):
             yield (
                 f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{own}': give "
                 f"that, or run {policy} with its own config."

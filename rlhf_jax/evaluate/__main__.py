@@ -11,12 +11,13 @@ from rlhf_jax.evaluate.run import run
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils import text
+from rlhf_jax.utils.output import guarded_output
 
 
+@guarded_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 0, 2 after a user error (one line on stderr), 1 if other
     processes were not found or died, 130 if interrupted."""
-    text.escape_unencodable_output()
     try:
         config = options.parse(sys.argv[1:] if argv is None else argv)
         compile_cache.enable()

@@ -14,6 +14,7 @@ from rlhf_jax.config import (
     RewardConfig,
     SFTConfig,
     StageConfig,
+    diff,
     validation,
 )
 from rlhf_jax.config import files as config_files
@@ -22,6 +23,7 @@ from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import POLICY_STAGES, policy_folder
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
+from rlhf_jax.storage.relocation import Relocation
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
 
@@ -166,14 +168,13 @@ def _absent_objects(
 
 
 def _relocated(config: StageConfig, folder: str) -> StageConfig:
-    """The config with run_dir set to `folder`, and paths within a moved pipeline folder adapted."""
-    old, new = (os.path.dirname(storage.absolute(place)) for place in (config.run_dir or "", folder))
+    """The config with run_dir set to `folder`, and paths of a run that was moved, or that began elsewhere, adapted."""
+    paths = Relocation(config.run_dir or folder, folder)
     changed: dict[str, Any] = {"run_dir": folder}
     for name, value in vars(config).items():
-        if isinstance(value, str) and name.endswith("_path") and not storage.exists(value):
-            relative = os.path.relpath(storage.absolute(value), old)
-            if not relative.startswith("..") and storage.exists(os.path.join(new, relative)):
-                changed[name] = os.path.join(new, relative)
+        if isinstance(value, str) and diff.matches(name, diff.PATHS) and not storage.exists(value):
+            if storage.exists(place := paths.find(value)):
+                changed[name] = place
     return dataclasses.replace(config, **changed)
 
 

@@ -11,6 +11,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.report import pictures
 from rlhf_jax.utils import text
+from rlhf_jax.utils.output import guarded_output
 
 PROG = "rlhf-jax report"
 
@@ -28,9 +29,9 @@ class ReportOptions:
     """Write no PNG pictures (they need the extra report)."""
 
 
+@guarded_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 0, or 2 after a user error (one line on stderr)."""
-    text.escape_unencodable_output()
     argv = sys.argv[1:] if argv is None else argv
     try:
         options = command_line.parse_options(argv, ReportOptions, PROG, positional="run_dirs")

@@ -201,8 +201,11 @@ class Loop:
             callback.on_completions(self.step, rows, what)
         if multihost.is_main():
             limit = self.config.num_completions_to_print
-            completion_tables.show(rows, f"{self.stage.name}: {what} after update {self.step}", limit)
-            self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows[:limit]))
+            try:
+                completion_tables.show(rows, f"{self.stage.name}: {what} after update {self.step}", limit)
+                self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows[:limit]))
+            except Exception as error:  # a value that a reward function logged may refuse to become text
+                warn(f"the table of {what} after update {self.step} cannot be printed: {error!r}. The run continues")
 
     def save(self, pending: dict[str, Any] | None = None, ended: bool = False) -> None:
         """A checkpoint of the present update; its metrics are written first.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +32,16 @@ from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.runtime.lease import Lease
 from rlhf_jax.runtime.lock import Lock
-from rlhf_jax.storage import write_atomically
+from rlhf_jax.storage import relocation, write_atomically
+from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.utils.strict_json import json_text, with_floats
-from rlhf_jax.utils.text import parse_json
+from rlhf_jax.utils.text import parse_json, short_repr
 
 EXPORTS = ("policy", "value", "reward_model")
 TEMPLATE_DATE = "date in chat templates"
 """The entry of inputs.json with the date that a run's chat templates print."""
+MODEL = "model "
+"""What the entries of inputs.json for checkpoints begin with, before their path."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -124,7 +128,7 @@ class RunFolder:
                 with _write_errors(folder.path):
                     storage.make_dir(folder.path)
                     folder.lock.take()
-                    folder._check_inputs(inputs or {}, override)
+                    folder._check_inputs(inputs or {}, config, override)
                     write_atomically(folder.config, json_text(config, indent=2) + "\n")
                     write_atomically(folder.inputs, json_text(inputs or {}, indent=2) + "\n")
                     if storage.exists(folder.finished_file):  # a finished run continues with other options
@@ -162,7 +166,7 @@ class RunFolder:
             "system that all processes share. Choose a --run_dir there"
         )
 
-    def _check_inputs(self, inputs: dict[str, str], override: bool) -> None:
+    def _check_inputs(self, inputs: dict[str, str], config: dict[str, Any], override: bool) -> None:
         """Raises a UserError if data or initial checkpoints differ from those of the existing run."""
         if not self.has_progress() or not storage.exists(self.inputs):
             return
@@ -172,6 +176,12 @@ class RunFolder:
             raise UserError(
                 f"{self.inputs} cannot be read ({error}). Remove it to resume without this check"
             ) from error
+        same_files = _same_files(self, _config_of(self, self.path), config)
+        for name in [name for name in old if name.startswith(MODEL) and name not in inputs]:
+            path = name.removeprefix(MODEL)
+            others = (new for new in inputs if new.startswith(MODEL) and new not in old)
+            new = next((new for new in others if same_files(path, new.removeprefix(MODEL))), name)
+            old[new] = old.pop(name)
         lines = differences(old, inputs, ())
         if lines and not override:
             raise UserError(
@@ -284,10 +294,14 @@ class RunFolder:
 
 
 def _write_rows(path: str, rows: Rows) -> str:
-    """Writes JSON lines on process 0, creating the file's folder. Returns the path."""
+    """Writes JSON lines on process 0, creating the file's folder; a warning where that fails, since the run needs them
+    not. Returns the path."""
     if is_main():
-        storage.make_dir(os.path.dirname(path))
-        write_atomically(path, "".join(json_text(row) + "\n" for row in rows))
+        try:
+            storage.make_dir(os.path.dirname(path))
+            write_atomically(path, "".join(json_text(row, default=short_repr) + "\n" for row in rows))
+        except OSError as error:
+            print(f"warning: {path} cannot be written: {error}. The run continues", file=sys.stderr, flush=True)
     return path
 
 
@@ -307,7 +321,14 @@ def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MA
     folder = RunFolder(storage.absolute(run_dir))
     if not storage.exists(folder.config) or not folder.has_progress():
         return []
-    return differences(_config_of(folder, run_dir), config, may_differ)
+    old = _config_of(folder, run_dir)
+    return differences(old, config, may_differ, _same_files(folder, old, config))
+
+
+def _same_files(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> Callable[[Any, Any], bool]:
+    """Whether a value of the folder's config and one of a new config name the same files."""
+    places = (Relocation(str(config.get("run_dir") or folder.path), folder.path) for config in (old, new))
+    return functools.partial(relocation.same_files, **dict(zip(("old_paths", "new_paths"), places)))
 
 
 def template_date(run_dir: str) -> str:

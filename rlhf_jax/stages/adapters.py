@@ -14,9 +14,10 @@ from rlhf_jax.data import save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf, peft
+from rlhf_jax.models.io.generation_config import Generation
 from rlhf_jax.models.quantization import Kind
 from rlhf_jax.parallel import multihost
-from rlhf_jax.stages.context import StageContext, save_stop_ids
+from rlhf_jax.stages.context import StageContext
 from rlhf_jax.types import Params
 
 Origin = tuple[str, str | None]
@@ -201,7 +202,7 @@ def export(
     model: Model,
     params: Params,
     *,
-    kind: str,
+    generation: Generation | None,
     base: Params,
     origin: Origin | None,
     tokenizer: Any,
@@ -216,7 +217,7 @@ def export(
       name: 'policy', 'value' or 'reward_model'.
       model: with `lora`.
       params: the adapters.
-      kind: 'causal' or 'scalar'.
+      generation: as `StageContext.save_checkpoint`.
       base: the params that they are merged into.
       origin: the checkpoint of the base; None: it has none.
       tokenizer: written beside each.
@@ -227,12 +228,13 @@ def export(
     """
     paths, plain, dtype = {}, dataclasses.replace(model, lora=None), context.frozen_dtype
     transform = context.weights.transform_placed
+    kind = "scalar" if generation is None else "causal"
+    files = {"generation": generation, "source": source}
     if origin is None:
         path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
         wide = transform(plain, lambda base: lora.merge_lora(base, dtype), base)
-        context.save_checkpoint(
-            path, plain, {**wide, "score": params["score"]} if kind == "scalar" else wide, kind, tokenizer, source
-        )
+        wide = {**wide, "score": params["score"]} if kind == "scalar" else wide
+        context.save_checkpoint(path, plain, wide, tokenizer, **files)
         del wide
         # A run in a bucket exports to a temporary folder, which is uploaded.
         where = context.config.run_dir
@@ -247,13 +249,13 @@ def export(
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
         save_tokenizer(tokenizer, adapter)
-        if kind == "causal":
-            save_stop_ids(tokenizer, adapter)
+        if generation is not None:
+            generation.write(adapter)
     multihost.wait_for_all("export of adapters")
     if export_merged:
         paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
         merged = transform(plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params))
-        context.save_checkpoint(paths[name], plain, merged, kind, tokenizer, source)
+        context.save_checkpoint(paths[name], plain, merged, tokenizer, **files)
     else:
         paths[name] = adapter
     return paths

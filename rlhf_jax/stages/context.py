@@ -19,9 +19,10 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.inference import open_processor, processor_folder
 from rlhf_jax.models import attention_kernels, quantization
 from rlhf_jax.models.io import generation_config, hf
+from rlhf_jax.models.io.generation_config import Generation
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import local_rows, multihost, sharding
-from rlhf_jax.runtime.run_folder import TEMPLATE_DATE
+from rlhf_jax.runtime.run_folder import MODEL, TEMPLATE_DATE
 from rlhf_jax.types import Array, Params, TrainState
 
 
@@ -122,16 +123,32 @@ class StageContext:
         return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
     def save_checkpoint(
-        self, path: str, model, params: Params, kind: str, tokenizer, source: str | None = None
+        self,
+        path: str,
+        model,
+        params: Params,
+        tokenizer,
+        *,
+        generation: Generation | None = None,
+        source: str | None = None,
     ) -> None:
-        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait. `source`: the
-        checkpoint whose image processor is copied, for a model that reads images."""
-        ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
+        """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait.
+
+        Args:
+          path: folder.
+          model, params: with a causal head, or else a scalar one.
+          tokenizer: written beside them.
+          generation: of a model with a causal head; None: a scalar head.
+          source: the checkpoint whose image processor is copied, for a model that reads images.
+        """
+        kind = "scalar" if generation is None else "causal"
+        eos_id = tokenizer.eos_id if generation is None else generation.eos_token_id
+        ids = {"pad_token_id": tokenizer.pad_id, "eos_token_id": eos_id}
         hf.save(path, model, params, kind=kind, extra_config=ids)
         if multihost.is_main():
             save_tokenizer(tokenizer, path)
-            if kind == "causal":
-                save_stop_ids(tokenizer, path)
+            if generation is not None:
+                generation.write(path)
             if model.reads_images and source is not None:
                 images.copy_processor(processor_folder(source, self.config.model_revision), path)
             elif model.reads_images:
@@ -196,10 +213,10 @@ def progress_metrics(state: TrainState, rate: Array | None, names: tuple[str, ..
     return {**rates, "episode": state.episodes, "epoch": epoch}
 
 
-def save_stop_ids(tokenizer, folder: str) -> None:
-    """Writes the ids of stop_token_ids beside a policy, if the option is given."""
-    if tokenizer.stop_ids is not None:
-        generation_config.write(folder, tokenizer.stop_ids, tokenizer.pad_id)
+def exported_generation(path: str | None, revision: str | None, tokenizer) -> Generation:
+    """`generation_config.exported` of a policy with this tokenizer, which starts from the checkpoint at `path`."""
+    ids = {"eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "stop_ids": tokenizer.stop_ids}
+    return generation_config.exported(path, revision, **ids)
 
 
 def inputs_of(
@@ -221,7 +238,7 @@ def inputs_of(
     sets |= {f"evaluation data {name}".rstrip(): source for name, source in eval_sets.items()}
     fingerprints = {name: source.fingerprint for name, source in sets.items()}
     for path, revision in context.weights.loaded:
-        fingerprints[f"model {path}"] = hf.fingerprint(path, revision=revision)
+        fingerprints[f"{MODEL}{path}"] = hf.fingerprint(path, revision=revision)
     for date in (template_date, *(source.report.template_date for source in sets.values())):
         if date is not None:
             fingerprints[TEMPLATE_DATE] = date

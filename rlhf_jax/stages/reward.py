@@ -100,7 +100,7 @@ class RewardTask:
         head's bias."""
         if stage.normalizing_data is not None:
             params = reward_model.subtract_offset(params, mean_score(stage, params))
-        return export_model(stage, params, folder, "reward_model", "scalar")
+        return export_model(stage, params, folder, "reward_model")
 
 
 def mean_score(stage: SupervisedStage, params: Params) -> float:

@@ -24,7 +24,7 @@ from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, build_models, rollouts
 from rlhf_jax.stages.algorithms import Algorithm
 from rlhf_jax.stages.build_programs import build_programs, prompt_width
-from rlhf_jax.stages.context import StageContext, inputs_of
+from rlhf_jax.stages.context import StageContext, exported_generation, inputs_of
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.runner import Runner
 from rlhf_jax.types import Params, PromptBatch, TrainState
@@ -40,6 +40,7 @@ class RolloutStage:
       opened: models without params, with the tokenizer.
       models: the same with frozen params.
       runner, programs: see there.
+      generation: what the exported policy says of generation.
       evaluator: a RolloutEvaluator.
       scorer: the rewards.
       train_data, eval_sets: prompts.
@@ -88,6 +89,7 @@ class RolloutStage:
         train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
         opened = build_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
+        self.generation = exported_generation(self.base_model, config.model_revision, self.tokenizer)
         self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
         self.messages = [*opened.messages, str(self.train_data.report)]
@@ -336,6 +338,7 @@ class RolloutStage:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
         context, opened, base = self.context, self.opened, self.models.base
         tokenizer, params = self.tokenizer, state.params["policy"]
+        files = {"generation": self.generation, "source": self.base_model}
         if opened.policy.lora is not None:
             start = opened.adapters.start
             paths = adapters.export(
@@ -344,17 +347,16 @@ class RolloutStage:
                 "policy",
                 opened.policy,
                 {key: value for key, value in params.items() if key != "score"},
-                kind="causal",
                 base=base["policy"],
                 origin=adapters.origin_of(start.path, start.revision, opened.policy.reads_images),
                 tokenizer=tokenizer,
-                source=self.base_model,
+                **files,
             )
         else:
             path = os.path.join(folder, "policy")
             if base is not None:
                 params = opened.policy.with_lora(base["policy"], params)
-            context.save_checkpoint(path, opened.policy, params, "causal", tokenizer, self.base_model)
+            context.save_checkpoint(path, opened.policy, params, tokenizer, **files)
             paths = {"policy": path}
         if self.algorithm.has_value_model:
             paths |= self._export_value(state, folder)
@@ -365,7 +367,7 @@ class RolloutStage:
         model, path = opened.value or opened.policy, os.path.join(folder, "value")
         params = state.params["policy" if opened.value is None else "value"]
         if model.lora is None:
-            self.context.save_checkpoint(path, model, params, "scalar", self.tokenizer)
+            self.context.save_checkpoint(path, model, params, self.tokenizer)
             return {"value": path}
         if "value" in self.models.base:
             base = self.models.base["value"]
@@ -380,7 +382,7 @@ class RolloutStage:
             "value",
             model,
             params,
-            kind="scalar",
+            generation=None,
             base=base,
             origin=adapters.origin_of(*start),
             tokenizer=self.tokenizer,

@@ -114,4 +114,4 @@ class SFTTask:
 
     def export(self, stage: SupervisedStage, params: Params, folder: str) -> dict[str, str]:
         """policy/: the model with its tokenizer."""
-        return export_model(stage, params, folder, "policy", "causal")
+        return export_model(stage, params, folder, "policy")

@@ -15,13 +15,14 @@ from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.data.images import image_token_id_of
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.io import generation_config, hf
-from rlhf_jax.parallel import multihost, sharding
+from rlhf_jax.models.io import hf
+from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters
 from rlhf_jax.stages.context import (
     StageContext,
     check_context,
+    exported_generation,
     inputs_of,
     open_tokenizer,
     progress_metrics,
@@ -40,6 +41,7 @@ class SupervisedStage:
       task: what is trained.
       context: config, mesh and weights.
       model: with its head, and the form of its adapter.
+      generation: what an exported policy says of generation; None: the model has a scalar head.
       base_params: frozen params that the adapter is merged into; None: the model is trained in full.
       train_data, eval_sets: rows.
       update_step: the jitted update.
@@ -55,6 +57,9 @@ class SupervisedStage:
         rows = task.load_rows(self.config, train_dataset)
         self.model, tokenizer, self.messages = open_model(context, task.head, task.has_images(self.config, rows))
         self.tokenizer = dataclasses.replace(tokenizer, template_date=template_date)
+        self.generation = None
+        if task.head == "causal":
+            self.generation = exported_generation(self.base_model, self.config.model_revision, self.tokenizer)
         data = task.load_data(self.config, self.model, self.tokenizer, rows, eval_dataset)
         self.train_data, self.eval_sets, self.normalizing_data = data
         self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)
@@ -241,30 +246,25 @@ def load_params(context: StageContext, model, kind: str, head: str) -> Params:
     return context.weights.load(model, config.model_name_or_path, kind, config.model_revision, cast_on_load)
 
 
-def export_model(stage: SupervisedStage, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:
+def export_model(stage: SupervisedStage, params: Params, folder: str, name: str) -> dict[str, str]:
     """Writes the trained model to NAME/; with adapters as `adapters.export`."""
+    files = {"generation": stage.generation, "source": stage.base_model}
     if stage.model.lora is None:
         path = f"{folder}/{name}"
         params = stage.model.with_lora(stage.base_params, params)
-        stage.context.save_checkpoint(path, stage.model, params, kind, stage.tokenizer, stage.base_model)
-        paths = {name: path}
-    else:
-        paths = adapters.export(
-            stage.context,
-            folder,
-            name,
-            stage.model,
-            params,
-            kind=kind,
-            base=stage.base_params,
-            origin=adapters.origin_of(stage.base_model, stage.config.model_revision, stage.model.reads_images),
-            tokenizer=stage.tokenizer,
-            source=stage.base_model,
-        )
-    if kind == "causal" and stage.base_model is not None and multihost.is_main():
-        # stop_token_ids of a later stage may take its list.
-        generation_config.copy(stage.base_model, stage.config.model_revision, paths[name])
-    return paths
+        stage.context.save_checkpoint(path, stage.model, params, stage.tokenizer, **files)
+        return {name: path}
+    return adapters.export(
+        stage.context,
+        folder,
+        name,
+        stage.model,
+        params,
+        base=stage.base_params,
+        origin=adapters.origin_of(stage.base_model, stage.config.model_revision, stage.model.reads_images),
+        tokenizer=stage.tokenizer,
+        **files,
+    )
 
 
 def eval_name(source: str, metric: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,13 @@ def json_value(x: Any) -> Any:
     return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def json_text(value: Any, indent: int | None = None, default: Callable[[Any], str] | None = None) -> str:
     """Strict JSON of nested dicts and lists, their scalars converted by `json_value`.
 
     Args:
       value: dicts, lists, tuples and numpy arrays of scalars and strings.
       indent: as json.dumps.
+      default: text of a value of another type; None: it is a TypeError.
 
     Returns:
       The text, without a line end.
@@ -49,11 +51,11 @@ def json_text(value: Any, indent: int | None = None) -> str:
     def convert(x):
         if isinstance(x, dict):
             return {str(k): convert(v) for k, v in x.items()}
-        if isinstance(x, np.ndarray) and x.ndim:
+        if getattr(x, "ndim", 0):
             x = x.tolist()
         return [convert(v) for v in x] if isinstance(x, (list, tuple)) else json_value(x)
 
-    text = json.dumps(convert(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(convert(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

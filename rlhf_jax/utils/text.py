@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 import unicodedata
 from typing import Any
 
@@ -81,14 +79,6 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError(f"Not UTF-8 ({error.reason})", "", 0) from None
     except ValueError:  # Python's limit on the digits of an integer
         raise json.JSONDecodeError("A number with too many digits", "", 0) from None
-
-
-def escape_unencodable_output() -> None:
-    """Makes standard output and error print characters outside their encoding as escapes instead of raising: a
-    completion may contain any character."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def duration(seconds: float) -> str:

@@ -209,6 +209,13 @@ def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
         stages_of(Pipeline(run_dir="R", ppo=PPOConfig(run_dir="X")))
 
 
+def test_paths_of_a_pipeline_may_have_another_form():
+    ppo = PPOConfig(run_dir="./R/ppo/", sft_model_path="R//sft/policy", reward_model_path="./R/reward/reward_model")
+    pipeline = Pipeline(run_dir="R/", ppo=ppo)
+    validation.check(pipeline)
+    assert stages_of(pipeline)["ppo"].run_dir == "R/ppo" and stages_of(pipeline)["sft"].run_dir == "R/sft"
+
+
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
         validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))

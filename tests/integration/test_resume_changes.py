@@ -11,9 +11,10 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax import train
-from rlhf_jax.config import SFTConfig
+from rlhf_jax.config import Pipeline, RLOOConfig, SFTConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import run_folder
+from tests.helpers.runs import RLOO_OPTIONS
 
 pytestmark = pytest.mark.runs
 
@@ -146,6 +147,29 @@ def test_an_option_that_has_changed_is_refused_and_may_be_overridden(folder, cap
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["learning_rate"] > 1e-3 for line in lines] == [False, False, True, True]
     assert json.loads((folder / "config.json").read_text())["learning_rate"] == 0.1
+
+
+def test_a_pipeline_whose_folder_was_renamed_runs_no_finished_stage_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sft = dataclasses.replace(CONFIG, dataset_name="synthetic", max_train_samples=16, max_steps=2)
+    rloo = {**RLOO_OPTIONS, "scratch_model": None, "sft_model_path": "{run_dir}/sft/policy", "save_steps": 1}
+    rloo |= {"reward_funcs": ("rlhf_jax.data.synthetic:gold_reward",), "num_generations": 2}
+    pipeline = Pipeline(run_dir="pipe/", sft=sft, reward=None, ppo=None, rloo=RLOOConfig(**rloo))
+    metrics = rlhf_jax.run(pipeline).metrics
+    capsys.readouterr()
+    (tmp_path / "pipe").rename(tmp_path / "renamed")
+    result = rlhf_jax.run(dataclasses.replace(pipeline, run_dir="./renamed"))
+    out = capsys.readouterr().out
+    assert (
+        "./renamed/sft is finished" in out
+        and "./renamed/rloo is finished" in out
+        and "update" not in out.split("==")[0]
+    )
+    assert result.metrics == metrics and result.paths == {"policy": "./renamed/rloo/policy"}
+    cut_back(tmp_path / "renamed" / "rloo", 1)
+    result = rlhf_jax.run(dataclasses.replace(pipeline, run_dir=str(tmp_path / "renamed")))
+    assert "rloo: resuming after update 1 of 2" in capsys.readouterr().out
+    assert result.metrics == metrics
 
 
 def test_options_that_only_round_differently_may_change(folder, half, capsys):

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import time
+import types
 import typing
 
 import pytest
@@ -17,8 +18,8 @@ from rlhf_jax.config import STAGES, PPOConfig, validation, values
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
-from rlhf_jax.runtime import completion_tables, run_folder
-from rlhf_jax.utils import text
+from rlhf_jax.runtime import completion_tables, loop, run_folder
+from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.control_characters import EVIL, obeyed
 from tests.helpers.tensorboard import events
@@ -75,9 +76,40 @@ def test_a_run_on_control_characters_ends_well_and_shows_none(user_files, tmp_pa
 def test_a_terminal_of_another_encoding_does_not_end_a_run(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    text.escape_unencodable_output()
-    print("caf\xe9 \U0001f600", flush=True)
+    with guarded_output():
+        print("caf\xe9 \U0001f600", flush=True)
     assert raw.getvalue() == b"caf\\xe9 \\U0001f600\n"
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("problem", ["a value without a text", "a folder that cannot be written"])
+def test_a_table_of_samples_never_ends_a_run(tmp_path, capsys, problem):
+    folder = run_folder.RunFolder(str(tmp_path / "run"))
+    value = 1.0
+    if problem == "a value without a text":
+        value = Unprintable()
+    else:
+        (tmp_path / "run").write_text("a file")
+    stage, options = (
+        types.SimpleNamespace(name="ppo"),
+        types.SimpleNamespace(log_unique_prompts=False, num_completions_to_print=None),
+    )
+    seen = []
+    callback = types.SimpleNamespace(on_completions=lambda *given: seen.append(given))
+    run = types.SimpleNamespace(config=options, folder=folder, callbacks=[callback], step=3, stage=stage)
+    run.logger = types.SimpleNamespace(text=lambda *_: None)
+    rows = [{"prompt": "a", "note": value}]
+    loop.Loop.show(run, (rows, []), "samples")
+    warning = capsys.readouterr().err
+    assert "warning: " in warning and "The run continues" in warning and seen == [(3, rows, "samples")]
+    if problem == "a value without a text":
+        assert (
+            tmp_path / "run" / "completions" / "3.jsonl"
+        ).read_text() == '{"prompt": "a", "note": "<Unprintable>"}\n'
 
 
 def test_what_a_policy_of_nan_draws_is_left_out_of_texts():

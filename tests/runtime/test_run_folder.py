@@ -70,6 +70,103 @@ def test_another_config_is_refused_with_old_and_new_values(run_dir):
     ]
 
 
+PIPELINE = {"stage": "ppo", "run_dir": "pipe/ppo", "sft_model_path": "pipe/sft/policy", "adapters": ["a=lora/a"]}
+PIPELINE |= {"dataset_name": "posts.jsonl", "eval_dataset_name": "near=posts.jsonl,far=trl-lib/tldr"}
+PIPELINE |= {"datasets": [{"path": "posts.jsonl"}], "reward_funcs": ["rewards.py:brevity"], "prompt_column": "pipe"}
+INPUTS = {"training data": "8 rows, 1", "model pipe/sft/policy": "2"}
+
+
+@pytest.fixture
+def pipeline(tmp_path, monkeypatch):
+    """The working folder of a run of a pipeline."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("pipe/sft/policy", "lora/a"):
+        os.makedirs(name)
+    for name in ("posts.jsonl", "rewards.py"):
+        open(name, "w").close()
+    run = RunFolder.open("pipe/ppo", PIPELINE, inputs=INPUTS)
+    run.close()
+    os.makedirs(os.path.join(run.checkpoints, "5"))
+    return tmp_path
+
+
+def respelled(spell, **changes):
+    """The options with their paths in another form."""
+    config = {**PIPELINE, **{name: spell(PIPELINE[name]) for name in ("run_dir", "sft_model_path", "dataset_name")}}
+    config["adapters"] = [f"a={spell('lora/a')}"]
+    config["eval_dataset_name"] = f"near={spell('posts.jsonl')},far=trl-lib/tldr"
+    config["datasets"] = [{"path": spell("posts.jsonl")}]
+    config["reward_funcs"] = [f"{spell('rewards.py')}:brevity"]
+    return {**config, **changes}
+
+
+FORMS = {
+    "dot": lambda path: f"./{path}",
+    "double": lambda path: path.replace("/", "//"),
+    "slash": lambda path: path if path.endswith((".jsonl", ".py")) else f"{path}/",
+    "absolute": os.path.abspath,
+    "link": lambda path: f"link/{path}",
+    "parent": lambda path: f"../{os.path.basename(os.getcwd())}/{path}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_files_in_another_form_are_the_same_run(pipeline, form):
+    (pipeline / "link").symlink_to(pipeline)
+    new = respelled(FORMS[form])
+    inputs = {"training data": "8 rows, 1", f"model {new['sft_model_path']}": "2"}
+    assert run_folder.changes(new["run_dir"], new) == []
+    RunFolder.open(new["run_dir"], new, inputs=inputs).close()
+
+
+@pytest.mark.parametrize("spell", [str, os.path.abspath], ids=["relative", "absolute"])
+def test_a_pipeline_that_was_renamed_is_the_same_run(pipeline, spell):
+    os.rename("pipe", "renamed")
+    new = respelled(spell, run_dir=spell("renamed/ppo"), sft_model_path=spell("renamed/sft/policy"))
+    inputs = {"training data": "8 rows, 1", f"model {new['sft_model_path']}": "2"}
+    RunFolder.open(new["run_dir"], new, inputs=inputs).close()
+    with pytest.raises(UserError, match="other data or models(?s:.*)model .*renamed/sft/policy: .2. -> .3.$"):
+        RunFolder.open("renamed/ppo", new, inputs={**inputs, f"model {new['sft_model_path']}": "3"})
+
+
+def test_a_run_goes_on_from_another_working_folder(pipeline, monkeypatch):
+    new = respelled(os.path.abspath)
+    os.mkdir("elsewhere")
+    monkeypatch.chdir("elsewhere")
+    assert run_folder.changes(new["run_dir"], new) == []
+
+
+def test_other_files_and_names_on_the_hub_are_another_run(pipeline):
+    os.makedirs("other/sft/policy")
+    for name, value in {
+        "sft_model_path": "other/sft/policy",
+        "dataset_name": "other.jsonl",
+        "eval_dataset_name": "near=posts.jsonl,far=trl-lib/other",
+        "adapters": ["a=lora/b"],
+        "reward_funcs": ["rewards.py:other"],
+        "prompt_column": "./pipe",
+        "datasets": [{"path": "posts.jsonl"}, {"path": "posts.jsonl"}],
+    }.items():
+        (line,) = run_folder.changes("pipe/ppo", {**PIPELINE, name: value})
+        assert line == f"{name}: {json.dumps(PIPELINE[name])} -> {json.dumps(value)}"
+
+
+def test_a_name_on_the_hub_is_a_folder_only_where_there_is_one(pipeline):
+    hub = {**PIPELINE, "sft_model_path": "EleutherAI/pythia-14m"}
+    RunFolder.open("pipe/ppo", hub, override=True).close()
+    there = {**hub, "sft_model_path": "./EleutherAI/pythia-14m"}
+    assert len(run_folder.changes("pipe/ppo", there)) == 1
+    os.makedirs("EleutherAI/pythia-14m")
+    assert run_folder.changes("pipe/ppo", there) == []
+
+
+def test_folders_in_a_bucket_are_compared_by_their_names(pipeline):
+    bucket = {**PIPELINE, "sft_model_path": "gs://bucket/sft/policy"}
+    RunFolder.open("pipe/ppo", bucket, override=True).close()
+    assert run_folder.changes("pipe/ppo", {**bucket, "sft_model_path": "gs://bucket/sft/policy/"}) == []
+    assert len(run_folder.changes("pipe/ppo", {**bucket, "sft_model_path": "gs://bucket/sft/other"})) == 1
+
+
 def test_an_unreadable_config_is_refused(run_dir):
     run = used(run_dir)
     with open(run.config, "w") as file:

@@ -274,6 +274,56 @@ def test_supervised_stages_write_adapters_that_the_next_stage_reads(models, tmp_
     np.testing.assert_array_equal(lora.get_path(base, path), lora.get_path(hf.load(models / "one")[1], path))
 
 
+def exported_adapter(start):
+    """Exports RUN/policy, an adapter alone, and RUN/policy_base at the relative path RUN of a working folder."""
+    options = {"sft_model_path": start, "run_dir": "runs/a", "export_merged": False, "num_generations": 2}
+    options |= {"start_adapter": "merge"}
+    stage = open_stage(checked(RLOOConfig(**{**OPTIONS, **options})))
+    paths = stage.export(stage.state, "runs/a")
+    return hf.load(paths["policy"])[1]
+
+
+def test_an_adapter_finds_the_base_beside_it_after_a_move_and_from_any_working_folder(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = exported_adapter(str(models / "one"))
+    assert json.loads((tmp_path / "runs/a/policy/adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "runs/a/policy_base"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for old, new in (("runs/a", "runs/a"), ("runs/a", "runs/b"), ("runs", "moved")):
+        if old != new:
+            (tmp_path / old).rename(tmp_path / new)
+        folder = tmp_path / ("runs/a" if old == new else "runs/b" if new == "runs/b" else "moved/b")
+        assert hf.adapter_base(folder / "policy") == (str(folder / "policy_base"), None)
+        jax.tree.map(np.testing.assert_array_equal, hf.load(folder / "policy")[1], expected)
+
+
+def test_an_adapter_finds_its_base_in_another_stage_of_a_pipeline_that_was_moved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("pipe/sft/policy", "pipe/ppo/policy", "models/llama", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    adapter = tmp_path / "pipe/ppo/policy"
+    (tmp_path / "pipe/ppo/config.json").write_text(json.dumps({"stage": "ppo", "run_dir": "pipe/ppo"}))
+
+    def base(path):
+        content = {"peft_type": "LORA", "base_model_name_or_path": path}
+        (adapter / "adapter_config.json").write_text(json.dumps(content))
+        return hf.adapter_base(adapter)[0]
+
+    assert base("pipe/sft/policy") == "pipe/sft/policy" and base("models/llama") == "models/llama"
+    assert base("EleutherAI/pythia-14m") == "EleutherAI/pythia-14m"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert base("pipe/sft/policy") == str(tmp_path / "pipe/sft/policy")
+    assert base("models/llama") == str(tmp_path / "models/llama")
+    assert base("EleutherAI/pythia-14m") == "EleutherAI/pythia-14m"
+    (tmp_path / "pipe").rename(tmp_path / "moved")
+    adapter = tmp_path / "moved/ppo/policy"
+    assert base("pipe/sft/policy") == str(tmp_path / "moved/sft/policy")
+    (tmp_path / "moved/ppo/config.json").write_text("of something else")
+    assert base("pipe/sft/policy") == "pipe/sft/policy"
+
+
 def test_an_adapter_names_no_base_in_which_peft_would_look_for_other_names(models, tmp_path):
     folder = tmp_path / "image_text"
     folder.mkdir()

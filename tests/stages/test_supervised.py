@@ -1,13 +1,17 @@
-"""SFT and reward stages on conversations."""
+"""SFT and reward stages on conversations, and what their exports say of generation."""
+
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import sft
-from rlhf_jax.config import RewardConfig, SFTConfig, resolve
+from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig, resolve
 from rlhf_jax.dry_run import memory
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape
@@ -15,7 +19,7 @@ from rlhf_jax.models.io import generation_config, hf
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import open_stage
 from tests.helpers.chat_tokenizer import assistant, user
-from tests.helpers.runs import OPTIONS, TEXTS
+from tests.helpers.runs import OPTIONS, RLOO_OPTIONS, TEXTS
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}TL;DR:{% generation %} {{ m.content }}{{ eos_token }}"
@@ -92,15 +96,51 @@ def test_a_dry_run_plans_the_mask_and_refuses_a_template_without_blocks():
         memory.abstract_stage(resolve(SFTConfig(**plain, assistant_only_loss=True)), mesh)
 
 
-@pytest.mark.parametrize("use_peft", [False, True])
-def test_an_export_keeps_the_stop_ids_of_the_model_that_it_started_from(tmp_path, use_peft):
+def chat_model(folder):
+    """A checkpoint that ends a turn by either of two ids, as its generation_config.json and config.json say."""
     tokenizer = data.load_tokenizer("synthetic")
-    model = custom_shape("1x16x2", 128 * -(-tokenizer.vocab_size // 128))
-    hf.save(tmp_path / "start", model, model.init(jax.random.key(0)), kind="causal")
-    data.save_tokenizer(tokenizer, str(tmp_path / "start"))
-    generation_config.write(tmp_path / "start", (tokenizer.eos_id, 5), tokenizer.pad_id)
-    start = {"model_name_or_path": str(tmp_path / "start"), "scratch_model": None, "use_peft": use_peft}
-    stage = open_stage(resolve(SFTConfig(**{**FIXED, **start})), train_dataset=MESSAGES)
-    exported = stage.export(stage.state, str(tmp_path / "out"))["policy"]
+    model, ids = custom_shape("1x16x2", 128 * -(-tokenizer.vocab_size // 128)), [tokenizer.eos_id, 5]
+    hf.save(folder, model, model.init(jax.random.key(0)), kind="causal", extra_config={"eos_token_id": ids})
+    data.save_tokenizer(tokenizer, str(folder))
+    content = {"eos_token_id": ids, "pad_token_id": tokenizer.pad_id, "temperature": 0.6, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return content
+
+
+def generation(folder):
+    """(generation_config.json, eos_token_id of config.json; None for an adapter) as transformers reads them."""
+    ours = json.loads((pathlib.Path(folder) / "generation_config.json").read_text())
+    theirs = transformers.GenerationConfig.from_pretrained(folder)
+    assert {name: getattr(theirs, name) for name in ours} == ours
+    if not (pathlib.Path(folder) / "config.json").exists():
+        return ours, None
+    return ours, transformers.AutoConfig.from_pretrained(folder).eos_token_id
+
+
+@pytest.mark.parametrize("form", [{}, {"use_peft": True}, {"use_peft": True, "export_merged": False}], ids=str)
+def test_policies_of_a_chain_of_stages_keep_the_ids_that_end_a_turn_of_their_base(tmp_path, form):
+    base = chat_model(tmp_path / "start")
+    ids, start = base["eos_token_id"], {"model_name_or_path": str(tmp_path / "start"), "scratch_model": None}
+    sft_config = SFTConfig(**{**FIXED, **start, **form})
+    stage = open_stage(resolve(sft_config), train_dataset=MESSAGES)
+    exported = stage.export(stage.state, str(tmp_path / "sft"))
+    for path in exported.values():
+        assert generation(path) == (base, None if (pathlib.Path(path) / "adapter_config.json").exists() else ids)
+
+    start = {"sft_model_path": exported["policy"], "scratch_model": None, "num_generations": 2}
+    options = {**RLOO_OPTIONS, **start, **form, "reward_funcs": ("rlhf_jax.data.synthetic:gold_reward",)}
+    stage = open_stage(resolve(RLOOConfig(**options, stop_token_ids="generation_config")))
+    assert stage.tokenizer.eos_ids == tuple(ids)
+    assert generation(stage.export(stage.state, str(tmp_path / "rloo"))["policy"])[0] == base
+    stage = open_stage(resolve(RLOOConfig(**options)))  # stops at eos alone, and leaves the file as it is
+    assert generation(stage.export(stage.state, str(tmp_path / "plain"))["policy"])[0] == base
+    stage = open_stage(resolve(RLOOConfig(**options, stop_token_ids=(5, 6))))
+    changed = generation(stage.export(stage.state, str(tmp_path / "other"))["policy"])
+    assert changed[0] == {**base, "eos_token_id": [5, 6]} and changed[1] in ([5, 6], None)
+
+
+def test_a_policy_from_random_weights_has_ids_that_end_a_response_for_the_next_stage(tmp_path):
+    stage = open_stage(resolve(SFTConfig(**FIXED)), train_dataset=MESSAGES)
+    exported = stage.export(stage.state, str(tmp_path / "sft"))["policy"]
     found = generation_config.resolve_stop_ids("generation_config", path=exported, revision=None, rows=128)
-    assert found == (tokenizer.eos_id, 5)
+    assert found == (stage.tokenizer.eos_id,)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
@@ -65,13 +66,63 @@ def _find(path: str | Path, revision: str | None) -> Path | None:
     return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
 
 
-def copy(path: str | Path, revision: str | None, folder: str | Path) -> None:
-    """Copies a checkpoint's generation_config.json, if it has one, to the folder of a model trained from it."""
-    if (file := _find(path, revision)) is not None:
-        shutil.copyfile(file, Path(folder) / FILE)
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What an exported policy says of generation.
+
+    Attributes:
+      content: of generation_config.json.
+      eos_token_id: of config.json.
+    """
+
+    content: dict[str, Any]
+    eos_token_id: int | list[int]
+
+    def write(self, folder: str | Path) -> None:
+        """Writes generation_config.json."""
+        (Path(folder) / FILE).write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
 
 
-def write(folder: str | Path, stop_ids: Sequence[int], pad_id: int) -> None:
-    """Writes generation_config.json, so that who samples from the checkpoint stops where training did."""
-    content = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id}
-    (Path(folder) / FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def exported(
+    base: str | Path | None,
+    revision: str | None,
+    *,
+    eos_id: int,
+    pad_id: int,
+    stop_ids: Sequence[int] | None = None,
+) -> Generation:
+    """What a policy trained from `base` says of generation: what the base says, changed as transformers' Trainer does.
+
+    Ids that end a response stay, and the tokenizer's eos joins them; the tokenizer's pad replaces the pad.
+    stop_token_ids replace all ids that end a response. A base without generation_config.json has the ids of its
+    config.json, as in transformers.
+
+    Args:
+      base: a folder or hub name, of a model or an adapter; None: random weights.
+      revision: on the hub.
+      eos_id, pad_id: of the tokenizer.
+      stop_ids: of stop_token_ids; None: not given.
+
+    Raises:
+      UserError: a file of the base is not JSON.
+    """
+    content: dict[str, Any] = {}
+    config_ids = None
+    if base is not None:
+        folder = hf.resolve_base(hf.resolve(base, revision, weights=False), weights=False)[0]
+        config_ids = read_json(folder / hf.CONFIG).get("eos_token_id")
+        file = _find(base, revision)
+        content = {"eos_token_id": config_ids} if file is None else read_json(file)
+    ids = _with_eos(content.get("eos_token_id"), eos_id)
+    config_ids = _with_eos(config_ids, eos_id) if isinstance(config_ids, list) else eos_id
+    if stop_ids is not None:
+        ids = config_ids = list(stop_ids)
+    return Generation({**content, "eos_token_id": ids, "pad_token_id": pad_id}, config_ids)
+
+
+def _with_eos(ids: Any, eos_id: int) -> Any:
+    """eos_token_id of a file, with the tokenizer's eos first where it is absent."""
+    if ids is None:
+        return eos_id
+    several = ids if isinstance(ids, list) else [ids]
+    return ids if eos_id in several else [eos_id, *several]

@@ -147,7 +147,7 @@ def resolve_base(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft
             raise UserError(f"{where}: base_model_name_or_path leads back to the adapter itself.")
         adapters.insert(0, adapter)
         try:
-            folder = resolve(adapter.base, adapter.revision, weights=weights)
+            folder = resolve(peft.base_path(adapter), adapter.revision, weights=weights)
         except UserError as error:
             raise UserError(f"{where}: base_model_name_or_path: {error}") from error
     return folder, adapters
@@ -171,7 +171,7 @@ def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple
     adapter = peft.read_config(folder)
     if adapter.base is None:
         raise UserError(f"{folder / peft.CONFIG}: base_model_name_or_path is missing.")
-    return adapter.base, adapter.revision
+    return peft.base_path(adapter), adapter.revision
 
 
 def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None = None) -> tuple[Any, Params]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import lora
 from rlhf_jax.models.families.image_text import WRAPPERS
@@ -18,6 +21,7 @@ from rlhf_jax.models.io.safetensors import Source, open_file, read_json, write_f
 from rlhf_jax.models.io.shards import FileParam, HostParam, LoraParam, gather_to_host, read_all
 from rlhf_jax.models.lora import Lora
 from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.storage.relocation import Relocation
 from rlhf_jax.types import Params
 
 CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -82,6 +86,24 @@ def read_config(folder: Path) -> Config:
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     alpha = number("lora_alpha", 8, 0.0)
     return Config(folder, base, revision, int(r), alpha, float(dropout), content.get("use_rslora") is True)
+
+
+def base_path(config: Config) -> str:
+    """Where an adapter's base is: at the path in adapter_config.json, or where it moved to with the adapter.
+
+    The folder NAME_base that a run writes is beside the adapter. A relative path starts from the working folder of the
+    run, and a path within its folder or pipeline has moved with it, as far as the config.json of the run tells.
+    """
+    beside, run = config.folder.parent / Path(config.base).name, config.folder.parent / "config.json"
+    places = [beside] if beside.name.endswith("_base") else []
+    with contextlib.suppress(UserError):  # a config.json of something else
+        run_dir = read_json(run).get("run_dir") if run.is_file() else None
+        if isinstance(run_dir, str) and not storage.is_remote(config.base):
+            places.append(Path(Relocation(run_dir, str(run.parent)).find(config.base)))
+    place = next((place for place in places if place.is_dir()), None)
+    if place is None or (os.path.exists(config.base) and place.samefile(config.base)):
+        return config.base
+    return str(place)
 
 
 def read(config: Config, model: Any) -> tuple[Lora, Params]:

@@ -1,0 +1,77 @@
+"""Output that never ends a program: encodings, closed streams, pipes without a reader."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_jax.utils.output import Output, guarded_output
+
+TEXT = "caf\xe9 \U0001f600 \u2502 \ud800"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"),
+    [
+        ("ascii", rb"caf\xe9 \U0001f600 \u2502 \ud800"),
+        ("latin-1", b"caf\xe9 \\U0001f600 \\u2502 \\ud800"),
+        ("utf-8", TEXT[:-1].encode() + rb"\ud800"),
+    ],
+)
+def test_characters_outside_an_encoding_are_escapes(monkeypatch, encoding, printed):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with guarded_output():
+        print(TEXT, flush=True)
+        assert sys.stdout.encoding == encoding and not sys.stdout.isatty()
+    assert raw.getvalue() == printed + b"\n" and sys.stdout is stream
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+def without_reader():
+    reads, writes = os.pipe()
+    os.close(reads)
+    return open(writes, "w", buffering=1)
+
+
+class Full(io.StringIO):
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [closed, without_reader, Full, lambda: None])
+def test_a_stream_that_takes_no_text_raises_nothing(monkeypatch, stream):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream())
+    with guarded_output():
+        for _ in range(3):
+            print("a line", flush=True)
+            print("a line", file=sys.stderr, flush=True)
+
+
+def test_guards_do_not_pile_up_and_leave_a_stream_of_the_user_alone(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with guarded_output():
+        outer = sys.stdout
+        with guarded_output():
+            assert sys.stdout is outer and isinstance(outer, Output)
+        mine = io.StringIO()
+        sys.stdout = mine
+    assert sys.stdout is mine
+
+
+def test_a_program_whose_reader_has_ended_ends_well():
+    code = "from rlhf_jax.utils.output import guarded_output\n@guarded_output()\ndef main():\n"
+    code += "    for i in range(100_000): print(i)\nmain()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.readline()
+        child.stdout.close()
+        assert (child.wait(), child.stderr.read()) == (0, b"")
