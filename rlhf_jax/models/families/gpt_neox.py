@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.families.hf_config import judge_others
 from rlhf_jax.models.rope import Rope
 from rlhf_jax.models.tensor_table import Tensor
 
@@ -104,6 +105,8 @@ MOST_LAYERS = 10_000  # the tensor table has rows for each, made before any file
 _SAME_NAME = tuple(
     field.name for field in dataclasses.fields(GPTNeoXConfig) if field.name not in ("rotary_pct", "rotary_emb_base")
 )
+_OTHER_KEYS = ("hidden_act", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_theta")
+_OTHER_KEYS += ("rotary_pct", "rotary_emb_base")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _POSITIVE = (*_REQUIRED, "max_position_embeddings")
 
@@ -167,6 +170,8 @@ def config_from_hf(hf: dict[str, Any], where: str) -> GPTNeoXConfig:
     fields["rotary_emb_base"] = _first(rope, hf, "rope_theta", "rotary_emb_base", 10000.0, where)
     config = GPTNeoXConfig(**fields)
     check(config, where)
+    others = {key: value for key, value in hf.items() if key not in (*_SAME_NAME, *_OTHER_KEYS)}
+    judge_others(others, "gpt_neox", vars(decoder_config(config)), where)
     return config
 
 

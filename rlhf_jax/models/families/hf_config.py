@@ -1,32 +1,41 @@
 """Reading config.json key by key, and writing it back in the forms of transformers 4 and 5.
 
-A key that no family's reader asks for is refused unless it cannot change the function or is empty: a model that is
-computed differently than its config says would train without any sign of it.
+A key that no family's reader asks for is refused where transformers would compute with it, since a model that is
+computed differently than its config says would train without any sign of it. One line names the other keys.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.families.declared_keys import NO_DEFAULT, declared_keys
 from rlhf_jax.models.rope import Rope, yarn_attention_factor
 
 MOST_LAYERS = 10_000  # the tensor table has rows for each, made before any file is opened
-# Keys that say nothing about the function of a decoder, and those that `hf` and the stages read.
+# Keys that the config classes declare or take and that say nothing about the function of a decoder.
 HARMLESS = frozenset(
-    "_name_or_path _attn_implementation architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id "
+    "architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id "
     "cache_implementation chunk_size_feed_forward classifier_dropout diversity_penalty do_sample dtype "
     "early_stopping eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id "
-    "forced_eos_token_id id2label is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length "
+    "forced_eos_token_id id2label is_decoder keys_to_ignore_at_inference label2id length_penalty max_length "
     "min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences "
     "output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type "
     "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
-    "temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config "
-    "transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
+    "temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
+    "transformers_version typical_p use_bfloat16 use_cache".split()
+)
+# Keys that transformers' masks, caches, rotary embeddings and loading of weights read from any config, and all that
+# begin with "rope_".
+READ_FROM_ANY_CONFIG = frozenset(
+    "attention_chunk_size head_dim is_causal is_encoder_decoder kv_sharing_modes layer_types num_kv_shared_layers "
+    "original_max_position_embeddings partial_rotary_factor per_layer_config sliding_window "
+    "transformers_weights".split()
 )
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_NUMBERS += ("beta_fast", "beta_slow")
@@ -156,17 +165,48 @@ class Reader:
         """Counts what another reader of the same config.json read."""
         self._read |= other._read
 
-    def finish(self) -> None:
-        """Refuses the keys that were not read."""
+    def finish(self, fields: dict[str, Any], model_type: str | None = None) -> None:
+        """Judges the keys that were not read, see `judge_others`."""
         if self.hf.get("quantization_config"):
             raise UserError(f"{self.where}: quantization_config is not supported; use the unquantized checkpoint.")
-        for key, value in sorted(self.hf.items()):
-            if key in self._read or key in HARMLESS or value is None or value is False or value in ({}, []):
-                continue
+        others = {key: value for key, value in self.hf.items() if key not in self._read}
+        judge_others(others, str(model_type or self.hf.get("model_type")), fields, self.where)
+
+
+def judge_others(others: dict[str, Any], model_type: str, fields: dict[str, Any], where: str) -> None:
+    """Refuses keys of config.json that were not read and that transformers would compute with; a warning names those
+    that its config class does not know, which change nothing.
+
+    Args:
+      others: the keys that were not read.
+      model_type: of transformers' config class.
+      fields: of the `DecoderConfig`; a key that repeats one of them is accepted.
+      where: config.json, for messages.
+
+    Raises:
+      UserError: names the key, the value and the model_type.
+    """
+    unknown = []
+    for key, value in sorted(others.items()):
+        # With null as with false transformers attends to later tokens.
+        empty = value is True if key == "is_causal" else value is None or value is False or value in ({}, [])
+        repeated = key in fields and fields[key] == value
+        if empty or repeated or key in HARMLESS or key.startswith("_"):
+            continue
+        declared = declared_keys(model_type)
+        if declared is not None and declared.get(key, NO_DEFAULT) == value:
+            continue
+        if declared is None or key in declared or key in READ_FROM_ANY_CONFIG or key.startswith("rope_"):
             raise UserError(
-                f"{self.where}: {key} is {value!r}, which model_type {self.hf.get('model_type')!r} does not support "
-                "here; it could change what the model computes."
+                f"{where}: {key} is {value!r}, which model_type {model_type!r} does not support here; it could change "
+                "what the model computes."
             )
+        unknown.append(key)
+    if unknown:
+        warnings.warn(
+            f"{where}: transformers' config class of model_type {model_type!r} has no {', '.join(unknown)}: ignored",
+            stacklevel=2,
+        )
 
 
 def sizes(reader: Reader, *, kv_default: int | None = None) -> dict[str, Any]:
@@ -183,10 +223,18 @@ def sizes(reader: Reader, *, kv_default: int | None = None) -> dict[str, Any]:
     return {**fields, "num_attention_heads": heads, "num_key_value_heads": own}
 
 
-def finish(reader: Reader, fields: dict[str, Any], *, pad: int | None = None) -> DecoderConfig:
-    """The config of the fields, once every key of config.json is accounted for; `pad`: of the class, where config.json
-    has no pad_token_id."""
-    reader.finish()
+def finish(
+    reader: Reader, fields: dict[str, Any], *, pad: int | None = None, model_type: str | None = None
+) -> DecoderConfig:
+    """The config of the fields, once every key of config.json is accounted for.
+
+    Args:
+      reader: that read them.
+      fields: of the `DecoderConfig`.
+      pad: of the class, where config.json has no pad_token_id.
+      model_type: of transformers' config class, where it is not config.json's.
+    """
+    reader.finish(fields, model_type)
     rows, pad = fields["vocab_size"], reader.hf.get("pad_token_id", pad)
     if "padding_idx" not in fields and isinstance(pad, int) and 0 <= pad < rows:
         fields["padding_idx"] = pad

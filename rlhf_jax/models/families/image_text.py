@@ -19,8 +19,6 @@ _HEADS = (HEAD, "language_model.lm_head.weight")
 _VISION = re.compile(
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|embed_vision|connector|image_newline)(\.|$)"
 )
-# Keys that training code left in the text config of SmolVLM: none is one of Llama's.
-_SMOLVLM_KEYS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +29,16 @@ class Wrapper:
       architecture: its class name.
       text_type: model_type of a text_config that has none.
       prefixes: of the text model's tensors, in the versions of transformers.
-      ignored_keys: keys of text_config without meaning to the text model.
     """
 
     architecture: str
     text_type: str
     prefixes: tuple[str, ...] = _LLAVA_PREFIXES
-    ignored_keys: tuple[str, ...] = ()
 
 
 _SMOLVLM: dict[str, Any] = {
     "text_type": "llama",
     "prefixes": ("model.text_model.",),
-    "ignored_keys": _SMOLVLM_KEYS,
 }
 WRAPPERS = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
@@ -82,8 +77,7 @@ def text_config(hf: Mapping[str, Any], where: str, defaults: Mapping[str, Mappin
             f"{where}: text_config: model_type {kind!r} is not supported within {hf['model_type']!r}; supported: "
             f"{', '.join(defaults)}."
         )
-    text = {key: value for key, value in given.items() if key not in wrapper.ignored_keys}
-    text = {**defaults[kind], **text, "model_type": kind}
+    text = {**defaults[kind], **given, "model_type": kind}
     if hf.get("quantization_config"):
         text["quantization_config"] = hf["quantization_config"]
     # transformers 4 ties by the text model's key, 5 by the whole model's, which it takes from the former's.

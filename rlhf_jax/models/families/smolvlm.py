@@ -33,8 +33,6 @@ LINEARS: dict[str, tuple[str, ...]] = {
 }
 MODULES = llama.MODULES
 ACTIVATIONS = {**llama.ACTIVATIONS, "gelu_python_tanh": "gelu_tanh"}
-# Keys that training code left in published vision configs, without meaning to the model.
-_HARMLESS = ("max_image_size", "size", "use_base_siglip", "tie_word_embeddings", "attn_implementation")
 
 
 def config_from_hf(hf: dict[str, Any], where: str) -> VisionDecoderConfig:
@@ -45,19 +43,17 @@ def config_from_hf(hf: dict[str, Any], where: str) -> VisionDecoderConfig:
     token, scale = reader.value("image_token_id", 128_257), reader.size("scale_factor", 2)
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < decoder.vocab_size:
         reader.refuse("image_token_id", f"it must be an id of the text model, 0 to {decoder.vocab_size - 1}.")
-    vision = _vision_config(hf.get("vision_config"), where, scale)
+    vision = _vision_config(hf.get("vision_config"), where, scale, f"{hf['model_type']}_vision")
     fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(DecoderConfig)}
     fields["source"] = json.dumps(hf, sort_keys=True)
     return VisionDecoderConfig(**fields, vision=vision, image_token_id=token)
 
 
-def _vision_config(given: Any, where: str, scale: int) -> VisionConfig:
+def _vision_config(given: Any, where: str, scale: int, model_type: str) -> VisionConfig:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise UserError(f"{where}: vision_config is {given!r}; it must be the config of the vision model.")
     reader = Reader(given, f"{where}: vision_config")
-    for key in _HARMLESS:
-        reader.value(key)
     reader.only("num_channels", 3)
     reader.only("attention_dropout", 0.0, 0)
     width, heads = reader.size("hidden_size", 1152), reader.size("num_attention_heads", 16)
@@ -87,7 +83,7 @@ def _vision_config(given: Any, where: str, scale: int) -> VisionConfig:
         "mlp_bias": True,
         "initializer_range": reader.number("initializer_range", 0.02),
     }
-    tower = dataclasses.replace(finish(reader, fields), source="")
+    tower = dataclasses.replace(finish(reader, fields, model_type=model_type), source="")
     return VisionConfig(tower, image, patch, scale)
 
 

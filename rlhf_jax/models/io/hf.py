@@ -311,7 +311,8 @@ def _model(hf: dict[str, Any], path: Path, images: bool = False) -> tuple[Model,
             family = FAMILIES.get(str(nested.get("model_type")))
             base = {**(family.nested_defaults if family else {}), **nested}
         elif hf.get("num_hidden_layers") is not None:
-            base = {**hf, "model_type": "gpt_neox"}
+            outer = ("bias", "base_config", "base_model")  # of a ScalarModel's own
+            base = {**{key: value for key, value in hf.items() if key not in outer}, "model_type": "gpt_neox"}
         else:
             raise UserError(f"{path}: base_config, the backbone's config of a ScalarModel, is missing.")
     return Model.from_hf_config(base, str(path), images=images), float(offset)

@@ -172,9 +172,11 @@ def test_parameter_count_of_the_config_is_that_of_the_file(family, checkpoints):
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_config_key_that_is_not_understood_is_refused_by_name(family, checkpoints):
+def test_config_key_that_transformers_reads_from_any_config_is_refused_and_an_unknown_one_is_named(family, checkpoints):
     config = json.loads((checkpoints(family)[3] / "config.json").read_text())
-    with pytest.raises(UserError, match="new_attention"):
+    with pytest.raises(UserError, match="is_causal"):
+        Model.from_hf_config({**config, "is_causal": False})
+    with pytest.warns(UserWarning, match="has no new_attention: ignored"):
         Model.from_hf_config({**config, "new_attention": "square"})
     Model.from_hf_config({**config, "new_attention": None})
 

@@ -135,7 +135,7 @@ def test_random_params_have_the_shapes_of_the_checkpoint(folder):
         ({"vision_config": {**tiny.VISION, "attention_dropout": 0.1}}, ("attention_dropout",)),
         ({"vision_config": {**tiny.VISION, "num_attention_heads": 5}}, ("hidden_size", "5")),
         ({"vision_config": {**tiny.VISION, "hidden_act": "relu"}}, ("hidden_act", "relu")),
-        ({"vision_config": {**tiny.VISION, "vision_use_head": True}}, ("vision_use_head",)),
+        ({"vision_config": {**tiny.VISION, "sliding_window": 4}}, ("vision_config", "sliding_window")),
         ({"text_config": {**tiny.TEXT, "model_type": "qwen2"}}, ("text_config", "qwen2")),
     ],
 )
