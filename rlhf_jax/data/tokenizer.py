@@ -91,6 +91,12 @@ class Tokenizer:
         starts = (n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own)
         return whole[: next(starts, 0)]
 
+    def without_start(self, ids: Sequence[list[int]]) -> tuple[list[list[int]], list[bool]]:
+        """Ids of texts without `start_ids`; and which texts began with them, as a chat template writes them."""
+        start = self.start_ids()
+        begun = [bool(start) and own[: len(start)] == start for own in ids]
+        return [own[len(start) :] if has else own for own, has in zip(ids, begun, strict=True)], begun
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
         return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
