@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -280,8 +281,12 @@ class Policy:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
                 prompts[i] = template.render(messages, generation_prompt=True)
         ids = self.tokenizer.encode_batch(prompts) if prompts else []
-        start = self.tokenizer.start_ids()
-        ids = [[*start, *own] if text and own else own for own, text in zip(ids, is_text, strict=True)]
+        start, (stripped, begun) = self.tokenizer.start_ids(), self.tokenizer.without_start(ids)
+        ids = [[*start, *rest] if text and own else own for own, rest, text in zip(ids, stripped, is_text, strict=True)]
+        if doubled := sum(text and has for text, has in zip(is_text, begun, strict=True)):
+            mark = self.tokenizer.decode(start)
+            which = "begins" if doubled == 1 else "begin"
+            warnings.warn(f"{doubled} of the texts {which} with {mark!r}, which is not added again", stacklevel=3)
         return self._checked(ids, max_new_tokens), sources
 
     def _encode_images(self, template: ChatTemplate, number: int, messages: Any):

@@ -1,5 +1,7 @@
 """load_policy and generate: the same responses whatever the batch, stops, errors."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from rlhf_jax import inference
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.stages import ALGORITHMS
+from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.checkpoints import write_policy
 
 
@@ -68,6 +71,16 @@ def test_a_response_ends_with_any_of_the_stop_token_ids(policy):
 def test_a_runs_folder_has_its_policy_found(checkpoint, policy):
     for path in (checkpoint.parent, checkpoint.parent.parent):
         assert rlhf_jax.load_policy(str(path)).path == str(checkpoint)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(policy, monkeypatch):
+    monkeypatch.setattr(policy, "tokenizer", bytes_tokenizer())
+    with pytest.warns(UserWarning, match="1 of the texts begins with '<bos>', which is not added again"):
+        (first, second), _ = policy._encode(["<bos>a", "a"], 1, None)
+    assert first == second == [2, *policy.tokenizer.encode("a")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert policy._encode(["a"], 1, None)[0] == [second]
 
 
 def test_nothing_asked_is_nothing_answered(policy):

@@ -95,11 +95,6 @@ class DemoData(DemoRows):
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
 
-def join_with_eos(prompt: list[int], completion: list[int], eos_id: int) -> list[int]:
-    """prompt + completion + eos; no second eos where the completion ends with one."""
-    return prompt + completion + ([] if completion and completion[-1] == eos_id else [eos_id])
-
-
 def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> str:
     """The column of completions: 'summary' for OpenAI's posts that have no 'completion'."""
     if column == "completion" and column not in rows.column_names and columns == row_texts.TEMPLATE_COLUMNS:
@@ -209,7 +204,7 @@ class ConversationEncoder:
 class TextEncoder:
     """The `tokenized.Encoder` of texts; the arguments are those of `make_demonstrations`."""
 
-    columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag"}
+    columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag", "mismatched": "flag", "begun": "flag"}
 
     def __init__(
         self,
@@ -221,8 +216,9 @@ class TextEncoder:
         max_length: int,
         query_length: int,
         query_overflow: str,
+        completion_only_loss: bool,
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.completion_only = tokenizer, completion_only_loss
         self.prompt_columns = row_texts.prompt_columns(rows, prompt_column)
         self.completion_column = completion_column_of(rows, self.prompt_columns, completion_column)
         # A summary begins without the space that follows "TL;DR:".
@@ -232,7 +228,7 @@ class TextEncoder:
 
     def identity(self) -> Any:
         """As `tokenized.Encoder.identity`."""
-        limits = [self.max_length, self.query_length, self.query_overflow, self.space]
+        limits = [self.max_length, self.query_length, self.query_overflow, self.space, self.completion_only]
         return row_texts.identity(self.tokenizer, None, self.prompt_columns, self.completion_column, limits)
 
     def fault(self, row: Any) -> str | None:
@@ -244,30 +240,34 @@ class TextEncoder:
         faults = [self.fault(row) for row in rows]
         good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
         texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
-        prompts, cut = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
-        completions = self.tokenizer.encode_batch([self.space + row[self.completion_column] for row in good])
-        encoded = iter(map(self._columns, prompts, cut, completions))
+        prompts = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
+        completions = [self.space + row[self.completion_column] for row in good]
+        encoded = iter(map(self._columns, prompts, row_texts.join_completions(prompts, completions, self.tokenizer)))
         return [next(encoded) if fault is None else fault for fault in faults]
 
-    def _columns(self, prompt: list[int] | None, prompt_cut: bool, completion: list[int]) -> Encoded:
+    def _columns(self, prompt: row_texts.FittedPrompt | None, whole: row_texts.FittedPrompt | None) -> Encoded:
         """The columns of a row; None for one that is left out."""
-        if prompt is None or len(prompt) >= self.max_length:
+        if prompt is None or len(prompt.ids) >= self.max_length:
             return None
-        sequence = join_with_eos(prompt, completion, self.tokenizer.eos_id)
-        too_long = len(sequence) > self.max_length
+        too_long, length = len(whole.ids) > self.max_length, len(prompt.ids)
         if too_long and self.query_overflow == "drop":
             return None
+        if self.completion_only and length >= len(whole.ids):  # as TRL, no row without a loss
+            return None
         return {
-            "tokens": sequence[: self.max_length],
-            "prompt_length": len(prompt),
-            "truncated": too_long or prompt_cut,
+            "tokens": whole.ids[: self.max_length],
+            "prompt_length": length,
+            "truncated": too_long or whole.truncated,
+            "mismatched": whole.ids[:length] != prompt.ids,
+            "begun": whole.begun,
         }
 
 
-def _mismatch_notes(rows: int) -> list[str]:
+def _mismatch_notes(rows: int, completion_only: bool) -> list[str]:
     """A remark about rows that do not begin with the tokens of their prompt, if there are any."""
-    text = f"{rows} rows do not begin with the tokens of their prompt, so their loss may begin at a wrong one"
-    return [text] if rows else []
+    consequence = ", so the loss may begin at a wrong one" if completion_only else ""
+    which = "1 row does" if rows == 1 else f"{rows} rows do"
+    return [f"{which} not begin with the tokens of the prompt{consequence}"] if rows else []
 
 
 def _data_of(
@@ -277,13 +277,15 @@ def _data_of(
     limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
     row_texts.check_any_kept(made.rows, len(made.kept), limits)
     tokens = made.ragged("tokens")
-    mismatched = made.count("mismatched") if "mismatched" in encoder.columns else 0
+    notes = _mismatch_notes(made.count("mismatched"), encoder.completion_only)
+    if isinstance(encoder, TextEncoder) and (begun := row_texts.begun_note(made, encoder.tokenizer)) is not None:
+        notes.append(begun)
     buckets, report = row_texts.buckets_and_report(
         made,
         tokens,
         length_buckets=length_buckets,
         truncated=made.count("truncated"),
-        note="; ".join(_mismatch_notes(mismatched)) or None,
+        note="; ".join(notes) or None,
         template_date=encoder.template.date if isinstance(encoder, ConversationEncoder) else None,
     )
     masks = made.ragged("mask") if "mask" in encoder.columns else None
@@ -323,7 +325,7 @@ def _image_demonstrations(
         tokens,
         length_buckets=length_buckets,
         truncated=0,
-        note="; ".join([image_rows.note_of([one.row for one, _ in kept]), *_mismatch_notes(mismatched)]),
+        note="; ".join([image_rows.note_of([one.row for one, _ in kept]), *_mismatch_notes(mismatched, True)]),
         template_date=encoder.template.date,
     )
     tiles = max(one.tiles for one, _ in kept)
@@ -355,8 +357,10 @@ def make_demonstrations(
     num_proc: int | None = None,
     processor: image_rows.ImageProcessor | None = None,
 ) -> DemoData:
-    """Tokenizes demonstrations as ids(prompt) + ids(completion) + eos. The arguments are options of the config;
+    """Tokenizes demonstrations as ids(prompt + completion) + eos. The arguments are options of the config;
     `processor`: of the model, where rows have images.
+
+    The prompt is as many tokens as it has alone, as in TRL; rows that do not begin with those are counted.
 
     A sequence longer than `max_length` is truncated at the end, which removes its eos (query_overflow='truncate'), or
     dropped ('drop'). A row whose prompt alone fills `max_length` is dropped.
@@ -395,7 +399,8 @@ def make_demonstrations(
             f"{MESSAGES!r}, or use completion_only_loss"
         )
     else:
-        encoder = TextEncoder(rows, tokenizer, prompt_column, completion_column, **limits)
+        columns = prompt_column, completion_column
+        encoder = TextEncoder(rows, tokenizer, *columns, **limits, completion_only_loss=completion_only_loss)
     made = tokenize(
         rows,
         encoder,

@@ -12,7 +12,6 @@ import numpy as np
 
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.demonstrations import join_with_eos
 from rlhf_jax.data.loading import Rows, eval_sets, require_columns
 from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
@@ -76,7 +75,7 @@ def _pair_fault(row: Any, fault: str | None, chosen: str, rejected: str, margin:
 class PairEncoder:
     """The `tokenized.Encoder` of pairs; the arguments are those of `make_pairs`."""
 
-    columns = {"chosen": "tokens", "rejected": "tokens", "margin": "float", "truncated": "flag"}
+    columns = {"chosen": "tokens", "rejected": "tokens", "margin": "float", "truncated": "flag", "begun": "flag"}
 
     def __init__(
         self,
@@ -142,22 +141,26 @@ class PairEncoder:
         faults = [self._text_fault(row) for row in rows]
         good = [row for row, fault in zip(rows, faults, strict=True) if fault is None]
         texts = [row_texts.prompt_text(row, self.prompt_columns) for row in good]
-        prompts, cut = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
-        completions = [self.tokenizer.encode_batch([row[name] for row in good]) for name in self.completion_columns]
-        made = iter(map(self._joined, good, prompts, cut, *completions))
+        prompts = row_texts.fit_prompts(texts, self.tokenizer, self.query_length, self.query_overflow)
+        wholes = (
+            row_texts.join_completions(prompts, [row[name] for row in good], self.tokenizer)
+            for name in self.completion_columns
+        )
+        made = iter(map(self._joined, good, *wholes))
         return [next(made) if fault is None else fault for fault in faults]
 
-    def _joined(self, row: Any, prompt: list[int] | None, cut: bool, *completions: list[int]) -> Encoded:
-        if prompt is None:
+    def _joined(self, row: Any, *wholes: row_texts.FittedPrompt | None) -> Encoded:
+        if wholes[0] is None:
             return None
-        return self._columns(row, [join_with_eos(prompt, ids, self.tokenizer.eos_id) for ids in completions], cut)
+        begun = any(whole.begun for whole in wholes)
+        return self._columns(row, [whole.ids for whole in wholes], wholes[0].truncated, begun)
 
-    def _columns(self, row: Any, pair: list[list[int]], cut: bool) -> Encoded:
+    def _columns(self, row: Any, pair: list[list[int]], cut: bool, begun: bool = False) -> Encoded:
         """The columns of a row; None for one that is left out."""
         if max(map(len, pair)) > self.max_length:
             return {LEFT_OUT: True, "truncated": cut}
         margin = 0.0 if self.margin_column is None else row[self.margin_column]
-        return {"chosen": pair[0], "rejected": pair[1], "margin": margin, "truncated": cut}
+        return {"chosen": pair[0], "rejected": pair[1], "margin": margin, "truncated": cut, "begun": begun}
 
 
 def _data_of(made: Tokenized, encoder: PairEncoder, length_buckets: Sequence[int] | None) -> PairData:
@@ -171,6 +174,7 @@ def _data_of(made: Tokenized, encoder: PairEncoder, length_buckets: Sequence[int
         rejected,
         length_buckets=length_buckets,
         truncated=made.count("truncated"),
+        note=row_texts.begun_note(made, encoder.tokenizer),
         template_date=None if encoder.template is None else encoder.template.date,
     )
     fingerprint = made.meta.get("fingerprint")
@@ -193,7 +197,7 @@ def make_pairs(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> PairData:
-    """Tokenizes pairs as ids(prompt) + ids(completion) + eos. The arguments are options of the config.
+    """Tokenizes pairs as ids(prompt + completion) + eos. The arguments are options of the config.
 
     Without a prompt column, the two completion columns hold the full texts. A pair is dropped if either sequence is
     longer than `max_length`.

@@ -121,7 +121,7 @@ class PromptData(batches.Batched[PromptBatch]):
 class PromptEncoder:
     """The `tokenized.Encoder` of prompts; the arguments are those of `make_prompts`."""
 
-    columns = {"tokens": "tokens", "text": "text", "truncated": "flag"}
+    columns = {"tokens": "tokens", "text": "text", "truncated": "flag", "begun": "flag"}
 
     def __init__(
         self,
@@ -160,15 +160,17 @@ class PromptEncoder:
         good = [text for text, _ in texts if text is not None]
         rendered = self.template is not None
         fitted = row_texts.fit_prompts(good, self.tokenizer, *self.limits, rendered=rendered)
-        encoded = iter(zip(good, *fitted, strict=True))
+        encoded = iter(zip(good, fitted, strict=True))
         start = len(self.tokenizer.start_ids())
 
         def one() -> Encoded:
-            text, ids, truncated = next(encoded)
-            if ids is None:
+            text, prompt = next(encoded)
+            if prompt is None:
                 return None
-            known = text if rendered else self.tokenizer.decode(ids[start:]) if truncated else None
-            return {"tokens": ids, "text": known, "truncated": truncated}
+            known = text if rendered else None
+            if prompt.truncated:
+                known = self.tokenizer.decode(prompt.ids[start:]) if prompt.text is None else prompt.text
+            return {"tokens": prompt.ids, "text": known, "truncated": prompt.truncated, "begun": prompt.begun}
 
         return [fault if fault is not None else one() for _, fault in texts]
 
@@ -237,14 +239,15 @@ def _prompts_of(
     row_texts.check_any_kept(made.rows, count, f"query_length = {encoder.limits[0]} tokens")
     tokens = made.ragged("tokens")
     dropped = len(made.table) - made.bad - count
+    note = row_texts.begun_note(made, encoder.tokenizer)
+    if template is not None and dropped and query_overflow == "truncate":
+        note = "conversations are dropped, not truncated"
     buckets, report = row_texts.buckets_and_report(
         made,
         tokens,
         length_buckets=length_buckets,
         truncated=made.count("truncated"),
-        note="conversations are dropped, not truncated"
-        if template is not None and dropped and query_overflow == "truncate"
-        else None,
+        note=note,
         template_date=None if template is None else template.date,
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,24 +99,80 @@ def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) 
     return SplitRows(rows, good, bad, first)
 
 
-def fit_prompts(
-    texts: Sequence[str], tokenizer: Tokenizer, query_length: int, query_overflow: str, *, rendered: bool = False
-) -> tuple[list[list[int] | None], list[bool]]:
-    """Ids of each prompt, at most `query_length`: 'truncate' as OpenAI did, 'drop' as TRL does. They begin with the
-    tokenizer's `start_ids`, unless a chat template rendered them.
+class FittedPrompt(NamedTuple):
+    """A prompt of at most `query_length` tokens."""
 
-    Returns:
-      (ids of each prompt, None for one that is dropped; which were truncated)
-    """
-    ids, start = tokenizer.encode_batch(texts), [] if rendered else tokenizer.start_ids()
-    room = query_length - len(start)
+    ids: list[int]
+    """They begin with the tokenizer's `start_ids`, once, unless a chat template rendered the text."""
+    text: str | None
+    """None where only the last ids of the prompt are left."""
+    truncated: bool
+    begun: bool
+    """Whether the text begins with `start_ids` itself."""
+
+
+def _split_start(
+    ids: list[list[int]], tokenizer: Tokenizer, rendered: bool
+) -> tuple[list[int], list[list[int]], list[bool]]:
+    """(what comes before texts, the ids of each without it, whether they began with it)"""
+    return ([], ids, [False] * len(ids)) if rendered else (tokenizer.start_ids(), *tokenizer.without_start(ids))
+
+
+def fit_prompts(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    query_length: int | None,
+    query_overflow: str,
+    *,
+    rendered: bool = False,
+) -> list[FittedPrompt | None]:
+    """The tokens of each prompt, at most `query_length` unless it is None: 'truncate' as OpenAI did, 'drop' as TRL
+    does; None for one that is dropped. `rendered`: a chat template made the texts."""
+    start, ids, begun = _split_start(tokenizer.encode_batch(texts), tokenizer, rendered)
+    room = sys.maxsize if query_length is None else query_length - len(start)
     long = [len(own) > room for own in ids]
     if query_overflow == "truncate":
         fitted = fit_prompts_by_post(texts, tokenizer.encode_batch, ids, room)
     else:
-        fitted = [None if is_long else own for own, is_long in zip(ids, long, strict=True)]
-    prompts = [None if own is None else [*start, *own] for own in fitted]
-    return prompts, [is_long and own is not None for own, is_long in zip(prompts, long, strict=True)]
+        fitted = [None if is_long else pair for *pair, is_long in zip(ids, texts, long, strict=True)]
+    return [
+        None if pair is None else FittedPrompt([*start, *pair[0]], pair[1], *flags)
+        for pair, *flags in zip(fitted, long, begun, strict=True)
+    ]
+
+
+def join_completions(
+    prompts: Sequence[FittedPrompt | None], completions: Sequence[str], tokenizer: Tokenizer, *, rendered: bool = False
+) -> list[FittedPrompt | None]:
+    """The tokens of prompt + completion + eos, without a second eos where a completion ends with one; None where the
+    prompt is. As in TRL they are those of the joined text, which need not begin with those of the prompt. Where only
+    the last ids of a prompt are left, those of the completion follow them. `rendered` as `fit_prompts`.
+    """
+    texts = [
+        completion if prompt is None or prompt.text is None else prompt.text + completion
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    ids = tokenizer.encode_batch(texts)
+    start, stripped, begun = _split_start(ids, tokenizer, rendered)
+    joined: list[FittedPrompt | None] = []
+    for prompt, text, apart, own, has in zip(prompts, texts, ids, stripped, begun, strict=True):
+        if prompt is None:
+            joined.append(None)
+            continue
+        whole = prompt.ids + apart if prompt.text is None else start + own
+        end = [] if apart and apart[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+        joined.append(
+            FittedPrompt(whole + end, text, prompt.truncated, prompt.begun or (has and prompt.text is not None))
+        )
+    return joined
+
+
+def begun_note(made: Tokenized, tokenizer: Tokenizer) -> str | None:
+    """A remark about the rows with the flag 'begun', if there are any."""
+    rows = made.count("begun")
+    mark = repr(tokenizer.decode(tokenizer.start_ids())) if rows else ""
+    which = "1 row begins" if rows == 1 else f"{rows} rows begin"
+    return f"{which} with {mark}, which is not added again" if rows else None
 
 
 def identity(tokenizer: Tokenizer, template: Any, *options: Any) -> Any:

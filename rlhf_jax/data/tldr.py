@@ -39,8 +39,10 @@ def parse_post(prompt: str) -> PostParts | None:
     )
 
 
-Search = Generator[list[str], list[list[int]], list[int] | None]
-"""Yields texts and is sent the ids of each; returns the ids that it looked for."""
+Cut = tuple[list[int], str]
+"""The ids of a truncated prompt, and its text."""
+Search = Generator[list[str], list[list[int]], Cut | None]
+"""Yields texts and is sent the ids of each; returns what it looked for."""
 
 
 def _search(parts: PostParts, max_tokens: int) -> Search:
@@ -55,7 +57,7 @@ def _search(parts: PostParts, max_tokens: int) -> Search:
     cuts = [*range(first), *newlines, len(post)]
     ends = yield texts([0, len(post)])
     if len(ends[1]) <= max_tokens:
-        return ends[1]
+        return ends[1], format_post(*parts)
     low, high, longest = 0, len(cuts) - 1, None  # cuts[low - 1] fits, cuts[high] does not
     below, beyond = (0, len(ends[0])), (len(post), len(ends[1]))  # characters and tokens at the two ends
     shrinks = True
@@ -81,12 +83,12 @@ def _search(parts: PostParts, max_tokens: int) -> Search:
             if len(ids) <= max_tokens:
                 best, longest = place, ids
         above, excess = above + len(longer), max(counts) - max_tokens
-    return longest
+    return None if longest is None else (longest, *texts([cuts[best]]))
 
 
-def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_tokens: int) -> list[list[int] | None]:
+def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_tokens: int) -> list[Cut | None]:
     """`truncate_post` of several posts, many texts at a time, which the tokenizer's threads share."""
-    found: list[list[int] | None] = [None] * len(posts)
+    found: list[Cut | None] = [None] * len(posts)
     searches = {i: _search(post, max_tokens) for i, post in enumerate(posts)}
     asked = {i: next(search) for i, search in searches.items()}
     while asked:
@@ -101,7 +103,7 @@ def truncate_posts(posts: Sequence[PostParts], encode_batch: EncodeBatch, max_to
     return found
 
 
-def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int] | None:
+def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> Cut | None:
     """OpenAI's truncation (N+ `process_query`): while the formatted post has more than `max_tokens` tokens, cut it
     before its last newline, or without one drop its last character, and tokenize again.
 
@@ -115,17 +117,20 @@ def truncate_post(parts: PostParts, encode: Encode, max_tokens: int) -> list[int
       max_tokens: maximum number of ids.
 
     Returns:
-      The ids, or None if even an empty post is too long.
+      The ids and the text, or None if even an empty post is too long.
     """
     return truncate_posts([parts], lambda texts: [encode(text) for text in texts], max_tokens)[0]
 
 
 def fit_prompts(
     prompts: Sequence[str], encode_batch: EncodeBatch, ids: Sequence[list[int]], max_tokens: int
-) -> list[list[int] | None]:
-    """Truncates the ids of prompts: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids.
-    None if the template alone is too long."""
-    fitted: list[list[int] | None] = [own[-max_tokens:] for own in ids]
+) -> list[tuple[list[int], str | None] | None]:
+    """Truncates the ids of prompts: `truncate_post` for a post in the template, otherwise the last `max_tokens` ids,
+    for which there is no text. None if the template alone is too long."""
+    fitted: list[tuple[list[int], str | None] | None] = [
+        (own, text) if len(own) <= max_tokens else (own[-max_tokens:], None)
+        for own, text in zip(ids, prompts, strict=True)
+    ]
     long = {i: parse_post(prompts[i]) for i, own in enumerate(ids) if len(own) > max_tokens}
     posts = {i: parts for i, parts in long.items() if parts is not None}
     for i, own in zip(posts, truncate_posts([*posts.values()], encode_batch, max_tokens), strict=True):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -50,7 +50,7 @@ class Tokenizer:
     pad_id: int
     eos_id: int
     vocab_size: int
-    """Number of ids, including [PAD]; at most the rows of the model's embedding."""
+    """The largest id, [PAD] included, plus 1; at most the rows of the model's embedding."""
     template_date: str | None = None
     """The day, as 2026-01-31, that chat templates print in place of today's; None: today's."""
     pads_with_eos: bool = False
@@ -116,6 +116,12 @@ class Tokenizer:
         whole = self.hf("a", verbose=False)["input_ids"]
         starts = (n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own)
         return whole[: next(starts, 0)]
+
+    def without_start(self, ids: Sequence[list[int]]) -> tuple[list[list[int]], list[bool]]:
+        """Ids of texts without `start_ids`; and which texts began with them, as a chat template writes them."""
+        start = self.start_ids()
+        begun = [bool(start) and own[: len(start)] == start for own in ids]
+        return [own[len(start) :] if has else own for own, has in zip(ids, begun, strict=True)], begun
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
@@ -199,12 +205,54 @@ def _load(name_or_path: str, revision: str | None) -> Any:
         ) from error
 
 
+def _fix_ids(hf: Any, ids: Mapping[str, int]) -> bool:
+    """Sets the ids of all tokens; false if this tokenizer's cannot be set.
+
+    They become the model's own tokens: the ids of added ones are not read from a file, but counted from the number of
+    the others on, which is the id of another token where the ids have holes.
+    """
+    backend = getattr(hf, "backend_tokenizer", None)
+    state = None if backend is None else json.loads(backend.to_str())
+    if state is None or not isinstance(state["model"].get("vocab"), dict):
+        return False
+    state["model"]["vocab"] = dict(ids)
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in ids]
+    hf._tokenizer = type(backend).from_str(json.dumps(state))
+    return True
+
+
+def _add(hf: Any, tokens: Sequence[str]) -> bool:
+    """Gives new special tokens the ids after the largest one; false if this tokenizer cannot."""
+    ids = hf.get_vocab()
+    first = max(ids.values()) + 1
+    if first != len(ids) and not _fix_ids(hf, {**ids, **dict(zip(tokens, range(first, first + len(tokens))))}):
+        return False
+    hf.add_tokens(list(tokens), special_tokens=True)
+    return True
+
+
+def _separate_ids(hf: Any, rows: int | None) -> None:
+    """Gives added tokens ids of their own: those that the configuration names and the vocabulary lacks get the ids of
+    other tokens from transformers where the ids have holes. A pad token for which the embedding has no row is
+    dropped."""
+    ids, backend = hf.get_vocab(), getattr(hf, "backend_tokenizer", None)
+    if backend is None or len(set(ids.values())) == len(ids):
+        return
+    known = backend.get_vocab(with_added_tokens=False)
+    added = sorted(ids.keys() - known.keys(), key=ids.__getitem__)
+    if hf.pad_token in added and rows is not None and max(known.values()) + len(added) >= rows:
+        added.remove(hf.pad_token)
+        hf.pad_token = None
+    if _fix_ids(hf, known) and added:
+        _add(hf, added)
+
+
 def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
     """Loads a tokenizer and ensures that it has an eos and a pad token.
 
-    Without a pad token, [PAD] is added as the first unused id, as TRL's examples of TL;DR do: Pythia has 50,277 ids and
-    50,304 embedding rows. If pad equals eos, [PAD] replaces it with a warning. Where all rows are in use, as those of
-    Llama 3, eos pads, as in TRL's trainers. Masks come from lengths, so the pad id changes no result.
+    Without a pad token, [PAD] is added after the largest id, as TRL's examples of TL;DR do: Pythia has 50,277 ids and
+    50,304 embedding rows. If pad equals eos, [PAD] replaces it with a warning. Where the rows end there, as those of
+    Llama 3, eos pads, as in TRL's trainers. Masks come from lengths, so the pad id changes no mask.
 
     Args:
       name_or_path: hub name, folder, or a name in `BUILT_IN`.
@@ -220,6 +268,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
             f"tokenizer {name_or_path!r} has no eos token, so responses could not end. "
             "Set eos_token in its tokenizer_config.json."
         )
+    _separate_ids(hf, vocab_size)
     last = max(hf.get_vocab().values(), default=0)
     if vocab_size is not None and len(hf) <= vocab_size <= last:
         raise UserError(
@@ -233,7 +282,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
         )
     pad_id, pads_with_eos = hf.pad_token_id, hf.pad_token_id == hf.eos_token_id
     if pad_id is None or pads_with_eos:
-        free = PAD_TOKEN in hf.get_vocab() or vocab_size is None or len(hf) < vocab_size
+        free = PAD_TOKEN in hf.get_vocab() or ((vocab_size is None or last + 1 < vocab_size) and _add(hf, [PAD_TOKEN]))
         if pads_with_eos and free:
             warnings.warn(
                 f"tokenizer {name_or_path!r} pads with its eos ({hf.eos_token}); {PAD_TOKEN} is used instead, to tell "
@@ -248,7 +297,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
         name=str(name_or_path),
         pad_id=int(pad_id),
         eos_id=int(hf.eos_token_id),
-        vocab_size=len(hf),
+        vocab_size=max(hf.get_vocab().values()) + 1,
         pads_with_eos=pads_with_eos,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_jax.algorithms import actor_critic
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.config import PPOConfig
-from rlhf_jax.data import PromptData, batches
+from rlhf_jax.data import PromptData, batches, row_texts
 from rlhf_jax.errors import UserError
 from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
@@ -158,6 +158,8 @@ def reference_answers(
 ) -> tuple[Answers, int]:
     """The reference answers of the data set in the form of a policy's, with eos.
 
+    Prompt and answer have the tokens of the joined text, of which the prompt is as many as it has alone.
+
     Args:
       texts: an answer to each prompt.
       source: the prompts.
@@ -168,18 +170,25 @@ def reference_answers(
     Returns:
       (Answers, number of truncated answers)
     """
-    ids = tokenizer.encode_batch(texts)
-    ids = [own if own and own[-1] == tokenizer.eos_id else [*own, tokenizer.eos_id] for own in ids]
+    rendered = source.conversational
+    fitted = row_texts.fit_prompts(source.display_texts(range(len(texts))), tokenizer, None, "drop", rendered=rendered)
+    # A prompt that was cut by its tokens, or has those of images, is not that of its text.
+    pairs = zip(fitted, source.tokens, strict=True)
+    fitted = [own if own.ids == ids.tolist() else own._replace(ids=ids.tolist(), text=None) for own, ids in pairs]
+    wholes = [one.ids for one in row_texts.join_completions(fitted, texts, tokenizer, rendered=rendered)]
+    cuts = [min(len(own.ids), len(whole) - 1) for own, whole in zip(fitted, wholes, strict=True)]
+    heads = [np.asarray(whole[:cut], np.int32) for whole, cut in zip(wholes, cuts, strict=True)]
+    ids = [whole[cut:] for whole, cut in zip(wholes, cuts, strict=True)]
     ended = np.asarray([len(own) <= max_tokens for own in ids])
     ids = [np.asarray(own[:max_tokens], np.int32) for own in ids]
     width = batches.bucket(max(map(len, ids)), batches.default_buckets(max(map(len, ids))))
     size, rollouts = prompts_per_batch(batch_size, 1, len(texts), shards), []
     for prompts, real in iterate_batches(source, size):
-        own = [ids[row] for row in prompts.rows]
+        own, before = [ids[row] for row in prompts.rows], [heads[row] for row in prompts.rows]
         lengths = batches.lengths_of(own)
         rollout = Rollout(
-            prompt_tokens=prompts.tokens,
-            prompt_lengths=prompts.lengths,
+            prompt_tokens=batches.pad_left(before, prompts.tokens.shape[1], tokenizer.pad_id),
+            prompt_lengths=batches.lengths_of(before),
             response=batches.pad_right(own, width, tokenizer.eos_id),
             lengths=lengths,
             ended=ended[prompts.rows],

@@ -150,7 +150,7 @@ def test_long_prompts_are_dropped_and_long_conversations_are_cut_or_dropped():
 def test_a_prompt_whose_tokens_the_conversation_does_not_begin_with_is_counted():
     thinking = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     made = make(SPLIT, bytes_tokenizer(thinking), completion_only_loss=True)
-    assert "3 rows do not begin with the tokens of their prompt" in str(made.report)
+    assert "3 rows do not begin with the tokens of the prompt" in str(made.report)
     assert "do not begin" not in str(make(SPLIT, bytes_tokenizer(thinking)).report)
     assert "do not begin" not in str(make(SPLIT, completion_only_loss=True).report)
 

@@ -55,7 +55,9 @@ def test_truncation_equals_the_literal_algorithm(bpe):
         parts = random_post(rng)
         limit = int(rng.integers(25, 120))
         expected = literally(parts, bpe.encode, limit)
-        assert tldr.truncate_post(parts, bpe.encode, limit) == expected
+        cut_post = tldr.truncate_post(parts, bpe.encode, limit)
+        assert (cut_post and cut_post[0]) == expected
+        assert cut_post is None or bpe.encode(cut_post[1]) == expected
         cut += expected is not None and len(expected) < len(bpe.encode(tldr.format_post(*parts)))
     assert cut > 20
 
@@ -65,13 +67,14 @@ def test_posts_are_truncated_together_as_each_by_itself(bpe):
     posts = [random_post(rng) for _ in range(30)]
     posts.append(tldr.PostParts("advice", " ".join(WORDS * 5), "nothing fits"))
     found = tldr.truncate_posts(posts, bpe.encode_batch, 45)
-    assert found == [literally(post, bpe.encode, 45) for post in posts] and found[-1] is None
+    assert [own and own[0] for own in found] == [literally(post, bpe.encode, 45) for post in posts]
+    assert found[-1] is None
     assert tldr.truncate_posts([], bpe.encode_batch, 45) == []
 
 
 def test_truncation_without_newline_drops_characters(bpe):
     parts = tldr.PostParts("advice", "help", " ".join(WORDS * 6))
-    ids = tldr.truncate_post(parts, bpe.encode, 80)
+    ids, _ = tldr.truncate_post(parts, bpe.encode, 80)
     assert ids == literally(parts, bpe.encode, 80)
     text = bpe.decode(ids)
     assert text.endswith("\n\nTL;DR:") and parts.post.startswith(tldr.parse_post(text).post)
@@ -79,8 +82,8 @@ def test_truncation_without_newline_drops_characters(bpe):
 
 def test_truncation_keeps_whole_paragraphs(bpe):
     parts = tldr.PostParts("advice", "help", "we went home\nnobody could agree\n" + " ".join(WORDS * 9))
-    ids = tldr.truncate_post(parts, bpe.encode, 60)
-    assert tldr.parse_post(bpe.decode(ids)).post == "we went home\nnobody could agree"
+    ids, text = tldr.truncate_post(parts, bpe.encode, 60)
+    assert bpe.decode(ids) == text and tldr.parse_post(text).post == "we went home\nnobody could agree"
 
 
 def test_truncation_is_quick_on_a_very_long_line(bpe):
@@ -92,7 +95,7 @@ def test_truncation_is_quick_on_a_very_long_line(bpe):
         return bpe.encode(text)
 
     parts = tldr.PostParts("advice", "help", "x" * 50_000)
-    assert len(tldr.truncate_post(parts, encode, 100)) <= 100
+    assert len(tldr.truncate_post(parts, encode, 100)[0]) <= 100
     assert calls < 60
 
 
@@ -105,8 +108,8 @@ def test_nothing_fits_beside_a_long_title(bpe):
 def test_other_prompts_lose_their_beginning(bpe):
     prompt = "Question: " + " ".join(WORDS)
     ids = bpe.encode(prompt)
-    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], 7) == [ids[-7:]]
-    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], len(ids)) == [ids]
+    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], 7) == [(ids[-7:], None)]
+    assert tldr.fit_prompts([prompt], bpe.encode_batch, [ids], len(ids)) == [(ids, prompt)]
 
 
 def test_template_has_no_trailing_space_and_parses_back():

@@ -53,6 +53,54 @@ def test_eos_pads_where_no_row_is_free(tmp_path):
     assert without.pad_id == 0 and not without.pads_with_eos
 
 
+def holes(folder, rows=(0, 1, 2, 3, 4, 5, 6, 7, 9), **config):
+    """A folder with a tokenizer whose ids have holes."""
+    path = write_tokenizer(folder, eos_token="<|endoftext|>", **config)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["model"]["vocab"] = dict(zip(WORDS, rows, strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    return path
+
+
+def words(tokenizer):
+    """What the ids of WORDS decode to."""
+    return [tokenizer.decode([i]) for i in (0, 1, 2, 3, 4, 5, 6, 7, 9)]
+
+
+@pytest.mark.parametrize("config", [{}, {"pad_token": "<|endoftext|>"}, {"pad_token": "<pad>"}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*pads with its eos")
+def test_a_pad_is_put_after_the_largest_id_where_the_ids_have_holes(tmp_path, config):
+    for rows, pad in ((None, 10), (12, 10), (11, 10), (10, 0)):
+        tokenizer = data.load_tokenizer(holes(tmp_path, **config), vocab_size=rows)
+        assert (tokenizer.pad_id, tokenizer.vocab_size) == (pad, max(pad, 9) + 1)
+        assert words(tokenizer) == list(WORDS)
+    assert tokenizer.encode("a.") == [2, 9]
+    data.save_tokenizer(data.load_tokenizer(holes(tmp_path, **config)), str(tmp_path / "out"))
+    again = data.load_tokenizer(str(tmp_path / "out"))
+    assert again.pad_id == 10 and words(again) == list(WORDS)
+
+
+def test_other_special_tokens_get_no_id_of_a_word_either(tmp_path):
+    path = holes(tmp_path, bos_token="<s>", pad_token="<pad>")
+    for rows, pads in ((None, (10, 11)), (12, (10, 11)), (11, (0,))):
+        tokenizer = data.load_tokenizer(path, vocab_size=rows)
+        assert tokenizer.hf.bos_token_id in (10, 11) and tokenizer.pad_id in pads and words(tokenizer) == list(WORDS)
+        assert tokenizer.pad_id != tokenizer.hf.bos_token_id
+    with pytest.raises(UserError, match="id 10.*10 rows"):
+        data.load_tokenizer(path, vocab_size=10)
+
+
+def test_added_tokens_keep_ids_that_lie_in_a_hole(tmp_path):
+    path = holes(tmp_path, (0, 1, 2, 3, 4, 5, 6, 7, 20), bos_token="<s>")
+    tokenizer = data.load_tokenizer(path, vocab_size=32)
+    assert (tokenizer.hf.bos_token_id, tokenizer.pad_id, tokenizer.decode([20])) == (9, 21, ".")
+
+
+def test_a_pad_that_is_unk_stays(tmp_path):
+    path = write_tokenizer(tmp_path, eos_token="<|endoftext|>", unk_token="[UNK]", pad_token="[UNK]")
+    assert data.load_tokenizer(path, vocab_size=9).pad_id == 1
+
+
 def test_a_pad_of_its_own_is_kept_without_warning(tmp_path):
     folder = write_tokenizer(tmp_path, eos_token="<|endoftext|>", pad_token=".")
     with warnings.catch_warnings():
