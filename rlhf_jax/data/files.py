@@ -11,13 +11,13 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_jax.data import arrow_cache
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import MissingSplit, UserError
-from rlhf_jax.utils.text import parse_json
+from rlhf_jax.utils.text import parse_json, written_forms
 
 SUFFIXES = {
     ".jsonl": "json lines",
@@ -311,22 +311,48 @@ def _check_columns(table: Any, path: str) -> None:
                     raise UserError(f"{path}, row {number}: {name!r} is not UTF-8")
 
 
-def _read_table(path: str, suffix: str) -> Rows:
+def _read_csv(path: str, text_columns: Collection[str]) -> Any:
+    """The table of a .csv file. Columns are text where they are `text_columns`, or where a value that was read as
+    another type could not be written as it stands in the file: 007, 3.10, NA."""
     import pyarrow as pa
     import pyarrow.csv
+
+    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    table = pyarrow.csv.read_csv(path, parse_options=options)
+    _check_columns(table, path)
+    converted = [field.name for field in table.schema if not pa.types.is_string(field.type)]
+    if not converted:
+        return table
+    as_text = pyarrow.csv.ConvertOptions(include_columns=converted, column_types=dict.fromkeys(converted, pa.string()))
+    texts = pyarrow.csv.read_csv(path, parse_options=options, convert_options=as_text)
+    for name in converted:
+        if name in text_columns or not _comes_back(table[name], texts[name]):
+            table = table.set_column(table.column_names.index(name), name, texts[name])
+    return table
+
+
+def _comes_back(values: Any, texts: Any) -> bool:
+    """Whether the values of a column, written as text, are the texts that they were read from."""
+    import pyarrow as pa
+
+    return not pa.types.is_null(values.type) and all(
+        text in written_forms(value)
+        for start in range(0, len(values), 2**16)
+        for value, text in zip(values.slice(start, 2**16).to_pylist(), texts.slice(start, 2**16).to_pylist())
+    )
+
+
+def _read_table(path: str, suffix: str, text_columns: Collection[str]) -> Rows:
+    import pyarrow as pa
     import pyarrow.feather
     import pyarrow.parquet
 
     large = os.path.getsize(path) >= arrow_cache.MINIMUM_BYTES
-    fingerprint = [suffix, arrow_cache.file_fingerprint(path)] if large else None
+    columns = [sorted(text_columns)] if suffix == ".csv" else []
+    fingerprint = [suffix, *columns, arrow_cache.file_fingerprint(path)] if large else None
 
     def read() -> Any:
-        if suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        table = pyarrow.csv.read_csv(path, parse_options=options)
-        _check_columns(table, path)
-        return table
+        return pyarrow.parquet.read_table(path) if suffix == ".parquet" else _read_csv(path, text_columns)
 
     def write(folder: str) -> dict[str, Any]:
         with _errors_of_the_file(path, suffix):
@@ -371,8 +397,12 @@ def _errors_of_the_file(path: str, suffix: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
 
 
-def read_file(path: str) -> Rows:
-    """Rows of one file, in the format of its suffix; UserError for an unknown suffix or an empty or unreadable file."""
+def read_file(path: str, text_columns: Collection[str] = ()) -> Rows:
+    """Rows of one file, in the format of its suffix. In a .csv file, `text_columns` are text whatever they hold.
+
+    Raises:
+      UserError: the suffix is unknown, or the file is empty or unreadable.
+    """
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}")
@@ -381,7 +411,7 @@ def read_file(path: str) -> Rows:
     if suffix in (".jsonl", ".json"):
         rows = (_read_json_lines if suffix == ".jsonl" else _read_json)(path)
     else:
-        rows = _read_table(path, suffix)
+        rows = _read_table(path, suffix, text_columns)
     if not len(rows):
         raise UserError(f"{path}: has no rows")
     return rows
@@ -398,8 +428,9 @@ def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
     return None, re.sub(r"[\d\W_]+|of", "", relative)
 
 
-def read_folder(folder: str, split: str) -> Rows:
-    """Rows of one split of a folder that datasets saved, or whose files are named after their splits."""
+def read_folder(folder: str, split: str, text_columns: Collection[str] = ()) -> Rows:
+    """Rows of one split of a folder that datasets saved, or whose files are named after their splits; `text_columns`
+    as `read_file`."""
     if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
         with datasets_without_progress_bars() as datasets:
             return select_split(datasets.load_from_disk(folder), folder, split, _folder_fingerprint(folder))
@@ -423,7 +454,7 @@ def read_folder(folder: str, split: str) -> Rows:
     if len({labels[path][1] for path in selected}) > 1:
         names = ", ".join(os.path.relpath(path, folder) for path in selected)
         raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
-    files = [read_file(path) for path in selected]
+    files = [read_file(path, text_columns) for path in selected]
     return files[0] if len(files) == 1 else chain(files, folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlhf_jax import storage
@@ -31,6 +31,8 @@ BUILT_IN = {
     "shapes": shapes.load_shapes,
 }
 """Built-in data sets by name."""
+TEXT_COLUMNS = frozenset("prompt completion chosen rejected summary subreddit title post".split())
+"""Columns that are text in any .csv file, whatever they hold."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""
 _NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
@@ -85,6 +87,7 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 0,
     label: str | None = None,
+    text_columns: Collection[str] = (),
 ) -> Rows:
     """The rows of one split.
 
@@ -99,6 +102,7 @@ def load_rows(
       max_samples: load only the first max_samples rows.
       seed: of the built-in data sets.
       label: name for an object in messages; default: the split followed by 'data', as in 'train data'.
+      text_columns: columns of a .csv file that are text beside TEXT_COLUMNS, see `text_columns_of`.
 
     Raises:
       UserError: the source or split does not exist or has no rows, or the source is a stream.
@@ -120,6 +124,7 @@ def load_rows(
             max_samples=max_samples,
             seed=seed,
             label=label or f"{split} data",
+            text_columns=TEXT_COLUMNS.union(text_columns),
         )
     except MissingSplit as error:
         raise UserError(f"{error}. Set {split_option}") from None
@@ -138,6 +143,7 @@ def _read(
     max_samples: int | None,
     seed: int,
     label: str,
+    text_columns: Collection[str],
 ) -> Rows:
     """The rows of one split, of a built-in data set at least the first `max_samples`; see `load_rows`."""
     if isinstance(source, str | os.PathLike):
@@ -145,9 +151,9 @@ def _read(
         if source in BUILT_IN:
             return _read_built_in(source, kind, split, max_samples, seed)
         if os.path.isfile(source):
-            return read_file(source)
+            return read_file(source, text_columns)
         if os.path.isdir(source):
-            return read_folder(source, split)
+            return read_folder(source, split, text_columns)
         if os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
             raise UserError(f"{source}: there is no such file or folder")
         return _read_hub(source, split, dataset_config, dataset_revision)
@@ -161,6 +167,12 @@ def _read(
     raise UserError(
         f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
     )
+
+
+def text_columns_of(config: Any) -> set[str]:
+    """The columns of texts that the data options of a config name."""
+    options = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
+    return {getattr(config, option) for option in options if hasattr(config, option)}
 
 
 def is_single_split(source: Any) -> bool:
@@ -222,6 +234,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
     """
     limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
+    limits |= {"text_columns": text_columns_of(config)}
     limits |= {"split_option": "dataset_test_split, None for a run without evaluation"}
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
@@ -239,13 +252,14 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     }
 
 
-def load_train_split(config: Any, kind: str, dataset: Any = None) -> Rows:
+def load_train_split(config: Any, kind: str, dataset: Any = None, text_columns: Collection[str] = ()) -> Rows:
     """The training rows of a stage's config, which names one data set.
 
     Args:
       config: a stage's config (its data fields).
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: an object in place of the configured name.
+      text_columns: columns of texts beside those that the config names.
 
     Raises:
       UserError: see `load_rows`.
@@ -258,6 +272,7 @@ def load_train_split(config: Any, kind: str, dataset: Any = None) -> Rows:
         dataset_revision=config.dataset_revision,
         streaming=config.dataset_streaming,
         max_samples=config.max_train_samples,
+        text_columns=text_columns_of(config).union(text_columns),
     )
 
 

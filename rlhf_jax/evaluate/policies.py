@@ -102,6 +102,7 @@ class PolicyEvaluation:
                 dataset_revision=prompts_config.dataset_revision,
                 max_samples=prompts_config.max_eval_samples,
                 label="evaluation data",
+                text_columns={*data.text_columns_of(prompts_config), self.config.completion_column},
             )
         sets = data.eval_sets(prompts_config, "demonstrations")
         if not sets:
@@ -148,6 +149,8 @@ class PolicyEvaluation:
           (metrics of the policies for evaluation.json, rows of samples.jsonl; none on other processes than the first)
         """
         log(str(self.source.report))
+        for note in [] if self.scorer is None else self.scorer.type_notes(self.source.some_raw()):
+            log(note)
         all_answers = self._sample(log)
         self._add_metrics(all_answers, log)
         samples: list[dict[str, Any]] = []

@@ -196,6 +196,10 @@ class Scorer:
         if self._host is not None:
             self._host.check_columns(columns)
 
+    def type_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Lines on columns of these rows that hold another type than a function expects."""
+        return [] if self._host is None else self._host.type_notes(rows)
+
     def set_params(self, params: Sequence[Params]) -> None:
         """Takes the params of the reward models, in order, on the mesh."""
         for reader, own in zip(self.models, params, strict=True):

@@ -83,6 +83,18 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("A number with too many digits", "", 0) from None
 
 
+def written_forms(value: Any) -> tuple[str, ...]:
+    """The texts that a value may have been read from, the plainest last: '7' of 7, '7.0' and '7' of 7.0, 'True' and
+    'true' of True, '' of None."""
+    if value is None:
+        return ("",)
+    if isinstance(value, bool):
+        return str(value), str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(value), str(int(value))
+    return (str(value),)
+
+
 def escape_unencodable_output() -> None:
     """Makes standard output and error print characters outside their encoding as escapes instead of raising: a
     completion may contain any character."""

@@ -1,5 +1,7 @@
 """Where rows may come from, and what a user is told when they are no good."""
 
+import dataclasses
+import datetime
 import json
 import types
 
@@ -71,6 +73,51 @@ def test_every_format_gives_the_same_rows(tmp_path):
         rows = data.load_rows(source)
         assert list(rows) == ROWS and rows.column_names == ("prompt", "completion", "id"), source
         assert list(rows.first(2)) == ROWS[:2]
+
+
+def test_columns_of_csv_files_come_back_as_they_were_written(tmp_path):
+    columns = {
+        "prompt": ["1", "2"],  # text whatever it holds
+        "count": ["7", "-3"],
+        "gap": ["7", ""],
+        "padded": ["007", "12"],
+        "price": ["3.10", "2.5"],
+        "share": ["1", "2.5"],
+        "power": ["1e5", "2"],
+        "flag": ["true", "false"],
+        "shout": ["TRUE", "false"],
+        "missing": ["NA", "3"],
+        "empty": ["", ""],
+        "word": ["NA", "null"],
+        "day": ["2024-01-05", "2024-02-29"],
+        "question": ["5", "6"],
+    }
+    lines = [",".join(columns), *(",".join(values) for values in zip(*columns.values()))]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    rows = list(data.load_rows(str(tmp_path / "a.csv"), text_columns=["question"]))
+    typed = {
+        "count": [7, -3],
+        "gap": [7, None],
+        "share": [1.0, 2.5],
+        "flag": [True, False],
+        "day": [datetime.date(2024, 1, 5), datetime.date(2024, 2, 29)],
+    }
+    for name, values in columns.items():
+        assert [row[name] for row in rows] == typed.get(name, values), name
+
+
+def test_the_columns_of_a_config_are_text_in_csv_files(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,chosen,rejected,margin\n1,2,3,4,0.50\n5,6,7,8,1\n")
+    options = {"dataset_name": str(path), "prompt_column": "question", "completion_column": "answer"}
+    prompts = data.load_prompts(config(**options), tokenizer)
+    assert prompts.display_texts([0, 1]) == ["1", "5"] and prompts.columns([0])["answer"] == ["2"]
+    assert len(data.load_demonstrations(config(**options), tokenizer)) == 2
+    pairs = config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
+    assert data.load_pairs(pairs, tokenizer).margin.tolist() == [0.5, 1.0]
+    mixed = config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
+    mixed = dataclasses.make_dataclass("Config", vars(mixed))(**vars(mixed))
+    assert data.load_prompts(mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
 
 
 def test_folders_by_split(tmp_path):
