@@ -11,15 +11,16 @@ from typing import Any
 from rlhf_jax import storage
 from rlhf_jax.data import arithmetic, arrow_cache, shapes, synthetic
 from rlhf_jax.data.files import (
-    SUFFIXES,
     MalformedRow,
     Rows,
     datasets_without_progress_bars,
+    from_columns,
     from_dataset,
     from_list,
+    is_columns,
+    is_data_file,
     read_file,
     read_folder,
-    select_split,
     table_fingerprint,
     write_table,
 )
@@ -93,7 +94,7 @@ def load_rows(
 
     Args:
       source: hub name, local file (read as one split, whatever its name) or folder, a name in `BUILT_IN`, or an object:
-        a datasets.Dataset or DatasetDict, or a list of dicts.
+        a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
       split: split to load.
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
@@ -154,18 +155,30 @@ def _read(
             return read_file(source, text_columns)
         if os.path.isdir(source):
             return read_folder(source, split, text_columns)
-        if os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
+        if is_data_file(source) or source.startswith(("/", ".", "~")):
             raise UserError(f"{source}: there is no such file or folder")
         return _read_hub(source, split, dataset_config, dataset_revision)
+    if isinstance(source, Mapping) and not is_columns(source):
+        if split not in source:
+            raise MissingSplit(f"the {type(source).__name__} given", split, source)
+        return _read_object(source[split], label)
+    return _read_object(source, label)
+
+
+def _read_object(source: Any, label: str) -> Rows:
+    """Rows of a Python object that is one split."""
     if isinstance(source, list | tuple):
         return from_list(source, f"the list given as {label}")
-    if isinstance(source, Mapping):
-        rows = select_split(source, "the DatasetDict given", split)
-        return from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
+    if is_columns(source):
+        return from_columns(source, f"the columns given as {label}")
+    if hasattr(source, "column_names") and hasattr(source, "to_batches"):  # pyarrow.Table
+        with datasets_without_progress_bars() as datasets:
+            source = datasets.Dataset(source)
     if hasattr(source, "column_names") and hasattr(source, "select"):
         return from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
     raise UserError(
-        f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
+        f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or DatasetDict, a pandas "
+        "DataFrame, a list of dicts or a dict of lists"
     )
 
 
@@ -179,7 +192,7 @@ def is_single_split(source: Any) -> bool:
     """Whether a source is a single split: a file, or an object other than a DatasetDict."""
     if isinstance(source, str | os.PathLike):
         return storage.is_file(os.fspath(source))
-    return not isinstance(source, Mapping)
+    return is_columns(source) or not isinstance(source, Mapping)
 
 
 def _named_sources(text: str) -> dict[str, str] | None:
@@ -204,8 +217,12 @@ def _named_sources(text: str) -> dict[str, str] | None:
 
 
 def _sources_of_dict(dataset: Any) -> Mapping[str, Any] | None:
-    """A dict of name -> source, or None for a single source (a DatasetDict is one)."""
-    if not isinstance(dataset, Mapping) or any(base.__name__.endswith("DatasetDict") for base in type(dataset).__mro__):
+    """A dict of name -> source, or None for a single source (a DatasetDict or a dict of columns is one)."""
+    if (
+        not isinstance(dataset, Mapping)
+        or is_columns(dataset)
+        or any(base.__name__.endswith("DatasetDict") for base in type(dataset).__mro__)
+    ):
         return None
     for name in dataset:
         if not isinstance(name, str) or not _NAME.fullmatch(name):

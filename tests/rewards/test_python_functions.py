@@ -153,12 +153,11 @@ def test_a_column_of_another_type_than_a_function_expects_is_named_with_its_valu
     )
     host = HostRewards([functions[0], functions[1], functions[3]])
     assert host.type_notes([right, missing, {**right, "level": 2.5}]) == []
-    assert host.type_notes([right, {"answer": 7, "level": 1}, {"solution": 7.5}]) == [
-        "column 'answer' holds an int, 7, but reward function texts_and_numbers expects str: it gets the value as it is",
-        "column 'answer' holds an int, 7, but reward function texts_and_numbers_2 expects str: it gets the value as it "
-        "is",
-        "column 'solution' holds a float, 7.5, but reward function exact_match_reward expects str: its text is compared",
-    ]
+    first, second, third = host.type_notes([right, {"answer": 7, "level": 1}, {"solution": 7.5}])
+    expects = "column 'answer' holds an int, 7, but reward function {} expects str: it gets the value as it is"
+    assert first == expects.format("texts_and_numbers") and second == expects.format("texts_and_numbers_2")
+    expects = "column 'solution' holds a float, 7.5, but reward function exact_match_reward expects str"
+    assert third == f"{expects}: its text is compared"
     assert "'level' holds a str, '3'" in host.type_notes([{**right, "level": "3"}])[0]
 
 
