@@ -118,7 +118,8 @@ def run(
 
     Args:
       config: a stage's config or a Pipeline.
-      train_dataset: a `datasets.Dataset` or a list of dicts, in place of dataset_name (one stage only).
+      train_dataset: a `datasets.Dataset`, a pandas DataFrame, a list of dicts or a dict of lists, in place of
+        dataset_name (one stage only).
       eval_dataset: the same for evaluation; a dict of several by name too. Without it and eval_dataset_name, a run on
         train_dataset is not evaluated.
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,

@@ -137,9 +137,9 @@ class StageConfig:
 
     # --- data
     dataset_name: str = "trl-lib/tldr"
-    """Hub name, file or folder (jsonl, json, parquet, csv, arrow; local or in a bucket), or a built-in task:
-    'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions) or 'shapes' (pictures and
-    questions)."""
+    """Hub name, file or folder (jsonl, json and csv, also compressed as .gz, .bz2 or .zst, parquet, arrow; local or in
+    a bucket), or a built-in task: 'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions) or
+    'shapes' (pictures and questions)."""
     datasets: tuple[dict[str, Any], ...] | None = None
     """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
     weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""

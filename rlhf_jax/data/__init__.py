@@ -11,7 +11,7 @@ from rlhf_jax.data.demonstrations import (
     load_normalization_data,
     make_demonstrations,
 )
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows, text_columns_of
 from rlhf_jax.data.mixture import TrainingRows, load_training_rows
 from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
 from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
@@ -67,4 +67,5 @@ __all__ = [
     "reward_tokens",
     "same_tokenizer",
     "save_tokenizer",
+    "text_columns_of",
 ]

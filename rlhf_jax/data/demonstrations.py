@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.data import batches, chat, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns
+from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns, text_columns_of
 from rlhf_jax.data.mixture import load_training
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -471,5 +471,6 @@ def load_normalization_data(config: Any, tokenizer: Tokenizer) -> DemoData | Non
         split=config.dataset_train_split,
         kind="demonstrations",
         max_samples=config.normalize_samples,
+        text_columns=text_columns_of(config),
     )
     return demonstrations_from_rows(rows, config, tokenizer)

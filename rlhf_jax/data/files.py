@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from rlhf_jax.data import arrow_cache
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import MissingSplit, UserError
-from rlhf_jax.utils.text import parse_json
+from rlhf_jax.utils.text import parse_json, written_forms
 
 SUFFIXES = {
     ".jsonl": "json lines",
@@ -26,6 +29,9 @@ SUFFIXES = {
     ".csv": "csv",
     ".arrow": "arrow",
 }
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Suffixes that may follow those of COMPRESSED -> pyarrow's names."""
+COMPRESSED = (".jsonl", ".json", ".csv")
 _ALIASES = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing",)}
 
 
@@ -108,6 +114,21 @@ class JsonLines(Sequence[Any]):
         return JsonLines(self._table.select(rows))
 
 
+def stem_and_format(path: str) -> tuple[str, str, str]:
+    """The name of a file as (stem, suffix, suffix of its compression or '')."""
+    stem, suffix = os.path.splitext(path)
+    compression = suffix.lower() if suffix.lower() in COMPRESSIONS else ""
+    if compression:
+        stem, suffix = os.path.splitext(stem)
+    return stem, suffix.lower(), compression
+
+
+def is_data_file(path: str) -> bool:
+    """Whether a file's name is that of a data file."""
+    _, suffix, compression = stem_and_format(path)
+    return suffix in (COMPRESSED if compression else SUFFIXES)
+
+
 def type_with_article(value: Any) -> str:
     """The type name of a value with its article: 'a list', 'an int'."""
     name = type(value).__name__
@@ -133,6 +154,67 @@ def from_list(rows: Sequence[Any], name: str, locations: Sequence[str] | None = 
     ]
     location = functools.partial(_numbered, name) if locations is None else locations.__getitem__
     return Rows(name, rows, _column_names(rows), location)
+
+
+def is_columns(source: Any) -> bool:
+    """Whether an object is a pandas DataFrame or a dict of columns, {"prompt": [...], "completion": [...]}, and no dict
+    of splits or data sets."""
+    if _is_data_frame(source):
+        return True
+    if not isinstance(source, Mapping) or not all(map(_is_column, source.values())):
+        return False
+    return not all(map(_is_list_of_objects, source.values()))
+
+
+def _is_data_frame(source: Any) -> bool:
+    return hasattr(source, "iloc") and hasattr(source, "columns")
+
+
+def _is_column(values: Any) -> bool:
+    is_array = hasattr(values, "tolist") and hasattr(values, "__len__")
+    return isinstance(values, list | tuple) or (is_array and not _is_data_frame(values))
+
+
+def _is_list_of_objects(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, Mapping) for value in values)
+
+
+def from_columns(source: Any, name: str) -> Rows:
+    """Rows of what `is_columns`. Arrays in it become lists, numbers of numpy Python's, and NaN, NaT and NA null.
+
+    Raises:
+      UserError: the columns differ in length, or two have one name.
+    """
+    columns = {str(column): _plain(values) for column, values in source.items()}
+    if len(columns) < len(list(source)):
+        raise UserError(f"{name}: two columns have the same name; it has {', '.join(map(str, source))}")
+    return from_list(rows_of_columns(columns, name), name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim > 1 and value.dtype != object:
+        return value  # an image
+    if isinstance(value, np.ndarray | np.generic) or _is_series(value):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    is_missing = type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)
+    return None if is_missing else value
+
+
+def _is_series(value: Any) -> bool:
+    return hasattr(value, "iloc") and hasattr(value, "tolist")
+
+
+def rows_of_columns(columns: Mapping[str, Sequence[Any]], name: str) -> list[dict[str, Any]]:
+    """The rows of columns; UserError where they differ in length."""
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{column} {length}" for column, length in lengths.items())
+        raise UserError(f"{name}: holds columns of different lengths: {counts}")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _numbered(name: str, index: int) -> str:
@@ -188,9 +270,29 @@ def _parse_line(line: bytes) -> Any:
     return row if isinstance(row, Mapping) else MalformedRow(f"is {type_with_article(row)}, not an object")
 
 
+@contextlib.contextmanager
+def _open_text(path: str) -> Iterator[Any]:
+    """The text of a file, decompressed, with \\n for every line end."""
+    compression = stem_and_format(path)[2]
+    with _errors_of_the_file(path):
+        raw = _open_compressed(path) if compression else open(path, "rb")
+        with io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape") as file:
+            yield file
+
+
+def _open_compressed(path: str) -> Any:
+    """The bytes of a file, decompressed if its name says that it is compressed."""
+    import pyarrow as pa
+
+    codec = COMPRESSIONS.get(stem_and_format(path)[2])
+    if codec is not None and not pa.Codec.is_available(codec):
+        raise UserError(f"{path}: this pyarrow reads no {codec}: decompress the file")
+    return pa.input_stream(path, compression=codec)
+
+
 def _lines(path: str) -> Iterator[tuple[bytes, int]]:
     """(line, its number from 1) of those that are not blank, with \\n for every line end."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield line.encode("utf-8", "surrogateescape"), number
@@ -259,7 +361,7 @@ def _cached_lines(
 
 
 def _read_json(path: str) -> Rows:
-    """Rows of a list of objects, of an object with one such list, or of JSON lines in a .json file."""
+    """Rows of a list of objects, of an object with one such list or of columns, or of JSON lines in a .json file."""
 
     def texts() -> tuple[Iterable[tuple[bytes, int]], bool]:
         content = _parse_document(path)
@@ -278,7 +380,7 @@ def _read_json(path: str) -> Rows:
 
 def _parse_document(path: str) -> list[Any] | None:
     """The rows of a JSON document; None if it has JSON lines."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with _open_text(path) as file:
         text = file.read()
     problem = content = None
     try:
@@ -294,10 +396,34 @@ def _parse_document(path: str) -> list[Any] | None:
         raise UserError(f"{path}, line {problem.lineno}: {_json_error(problem)} at column {problem.colno}") from problem
     if isinstance(content, Mapping):
         lists = [value for value in content.values() if isinstance(value, list)]
-        content = lists[0] if len(lists) == 1 else [content]
+        content = _rows_of_object(content, path) or (lists[0] if len(lists) == 1 else [content])
     if not isinstance(content, list):
         raise UserError(f"{path}: holds {type_with_article(content)}, not a list of objects")
     return content
+
+
+def _rows_of_object(content: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
+    """The rows of an object of columns: lists, or {"0": value, "1": value} as pandas' to_json writes them; None for an
+    object that is a row, of conversations for example, or that has one list of rows.
+
+    Raises:
+      UserError: the columns differ in length, or it has several lists of rows.
+    """
+    values = list(content.values())
+    if values and all(isinstance(value, Mapping) and value and all(map(str.isdigit, value)) for value in values):
+        if all(value.keys() == values[0].keys() for value in values):
+            return rows_of_columns({name: list(value.values()) for name, value in content.items()}, path)
+    if not values or not all(isinstance(value, list) for value in values) or any(map(_is_conversation, values)):
+        return None
+    if all(map(_is_list_of_objects, values)):
+        if len(values) > 1:
+            raise UserError(f"{path}: holds several lists of objects: {', '.join(content)}; give each a file")
+        return None
+    return rows_of_columns(content, path)
+
+
+def _is_conversation(values: list[Any]) -> bool:
+    return bool(values) and isinstance(values[0], Mapping) and bool({"role", "from"} & values[0].keys())
 
 
 def _check_columns(table: Any, path: str) -> None:
@@ -311,25 +437,51 @@ def _check_columns(table: Any, path: str) -> None:
                     raise UserError(f"{path}, row {number}: {name!r} is not UTF-8")
 
 
-def _read_table(path: str, suffix: str) -> Rows:
+def _read_csv(path: str, text_columns: Collection[str]) -> Any:
+    """The table of a .csv file. Columns are text where they are `text_columns`, or where a value that was read as
+    another type could not be written as it stands in the file: 007, 3.10, NA."""
     import pyarrow as pa
     import pyarrow.csv
+
+    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    table = pyarrow.csv.read_csv(_open_compressed(path), parse_options=options)
+    _check_columns(table, path)
+    converted = [field.name for field in table.schema if not pa.types.is_string(field.type)]
+    if not converted:
+        return table
+    as_text = pyarrow.csv.ConvertOptions(include_columns=converted, column_types=dict.fromkeys(converted, pa.string()))
+    texts = pyarrow.csv.read_csv(_open_compressed(path), parse_options=options, convert_options=as_text)
+    for name in converted:
+        if name in text_columns or not _comes_back(table[name], texts[name]):
+            table = table.set_column(table.column_names.index(name), name, texts[name])
+    return table
+
+
+def _comes_back(values: Any, texts: Any) -> bool:
+    """Whether the values of a column, written as text, are the texts that they were read from."""
+    import pyarrow as pa
+
+    return not pa.types.is_null(values.type) and all(
+        text in written_forms(value)
+        for start in range(0, len(values), 2**16)
+        for value, text in zip(values.slice(start, 2**16).to_pylist(), texts.slice(start, 2**16).to_pylist())
+    )
+
+
+def _read_table(path: str, suffix: str, text_columns: Collection[str]) -> Rows:
+    import pyarrow as pa
     import pyarrow.feather
     import pyarrow.parquet
 
     large = os.path.getsize(path) >= arrow_cache.MINIMUM_BYTES
-    fingerprint = [suffix, arrow_cache.file_fingerprint(path)] if large else None
+    columns = [sorted(text_columns)] if suffix == ".csv" else []
+    fingerprint = [suffix, *columns, arrow_cache.file_fingerprint(path)] if large else None
 
     def read() -> Any:
-        if suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        table = pyarrow.csv.read_csv(path, parse_options=options)
-        _check_columns(table, path)
-        return table
+        return pyarrow.parquet.read_table(path) if suffix == ".parquet" else _read_csv(path, text_columns)
 
     def write(folder: str) -> dict[str, Any]:
-        with _errors_of_the_file(path, suffix):
+        with _errors_of_the_file(path):
             if suffix == ".parquet":
                 file = pyarrow.parquet.ParquetFile(path)
                 schema, batches = file.schema_arrow, file.iter_batches(1024)
@@ -341,7 +493,7 @@ def _read_table(path: str, suffix: str) -> Rows:
             pa.ipc.new_stream(sink, schema) as writer,
         ):
             while True:
-                with _errors_of_the_file(path, suffix):
+                with _errors_of_the_file(path):
                     batch = next(batches, None)
                 if batch is None:
                     return {}
@@ -351,9 +503,9 @@ def _read_table(path: str, suffix: str) -> Rows:
         if suffix in (".parquet", ".csv"):
             if large and (entry := arrow_cache.cached(arrow_cache.key_of(fingerprint), path, write)) is not None:
                 return from_dataset(entry.table, path, fingerprint)
-            with _errors_of_the_file(path, suffix):
+            with _errors_of_the_file(path):
                 return from_dataset(datasets.Dataset(read()), path, fingerprint)
-        with _errors_of_the_file(path, suffix):
+        with _errors_of_the_file(path):
             with open(path, "rb") as file:  # datasets writes the stream format, Arrow the file format
                 is_file = file.read(6) == b"ARROW1"
             if not is_file:
@@ -362,26 +514,39 @@ def _read_table(path: str, suffix: str) -> Rows:
 
 
 @contextlib.contextmanager
-def _errors_of_the_file(path: str, suffix: str) -> Iterator[None]:
+def _errors_of_the_file(path: str) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError) as error:  # pyarrow raises both
-        raise UserError(f"{path}: cannot be read as {suffix[1:]}: {str(error).splitlines()[0]}") from error
+        form = "".join(stem_and_format(path)[1:]).removeprefix(".")
+        raise UserError(f"{path}: cannot be read as {form}: {(str(error).splitlines() or [''])[0]}") from error
 
 
-def read_file(path: str) -> Rows:
-    """Rows of one file, in the format of its suffix; UserError for an unknown suffix or an empty or unreadable file."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}")
+def read_file(path: str, text_columns: Collection[str] = ()) -> Rows:
+    """Rows of one file, in the format of its suffix. In a .csv file, `text_columns` are text whatever they hold.
+
+    Raises:
+      UserError: the suffix is unknown, or the file is empty or unreadable.
+    """
+    _, suffix, compression = stem_and_format(path)
+    if not is_data_file(path):
+        raise UserError(
+            f"{path}: data files end in {', '.join(SUFFIXES)}, not {suffix + compression or 'nothing'}; "
+            f"{', '.join(COMPRESSED)} may be compressed ({', '.join(COMPRESSIONS)})"
+        )
     if os.path.getsize(path) == 0:
         raise UserError(f"{path}: is empty")
     if suffix in (".jsonl", ".json"):
         rows = (_read_json_lines if suffix == ".jsonl" else _read_json)(path)
+        if len(rows) == 1 and isinstance(rows.table[0], Mapping):  # a line may be a document
+            columns = _rows_of_object(rows.table[0], path)
+            rows = (
+                rows if columns is None else dataclasses.replace(from_list(columns, path), fingerprint=rows.fingerprint)
+            )
     else:
-        rows = _read_table(path, suffix)
+        rows = _read_table(path, suffix, text_columns)
     if not len(rows):
         raise UserError(f"{path}: has no rows")
     return rows
@@ -389,7 +554,7 @@ def read_file(path: str) -> Rows:
 
 def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
     """(split, data set name) from a path such as prompts_train.jsonl or train/000.parquet."""
-    relative = os.path.splitext(os.path.relpath(path, root))[0]
+    relative = stem_and_format(os.path.relpath(path, root))[0]
     for split, aliases in _ALIASES.items():
         pattern = rf"(?<![a-z])({'|'.join((split, *aliases))})(?![a-z])"
         match = re.search(pattern, relative.lower())
@@ -398,8 +563,9 @@ def _split_of_file(path: str, root: str) -> tuple[str | None, str]:
     return None, re.sub(r"[\d\W_]+|of", "", relative)
 
 
-def read_folder(folder: str, split: str) -> Rows:
-    """Rows of one split of a folder that datasets saved, or whose files are named after their splits."""
+def read_folder(folder: str, split: str, text_columns: Collection[str] = ()) -> Rows:
+    """Rows of one split of a folder that datasets saved, or whose files are named after their splits; `text_columns`
+    as `read_file`."""
     if any(os.path.exists(os.path.join(folder, file)) for file in ("state.json", "dataset_dict.json")):
         with datasets_without_progress_bars() as datasets:
             return select_split(datasets.load_from_disk(folder), folder, split, _folder_fingerprint(folder))
@@ -407,7 +573,7 @@ def read_folder(folder: str, split: str) -> Rows:
         os.path.join(parent, file)
         for parent, _, files in os.walk(folder)
         for file in files
-        if os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(("dataset_info", "."))
+        if is_data_file(file) and not file.startswith(("dataset_info", "."))
     )
     if not paths:
         raise UserError(f"{folder}: no data files (they end in {', '.join(SUFFIXES)})")
@@ -423,7 +589,7 @@ def read_folder(folder: str, split: str) -> Rows:
     if len({labels[path][1] for path in selected}) > 1:
         names = ", ".join(os.path.relpath(path, folder) for path in selected)
         raise UserError(f"{folder} holds several data sets for split {split!r}: {names}; name one file")
-    files = [read_file(path) for path in selected]
+    files = [read_file(path, text_columns) for path in selected]
     return files[0] if len(files) == 1 else chain(files, folder)
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.data import arithmetic, arrow_cache, shapes, synthetic
 from rlhf_jax.data.files import (
-    SUFFIXES,
     MalformedRow,
     Rows,
     datasets_without_progress_bars,
+    from_columns,
     from_dataset,
     from_list,
+    is_columns,
+    is_data_file,
     read_file,
     read_folder,
-    select_split,
     table_fingerprint,
     write_table,
 )
@@ -31,6 +32,8 @@ BUILT_IN = {
     "shapes": shapes.load_shapes,
 }
 """Built-in data sets by name."""
+TEXT_COLUMNS = frozenset("prompt completion chosen rejected summary subreddit title post".split())
+"""Columns that are text in any .csv file, whatever they hold."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid name of an evaluation set; metric names contain it."""
 _NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9_.-]+)=(.+)")
@@ -85,12 +88,13 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 0,
     label: str | None = None,
+    text_columns: Collection[str] = (),
 ) -> Rows:
     """The rows of one split.
 
     Args:
       source: hub name, local file (read as one split, whatever its name) or folder, a name in `BUILT_IN`, or an object:
-        a datasets.Dataset or DatasetDict, or a list of dicts.
+        a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
       split: split to load.
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
@@ -99,6 +103,7 @@ def load_rows(
       max_samples: load only the first max_samples rows.
       seed: of the built-in data sets.
       label: name for an object in messages; default: the split followed by 'data', as in 'train data'.
+      text_columns: columns of a .csv file that are text beside TEXT_COLUMNS, see `text_columns_of`.
 
     Raises:
       UserError: the source or split does not exist or has no rows, or the source is a stream.
@@ -120,6 +125,7 @@ def load_rows(
             max_samples=max_samples,
             seed=seed,
             label=label or f"{split} data",
+            text_columns=TEXT_COLUMNS.union(text_columns),
         )
     except MissingSplit as error:
         raise UserError(f"{error}. Set {split_option}") from None
@@ -138,6 +144,7 @@ def _read(
     max_samples: int | None,
     seed: int,
     label: str,
+    text_columns: Collection[str],
 ) -> Rows:
     """The rows of one split, of a built-in data set at least the first `max_samples`; see `load_rows`."""
     if isinstance(source, str | os.PathLike):
@@ -145,29 +152,47 @@ def _read(
         if source in BUILT_IN:
             return _read_built_in(source, kind, split, max_samples, seed)
         if os.path.isfile(source):
-            return read_file(source)
+            return read_file(source, text_columns)
         if os.path.isdir(source):
-            return read_folder(source, split)
-        if os.path.splitext(source)[1].lower() in SUFFIXES or source.startswith(("/", ".", "~")):
+            return read_folder(source, split, text_columns)
+        if is_data_file(source) or source.startswith(("/", ".", "~")):
             raise UserError(f"{source}: there is no such file or folder")
         return _read_hub(source, split, dataset_config, dataset_revision)
+    if isinstance(source, Mapping) and not is_columns(source):
+        if split not in source:
+            raise MissingSplit(f"the {type(source).__name__} given", split, source)
+        return _read_object(source[split], label)
+    return _read_object(source, label)
+
+
+def _read_object(source: Any, label: str) -> Rows:
+    """Rows of a Python object that is one split."""
     if isinstance(source, list | tuple):
         return from_list(source, f"the list given as {label}")
-    if isinstance(source, Mapping):
-        rows = select_split(source, "the DatasetDict given", split)
-        return from_dataset(rows.table, rows.name, table_fingerprint(rows.table))
+    if is_columns(source):
+        return from_columns(source, f"the columns given as {label}")
+    if hasattr(source, "column_names") and hasattr(source, "to_batches"):  # pyarrow.Table
+        with datasets_without_progress_bars() as datasets:
+            source = datasets.Dataset(source)
     if hasattr(source, "column_names") and hasattr(source, "select"):
         return from_dataset(source, f"the data set given as {label}", table_fingerprint(source))
     raise UserError(
-        f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or a list of dicts"
+        f"{label} of type {type(source).__name__}: give a name, a path, a datasets.Dataset or DatasetDict, a pandas "
+        "DataFrame, a list of dicts or a dict of lists"
     )
+
+
+def text_columns_of(config: Any) -> set[str]:
+    """The columns of texts that the data options of a config name."""
+    options = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
+    return {getattr(config, option) for option in options if hasattr(config, option)}
 
 
 def is_single_split(source: Any) -> bool:
     """Whether a source is a single split: a file, or an object other than a DatasetDict."""
     if isinstance(source, str | os.PathLike):
         return storage.is_file(os.fspath(source))
-    return not isinstance(source, Mapping)
+    return is_columns(source) or not isinstance(source, Mapping)
 
 
 def _named_sources(text: str) -> dict[str, str] | None:
@@ -192,8 +217,12 @@ def _named_sources(text: str) -> dict[str, str] | None:
 
 
 def _sources_of_dict(dataset: Any) -> Mapping[str, Any] | None:
-    """A dict of name -> source, or None for a single source (a DatasetDict is one)."""
-    if not isinstance(dataset, Mapping) or any(base.__name__.endswith("DatasetDict") for base in type(dataset).__mro__):
+    """A dict of name -> source, or None for a single source (a DatasetDict or a dict of columns is one)."""
+    if (
+        not isinstance(dataset, Mapping)
+        or is_columns(dataset)
+        or any(base.__name__.endswith("DatasetDict") for base in type(dataset).__mro__)
+    ):
         return None
     for name in dataset:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -222,6 +251,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
     """
     limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
+    limits |= {"text_columns": text_columns_of(config)}
     limits |= {"split_option": "dataset_test_split, None for a run without evaluation"}
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
@@ -239,13 +269,14 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     }
 
 
-def load_train_split(config: Any, kind: str, dataset: Any = None) -> Rows:
+def load_train_split(config: Any, kind: str, dataset: Any = None, text_columns: Collection[str] = ()) -> Rows:
     """The training rows of a stage's config, which names one data set.
 
     Args:
       config: a stage's config (its data fields).
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: an object in place of the configured name.
+      text_columns: columns of texts beside those that the config names.
 
     Raises:
       UserError: see `load_rows`.
@@ -258,6 +289,7 @@ def load_train_split(config: Any, kind: str, dataset: Any = None) -> Rows:
         dataset_revision=config.dataset_revision,
         streaming=config.dataset_streaming,
         max_samples=config.max_train_samples,
+        text_columns=text_columns_of(config).union(text_columns),
     )
 
 

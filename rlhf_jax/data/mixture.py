@@ -84,6 +84,11 @@ class Format:
             self._parts[name] = [(literal, column) for literal, column, _, _ in parts]
 
     @property
+    def columns(self) -> set[str]:
+        """The columns that they are made of."""
+        return {column for parts in self._parts.values() for _, column in parts if column is not None}
+
+    @property
     def names(self) -> list[str]:
         """The columns that are made."""
         return list(self._parts)
@@ -155,7 +160,8 @@ def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingR
     if dataset is not None or entries is None:
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
     configs = [config_of(config, entry) for entry in entries]
-    rows = [load_train_split(one, kind) for one in configs]
+    formats = [Format(entry.get("format") or {}) for entry in entries]
+    rows = [load_train_split(one, kind, text_columns=form.columns) for one, form in zip(configs, formats, strict=True)]
     if "fraction" in entries[0]:
         rows = _fractions(rows, [entry["fraction"] for entry in entries])
     rows = [formatted(one, entry["format"]) if entry.get("format") else one for one, entry in zip(rows, entries)]

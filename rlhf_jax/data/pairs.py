@@ -67,9 +67,19 @@ def _pair_fault(row: Any, fault: str | None, chosen: str, rejected: str, margin:
         return f"{chosen!r} and {rejected!r} are the same"
     if fault is None and margin is not None:
         value = row.get(margin)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not math.isfinite(_number(value)):
             return f"{margin!r} is {value!r}, not a number"
     return fault
+
+
+def _number(value: Any) -> float:
+    """A number, or the text of one, such as 3.10 in a .csv file; NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 class PairEncoder:
@@ -159,7 +169,7 @@ class PairEncoder:
         """The columns of a row; None for one that is left out."""
         if max(map(len, pair)) > self.max_length:
             return {LEFT_OUT: True, "truncated": cut}
-        margin = 0.0 if self.margin_column is None else row[self.margin_column]
+        margin = 0.0 if self.margin_column is None else _number(row[self.margin_column])
         return {"chosen": pair[0], "rejected": pair[1], "margin": margin, "truncated": cut, "begun": begun}
 
 

@@ -59,6 +59,7 @@ class PairEvaluation:
             kind="pairs",
             max_samples=reward_config.max_eval_samples,
             label="pairs",
+            text_columns=data.text_columns_of(reward_config),
         )
         self.source = data.pairs_from_rows(rows, reward_config, tokenizer)
 

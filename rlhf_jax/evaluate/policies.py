@@ -64,6 +64,8 @@ class PolicyEvaluation:
             () if self.scorer is None else self.scorer.models,
             reference=None if self.ref is None else self.ref.model,
         )
+        if self.scorer is not None:
+            self.messages += self.scorer.type_notes(self.source.some_raw())
         if config.best_of_n and self.scorer is None:
             raise UserError(
                 "--best_of_n needs a reward to select by: set --reward_model_path, --reward_funcs or --reward_server"
@@ -111,6 +113,7 @@ class PolicyEvaluation:
                 dataset_revision=prompts_config.dataset_revision,
                 max_samples=prompts_config.max_eval_samples,
                 label="evaluation data",
+                text_columns={*data.text_columns_of(prompts_config), self.config.completion_column},
             )
         sets = data.eval_sets(prompts_config, "demonstrations")
         if not sets:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import math_verification
+from rlhf_jax.utils.text import written_forms
 
 Completion = str | list[dict[str, Any]]
 
@@ -38,7 +39,7 @@ def accuracy_reward(
 
     Args:
       completions: B texts or lists of one message.
-      solution: B texts.
+      solution: B texts; of another value, its text (`written_forms`).
       log_extra: receives the columns solution, gold_parsed and answer_parsed.
       **kwargs: not read.
 
@@ -88,6 +89,7 @@ def _compare(
     answers: Sequence[str | None], solution: Sequence[str], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
     """Rewards of B answers; an answer of None is incomplete reasoning."""
+    solution = [written_forms(gold)[-1] for gold in solution]
     incomplete = math_verification.Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
     verdicts = [
         incomplete if answer is None else math_verification.shared.verify(gold, answer)
@@ -103,24 +105,31 @@ def _compare(
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
-def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs) -> list[float]:
-    """1 if the completion has one \\boxed{} whose content is the solution, character by character; else 0.
+def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs) -> list[float | None]:
+    """1 if the completion has one \\boxed{} whose content is the solution, character by character, 0 if not, None if
+    there is no solution.
+
+    A solution that is a number or a truth value is compared as text: 7 is '7', 7.0 is '7' or '7.0', True is 'True' or
+    'true'.
 
     Needs no package, unlike `accuracy_reward`, which compares answers as mathematics. Several boxes give 0.
 
     Args:
       completions: B texts or lists of one message.
-      solution: B texts.
+      solution: B texts, or other values.
       **kwargs: not read.
 
     Returns:
-      B numbers.
+      B numbers or None.
 
     Raises:
       ValueError: the numbers of completions and solutions differ.
     """
     pairs = zip(map(_text, completions), solution, strict=True)
-    return [float(_BOXED.findall(text) == [answer]) for text, answer in pairs]
+    return [
+        None if answer is None else float(_BOXED.findall(text) in [[form] for form in written_forms(answer)])
+        for text, answer in pairs
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,13 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlhf_jax.data.files import type_with_article
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import builtin
 
@@ -128,6 +130,41 @@ class Signature:
         accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         required = frozenset(p.name for p in named if p.default is p.empty)
         return cls(None if accepts_any else frozenset(p.name for p in named), required)
+
+
+def column_types(function: Any) -> dict[str, tuple[type, ...]]:
+    """The types of a column's values that a function's annotations name, by keyword: (str,) for `solution: list[str]`.
+    Keywords without such an annotation are absent."""
+    function = unwrap_partial(function)
+    try:
+        hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except Exception:  # annotations are user code
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if name in KEYWORDS or not isinstance(origin, type) or not issubclass(list, origin) or len(arguments) != 1:
+            continue
+        kinds = typing.get_args(arguments[0]) or (arguments[0],)
+        if all(isinstance(kind, type) and kind is not Any for kind in kinds):
+            found[name] = (*kinds, int) if float in kinds else kinds
+    return found
+
+
+def type_note(name: str, function: Any, rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """A line on a column of which a row holds another type than the function's annotation; None if there is none."""
+    expected = column_types(function)
+    for row in rows:
+        for column, kinds in expected.items():
+            value = row.get(column)
+            if value is not None and not isinstance(value, kinds):
+                expects = " or ".join(dict.fromkeys(kind.__name__ for kind in kinds))
+                own = unwrap_partial(function).__module__ == builtin.__name__
+                return (
+                    f"column {column!r} holds {type_with_article(value)}, {quoted(value, 60)}, but reward function "
+                    f"{name} expects {expects}: {'its text is compared' if own else 'it gets the value as it is'}"
+                )
+    return None
 
 
 def is_async(function: Any) -> bool:

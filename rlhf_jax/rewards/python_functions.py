@@ -41,6 +41,7 @@ from rlhf_jax.rewards.interface import (  # noqa: F401 - re-exported
     jax_reward,
     quoted,
     resolve,
+    type_note,
     unique_names,
     unscored_warning,
     unwrap_partial,
@@ -300,6 +301,11 @@ class HostRewards:
                 near = difflib.get_close_matches(missing, sorted(offered), n=1)
                 has = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(offered))}"
                 raise UserError(f"reward function {name} requires {missing!r}, which is not a data column. {has}")
+
+    def type_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """A line for each function of which a column holds another type than it expects; see `interface.type_note`."""
+        notes = (type_note(name, function, rows) for name, function in zip(self.names, self.functions))
+        return [note for note in notes if note is not None]
 
     def call(
         self,

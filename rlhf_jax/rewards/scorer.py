@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -192,6 +192,10 @@ class Scorer:
         """Raises a UserError if a function requires a keyword that is not a data column."""
         if self._host is not None:
             self._host.check_columns(columns)
+
+    def type_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Lines on columns of these rows that hold another type than a function expects."""
+        return [] if self._host is None else self._host.type_notes(rows)
 
     def set_params(self, params: Sequence[Params]) -> None:
         """Takes the params of the reward models, in order, on the mesh."""

@@ -100,8 +100,10 @@ class RolloutStage:
             if reader.tokenizer
         ]
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
-        for source in (self.train_data, *self.eval_sets.values()):
+        sources = (self.train_data, *self.eval_sets.values())
+        for source in sources:
             self.scorer.check_columns(tuple(source.columns([0])))
+        self.messages += dict.fromkeys(note for source in sources for note in self.scorer.type_notes(source.some_raw()))
         if self.algorithm.has_value_model:
             opened = build_models.open_value_model(context, opened, reward_models)
         self.opened = opened

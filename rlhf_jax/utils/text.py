@@ -81,6 +81,18 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("A number with too many digits", "", 0) from None
 
 
+def written_forms(value: Any) -> tuple[str, ...]:
+    """The texts that a value may have been read from, the plainest last: '7' of 7, '7.0' and '7' of 7.0, 'True' and
+    'true' of True, '' of None."""
+    if value is None:
+        return ("",)
+    if isinstance(value, bool):
+        return str(value), str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(value), str(int(value))
+    return (str(value),)
+
+
 def duration(seconds: float) -> str:
     """Seconds for people: 3.2s, 4m10s, 2h05m, 3d04h."""
     if seconds < 60:

@@ -1,14 +1,21 @@
 """Where rows may come from, and what a user is told when they are no good."""
 
+import bz2
+import dataclasses
+import datetime
+import gzip
 import json
 import types
 
 import datasets
+import numpy as np
+import pandas
+import pyarrow as pa
 import pyarrow.feather
 import pytest
 
 from rlhf_jax import data
-from rlhf_jax.data import loading, synthetic
+from rlhf_jax.data import arrow_cache, loading, synthetic
 from rlhf_jax.errors import UserError
 
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
@@ -71,6 +78,186 @@ def test_every_format_gives_the_same_rows(tmp_path):
         rows = data.load_rows(source)
         assert list(rows) == ROWS and rows.column_names == ("prompt", "completion", "id"), source
         assert list(rows.first(2)) == ROWS[:2]
+
+
+COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "zst": lambda text: pa.compress(text, "zstd", asbytes=True)}
+
+
+@pytest.mark.parametrize("compression", list(COMPRESS))
+def test_compressed_files_give_the_same_rows(tmp_path, compression, monkeypatch):
+    def read(name, text):
+        path = tmp_path / f"{name}.{compression}"
+        path.write_bytes(COMPRESS[compression](text.encode()))
+        return data.load_rows(str(path))
+
+    lines = "".join(json.dumps(row) + "\r\n" for row in ROWS)
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_csv(str(tmp_path / "plain.csv"))
+    for name, text in {
+        "a.jsonl": "\ufeff" + lines,
+        "b.json": json.dumps(ROWS),
+        "c.json": lines,
+        "d.CSV": (tmp_path / "plain.csv").read_text(),
+    }.items():
+        assert list(read(name, text)) == ROWS, name
+    with pytest.raises(UserError, match=f"e.jsonl.{compression}, line 2: is not JSON"):
+        data.make_prompts(read("e.jsonl", '{"prompt": "x"}\n{'), data.load_tokenizer("synthetic"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / f"train.jsonl.{compression}").write_bytes(COMPRESS[compression](lines.encode()))
+    (folder / "validation.jsonl").write_text(lines)
+    assert list(data.load_rows(str(folder))) == ROWS
+    monkeypatch.setattr(arrow_cache, "MINIMUM_BYTES", 1)
+    assert list(read("f.jsonl", lines)) == ROWS and list(read("g.csv", (tmp_path / "plain.csv").read_text())) == ROWS
+
+
+def test_gzip_files_of_several_parts_are_read_whole_and_broken_ones_are_named(tmp_path):
+    line = json.dumps(ROWS[0]).encode() + b"\n"
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(line) + gzip.compress(line))
+    assert len(data.load_rows(str(path))) == 2
+    whole = gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
+    for name in ("b.jsonl.gz", "b.json.gz", "b.csv.gz"):
+        for broken in (line, whole[:-40]):
+            (tmp_path / name).write_bytes(broken)
+            with pytest.raises(UserError, match=f"{name}: cannot be read as {name[2:]}"):
+                data.load_rows(str(tmp_path / name))
+    for name in ("a.jsonl.xz", "a.parquet.gz", "a.gz"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(UserError, match=f"{name}: data files end in .*may be compressed .*gz, .bz2, .zst"):
+            data.load_rows(str(tmp_path / name))
+
+
+def test_a_missing_compressed_file_is_no_name_on_the_hub():
+    with pytest.raises(UserError, match="posts.jsonl.gz: there is no such file or folder"):
+        data.load_rows("posts.jsonl.gz")
+
+
+COLUMNS = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_an_object_of_columns_is_columns_in_json(tmp_path):
+    by_index = {name: {str(i): value for i, value in enumerate(values)} for name, values in COLUMNS.items()}
+    for name, content in (("a.json", COLUMNS), ("b.jsonl", COLUMNS), ("c.json", by_index), ("d.json", {"data": ROWS})):
+        (tmp_path / name).write_text(json.dumps(content))
+        assert list(data.load_rows(str(tmp_path / name))) == ROWS, name
+    one_column, chats = {"prompt": ["a", "b"]}, {"messages": [CHAT, CHAT]}
+    for content, rows in (
+        (one_column, [{"prompt": "a"}, {"prompt": "b"}]),
+        (chats, [{"messages": CHAT}] * 2),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, [{"prompt": CHAT[:1], "completion": CHAT[1:]}]),  # a row
+        ({"prompt": "a", "tags": ["b"], "more": ["c"]}, [{"prompt": "a", "tags": ["b"], "more": ["c"]}]),
+    ):
+        for name in ("e.json", "e.jsonl"):
+            (tmp_path / name).write_text(json.dumps(content))
+            assert list(data.load_rows(str(tmp_path / name))) == rows
+    (tmp_path / "f.json").write_text(json.dumps({"prompt": ["a", "b"], "completion": ["c"]}))
+    with pytest.raises(UserError, match="f.json: holds columns of different lengths: prompt 2, completion 1"):
+        data.load_rows(str(tmp_path / "f.json"))
+    (tmp_path / "g.json").write_text(json.dumps({"train": ROWS, "test": ROWS}))
+    with pytest.raises(UserError, match="g.json: holds several lists of objects: train, test; give each a file"):
+        data.load_rows(str(tmp_path / "g.json"))
+
+
+def test_large_objects_of_columns_are_cached_as_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_cache, "MINIMUM_BYTES", 1)
+    for name in ("a.json", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(COLUMNS))
+        rows = data.load_rows(str(tmp_path / name))
+        assert list(rows) == ROWS and rows.fingerprint is not None
+
+
+def test_objects_of_python_give_the_same_rows():
+    frame = pandas.DataFrame(COLUMNS, index=range(10, 16))
+    for source in (
+        frame,
+        COLUMNS,
+        {name: np.asarray(values) for name, values in COLUMNS.items()},
+        {name: frame[name] for name in frame},
+        {"train": ROWS},
+        {"train": frame, "test": frame[:1]},
+        {"train": COLUMNS},
+        datasets.Dataset.from_list(ROWS).data.table,
+        tuple(ROWS),
+    ):
+        rows = data.load_rows(source)
+        assert list(rows) == ROWS and rows.column_names == ("prompt", "completion", "id")
+        assert {type(value) for row in rows for value in row.values()} == {str, int}
+
+
+def test_missing_values_arrays_and_mixed_columns_of_pandas_become_plain_values(tmp_path):
+    frame = pandas.DataFrame(
+        {"messages": [CHAT, CHAT], "solution": [7.0, None], "mixed": [7, "x"], "gap": [pandas.NA, 3]}
+    )
+    expected = [
+        {"messages": CHAT, "solution": 7.0, "mixed": 7, "gap": None},
+        {"messages": CHAT, "solution": None, "mixed": "x", "gap": 3},
+    ]
+    assert list(data.load_rows(frame)) == expected
+    frame.drop(columns="mixed").to_parquet(tmp_path / "a.parquet")  # whose lists pandas reads as arrays
+    (first, _) = data.load_rows(pandas.read_parquet(tmp_path / "a.parquet"))
+    assert first == {"messages": CHAT, "solution": 7.0, "gap": None}
+
+
+def test_objects_that_are_no_data_are_named_with_those_that_are():
+    forms = "datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists"
+    for source in (3, {1, 2}, map(str, ROWS), {"train": 3}):
+        with pytest.raises(UserError, match=f"train data of type .*{forms}"):
+            data.load_rows(source)
+    with pytest.raises(
+        UserError, match="the columns given as train data: holds columns of different lengths: a 1, b 2"
+    ):
+        data.load_rows({"a": ["x"], "b": ["x", "y"]})
+    with pytest.raises(UserError, match="two columns have the same name"):
+        data.load_rows(pandas.DataFrame([["x", "y"]], columns=["prompt", "prompt"]))
+    with pytest.raises(UserError, match="the dict given has no split 'train'.*validation"):
+        data.load_rows({"validation": ROWS})
+
+
+def test_columns_of_csv_files_come_back_as_they_were_written(tmp_path):
+    columns = {
+        "prompt": ["1", "2"],  # text whatever it holds
+        "count": ["7", "-3"],
+        "gap": ["7", ""],
+        "padded": ["007", "12"],
+        "price": ["3.10", "2.5"],
+        "share": ["1", "2.5"],
+        "power": ["1e5", "2"],
+        "flag": ["true", "false"],
+        "shout": ["TRUE", "false"],
+        "missing": ["NA", "3"],
+        "empty": ["", ""],
+        "word": ["NA", "null"],
+        "day": ["2024-01-05", "2024-02-29"],
+        "question": ["5", "6"],
+    }
+    lines = [",".join(columns), *(",".join(values) for values in zip(*columns.values()))]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    rows = list(data.load_rows(str(tmp_path / "a.csv"), text_columns=["question"]))
+    typed = {
+        "count": [7, -3],
+        "gap": [7, None],
+        "share": [1.0, 2.5],
+        "flag": [True, False],
+        "day": [datetime.date(2024, 1, 5), datetime.date(2024, 2, 29)],
+    }
+    for name, values in columns.items():
+        assert [row[name] for row in rows] == typed.get(name, values), name
+
+
+def test_the_columns_of_a_config_are_text_in_csv_files(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,chosen,rejected,margin\n1,2,3,4,0.50\n5,6,7,8,1\n")
+    options = {"dataset_name": str(path), "prompt_column": "question", "completion_column": "answer"}
+    prompts = data.load_prompts(config(**options), tokenizer)
+    assert prompts.display_texts([0, 1]) == ["1", "5"] and prompts.columns([0])["answer"] == ["2"]
+    assert len(data.load_demonstrations(config(**options), tokenizer)) == 2
+    pairs = config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
+    assert data.load_pairs(pairs, tokenizer).margin.tolist() == [0.5, 1.0]
+    mixed = config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
+    mixed = dataclasses.make_dataclass("Config", vars(mixed))(**vars(mixed))
+    assert data.load_prompts(mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
 
 
 def test_folders_by_split(tmp_path):

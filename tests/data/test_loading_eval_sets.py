@@ -4,6 +4,7 @@ import json
 import types
 
 import datasets
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +57,17 @@ def sizes(sets):
 
 
 # --- none and one
+
+
+def test_columns_are_one_set_and_a_dict_of_them_several(tokenizer):
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    frame = pandas.DataFrame(columns)
+    for source, expected in (
+        (columns, {"": 4}),
+        (frame, {"": 4}),
+        ({"near": columns, "far": frame[:3], "all": ROWS}, {"near": 4, "far": 3, "all": 4}),
+    ):
+        assert sizes(data.load_eval_prompts(config(), tokenizer, source)) == expected
 
 
 def test_one_source_has_no_name(tmp_path, tokenizer):

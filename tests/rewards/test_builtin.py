@@ -201,6 +201,38 @@ def test_exact_match_and_format_by_hand():
         rewards.exact_match_reward(texts, ["12"])
 
 
+@pytest.mark.parametrize(
+    ("solution", "right", "wrong"),
+    [
+        (7, ["7"], ["7.0", "07", "8"]),
+        (7.0, ["7", "7.0"], ["7.00"]),
+        (2.5, ["2.5"], ["2.50", "2"]),
+        (-12, ["-12"], ["12"]),
+        (10**20, [str(10**20)], ["1e20"]),
+        (True, ["True", "true"], ["1", "TRUE"]),
+        ("007", ["007"], ["7"]),
+    ],
+)
+def test_an_exact_match_is_one_of_texts(solution, right, wrong):
+    texts = [f"\\boxed{{{text}}}" for text in right + wrong]
+    assert rewards.exact_match_reward(texts, [solution] * len(texts)) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_without_a_solution_an_exact_match_does_not_apply():
+    assert rewards.exact_match_reward(["\\boxed{}", "\\boxed{7}"], [None, 7]) == [None, 1.0]
+
+
+def test_accuracy_gets_numbers_as_text():
+    pytest.importorskip("math_verify")
+    solutions = [7, 7.0, 0.5, "7", None]
+    logged = {}
+    found = rewards.accuracy_reward([r"\boxed{7}"] * 5, solutions, log_extra=logged.__setitem__)
+    assert found == [1.0, 1.0, 0.0, 1.0, None] and logged["solution"] == ["7", "7", "0.5", "7", ""]
+    assert rewards.reasoning_accuracy_reward([r"so</think>\boxed{\frac{1}{2}}"], [0.5]) == [1.0]
+    cosine = rewards.get_cosine_scaled_reward(100)
+    assert cosine([r"\boxed{7}"], [7], ids(10)) == cosine([r"\boxed{7}"], ["7"], ids(10))
+
+
 def test_the_format_is_also_that_of_think_format_reward():
     for text, (_, boxed) in FORMS.items():
         assert rewards.think_format_reward([text])[0] >= boxed, text

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards import interface, python_functions
+from rlhf_jax.rewards import builtin, interface, python_functions
 from rlhf_jax.rewards.python_functions import HostRewards, RewardFailure, TrainerState
 from tests.helpers.optional import optional
 
@@ -130,6 +132,44 @@ def test_a_keyword_that_is_no_column_is_named_with_the_nearest():
     with pytest.raises(UserError, match="There are completion_ids, completions, difficulty"):
         host.check_columns(["difficulty"])
     host.check_columns(["anwser"])
+
+
+def texts_and_numbers(completions: list[str], answer: Sequence[str], level: "list[float | None]", other=None, **_):
+    return [0.0] * len(completions)
+
+
+class Scores:
+    def __call__(self, completions, answer: list[int], **_):
+        return [0.0] * len(completions)
+
+
+def test_a_column_of_another_type_than_a_function_expects_is_named_with_its_value():
+    functions = [texts_and_numbers, functools.partial(texts_and_numbers, other=1), Scores(), builtin.exact_match_reward]
+    host = HostRewards(functions)
+    right = {"answer": "7", "level": 3, "solution": "7"}
+    missing = {"answer": None, "level": None}
+    assert host.type_notes([right, missing])[0].startswith(
+        "column 'answer' holds a str, '7', but reward function Scores"
+    )
+    host = HostRewards([functions[0], functions[1], functions[3]])
+    assert host.type_notes([right, missing, {**right, "level": 2.5}]) == []
+    first, second, third = host.type_notes([right, {"answer": 7, "level": 1}, {"solution": 7.5}])
+    expects = "column 'answer' holds an int, 7, but reward function {} expects str: it gets the value as it is"
+    assert first == expects.format("texts_and_numbers") and second == expects.format("texts_and_numbers_2")
+    expects = "column 'solution' holds a float, 7.5, but reward function exact_match_reward expects str"
+    assert third == f"{expects}: its text is compared"
+    assert "'level' holds a str, '3'" in host.type_notes([{**right, "level": "3"}])[0]
+
+
+def test_annotations_that_name_no_type_of_values_say_nothing():
+    def free(completions, answer: "list[Unknown]", **_):  # noqa: F821
+        return [0.0] * len(completions)
+
+    def loose(completions, answer: list, level: "list[typing.Any]", **_):
+        return [0.0] * len(completions)
+
+    assert HostRewards([free, loose, length, len_of := fixed(0)]).type_notes([{"answer": 7, "level": 7}]) == []
+    assert interface.column_types(len_of) == {}
 
 
 def positional(prompts, completions, /):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import data, stages
+from rlhf_jax import data, rewards, stages
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.errors import UserError
@@ -278,6 +278,13 @@ def rloo_stage(**options):
     functions = options.pop("reward_funcs", [brevity])
     given = {name: options.pop(name) for name in ("train_dataset", "eval_dataset") if name in options}
     return stages.open_stage(config(**options), reward_funcs=functions, **given)
+
+
+def test_a_column_that_is_not_of_the_rewards_type_is_said_once_at_the_start():
+    rows = [{"prompt": row["prompt"], "solution": 7} for row in EVAL_SETS["near"] * 2]
+    stage = rloo_stage(reward_funcs=[rewards.exact_match_reward], train_dataset=rows, eval_dataset=rows)
+    (line,) = [line for line in stage.messages if "'solution' holds an int, 7" in line]
+    assert "reward function exact_match_reward expects str" in line
 
 
 def test_programs_compile_once_and_shared_prompts_change_nothing():
