@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@guarded_output()
 def run(
     config: Config,
     *,
@@ -154,7 +153,7 @@ def run(
         raise UserError(f"reward_funcs are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 
     results = {}
-    with Stops(config.max_minutes, began) as stops:
+    with guarded_output(), one_error(), Stops(config.max_minutes, began) as stops:
         for name, stage in stages.items():
             if is_pipeline:
                 log(f"== {name} -> {stage.run_dir}")
@@ -165,6 +164,17 @@ def run(
             compare.after_pipeline(stages)
     last = list(results.values())[-1]
     return Result(config.run_dir, last.metrics, last.paths, results) if is_pipeline else last
+
+
+@contextlib.contextmanager
+def one_error() -> Iterator[None]:
+    """A UserError or Stopped leaves with its cause alone: its text says what is wrong, and what was handled when it was
+    raised, as the end of an abandoned update, is no part of that. An earlier UserError is its cause."""
+    try:
+        yield
+    except (UserError, Stopped) as error:
+        earlier = error.__context__ if isinstance(error.__context__, UserError) else None
+        raise error from error.__cause__ or earlier
 
 
 def train_stage(

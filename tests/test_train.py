@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,11 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import catalog
 from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
+from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints
+from rlhf_jax.runtime.monitor import NonFinite
+from rlhf_jax.runtime.stopping import Stopped, StopRequested
 from rlhf_jax.stages import open_stage
 from tests.helpers.runs import (
     OPTIONS,
@@ -397,3 +401,42 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
         out = capsys.readouterr().out
         assert code == 0 and not (tmp_path / "run").exists()
         assert "parameters" in out and "mesh: data 1 x fsdp 1 x tensor 1" in out
+
+
+@pytest.mark.parametrize(
+    ("handled", "raised", "cause"),
+    [
+        (StopRequested(), Stopped("stopped by SIGTERM", together=True), None),
+        (KeyError("a"), Stopped("stopped by SIGTERM"), None),
+        (StopRequested(), NonFinite("update 2", 2, whole=True), None),
+        (RewardFailure("reward function f"), NonFinite("update 2", 2, whole=True), RewardFailure),
+        (RewardFailure("reward function f"), Stopped("stopped by SIGTERM"), RewardFailure),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_an_error_of_a_run_from_python_is_one_error_with_its_cause(monkeypatch, handled, raised, cause):
+    def stage(config, **_):
+        try:
+            raise handled
+        except BaseException:
+            raise raised  # noqa: B904
+
+    monkeypatch.setattr(train, "train_stage", stage)
+    with pytest.raises(type(raised)) as error:
+        train.run(SFTConfig(model_name_or_path=None, scratch_model="1x16x2", tokenizer_name_or_path="synthetic"))
+    text = "".join(traceback.format_exception(error.value))
+    assert "During handling" not in text and text.count("Traceback") == 1 + (cause is not None)
+    assert type(error.value.__cause__) is (cause or type(None))
+
+
+def test_the_cause_that_an_error_names_stays(monkeypatch):
+    def stage(config, **_):
+        try:
+            raise KeyError("a")
+        except KeyError as error:
+            raise UserError("no such file") from error
+
+    monkeypatch.setattr(train, "train_stage", stage)
+    with pytest.raises(UserError) as error:
+        train.run(SFTConfig(model_name_or_path=None, scratch_model="1x16x2", tokenizer_name_or_path="synthetic"))
+    assert isinstance(error.value.__cause__, KeyError)

@@ -14,7 +14,7 @@ import typing
 import pytest
 
 from rlhf_jax import data, train
-from rlhf_jax.config import STAGES, PPOConfig, validation, values
+from rlhf_jax.config import STAGES, PPOConfig, SFTConfig, validation, values
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
@@ -79,6 +79,18 @@ def test_a_terminal_of_another_encoding_does_not_end_a_run(monkeypatch):
     with guarded_output():
         print("caf\xe9 \U0001f600", flush=True)
     assert raw.getvalue() == b"caf\\xe9 \\U0001f600\n"
+
+
+def test_a_run_from_python_prints_any_character_in_any_terminal(monkeypatch):
+    def stage(config, **_):
+        print("caf\xe9", flush=True)
+        return train.Result(config.run_dir, {}, {})
+
+    raw = io.BytesIO()
+    monkeypatch.setattr(train, "train_stage", stage)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    train.run(SFTConfig(model_name_or_path=None, scratch_model="1x16x2", tokenizer_name_or_path="synthetic"))
+    assert raw.getvalue() == b"caf\\xe9\n"
 
 
 class Unprintable:

@@ -124,8 +124,9 @@ def whole(tmp_path_factory):
     ],
 )
 def test_a_stopped_run_continues_byte_for_byte(whole, tmp_path, when, update):
-    with pytest.raises(Stopped, match=f"rloo: stopped by SIGTERM {update}; rerun the command to resume"):
+    with pytest.raises(Stopped, match=f"rloo: stopped by SIGTERM {update}; rerun the command to resume") as stopped:
         run(RLOO, tmp_path / "run", Kills(when))
+    assert stopped.value.__suppress_context__ and stopped.value.__cause__ is None
     run(RLOO, tmp_path / "run", Kills())
     assert left(tmp_path / "run") == left(whole / "rloo")
 
