@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hmac
 import ipaddress
 import json
@@ -67,7 +68,9 @@ class Scorer:
     """
 
     def __init__(self, path: str, revision: str | None, tokenizer: str | None, max_batch: int, dtype: str):
-        self._model, params = hf.load(path, kind="scalar", revision=revision)
+        model, params = hf.load(path, kind="scalar", revision=revision)
+        pad = data.own_pad_id(path, revision)
+        self._model = model if pad is None else dataclasses.replace(model, pad_id=pad)
         self._params = jax.device_put(params)
         config = self._model.config
         source = (tokenizer, None) if tokenizer else (path, revision)

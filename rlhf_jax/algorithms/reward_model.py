@@ -11,6 +11,23 @@ from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
+def scored_lengths(model, tokens: Array, lengths: Array) -> Array:
+    """Lengths up to the last token that is not the pad of the model, where transformers reads a text's score.
+
+    Args:
+      model: with `pad_id`, or None for no pad.
+      tokens: [B, S] int32, from column 0 on.
+      lengths: [B] int32.
+
+    Returns:
+      [B] int32, 0 for a row of pads alone.
+    """
+    if model.pad_id is None:
+        return lengths
+    ends = jnp.arange(1, tokens.shape[1] + 1)[None, :]
+    return jnp.max(jnp.where((ends <= lengths[:, None]) & (tokens != model.pad_id), ends, 0), axis=1).astype(jnp.int32)
+
+
 def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: Array, *, dtype, remat="none", key=None):
     """The scalar head at one position of each row.
 
@@ -31,7 +48,7 @@ def last_token_scores(model, params: Params, tokens: Array, mask: Array, last: A
 
 
 def score_texts(model, params: Params, tokens: Array, lengths: Array, **options) -> Array:
-    """Scores right-padded texts at their last token.
+    """Scores right-padded texts at their last token that is not the model's pad.
 
     Args:
       model, params: a scalar head.
@@ -43,11 +60,15 @@ def score_texts(model, params: Params, tokens: Array, lengths: Array, **options)
       [B] float32.
     """
     mask = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
-    return last_token_scores(model, params, tokens, mask, jnp.maximum(lengths - 1, 0), **options)
+    last = jnp.maximum(scored_lengths(model, tokens, lengths) - 1, 0)
+    return last_token_scores(model, params, tokens, mask, last, **options)
 
 
 def score_rollout(model, params: Params, rollout, *, dtype, group_size: int = 1) -> Array:
     """Scores prompt + response at the response's last token (TRL's get_reward); length 0 scores the prompt's last.
+
+    A stop token that is the model's pad is not scored, but the token before it. Pads of a response that did not end
+    were sampled, and are tokens like any other.
 
     Args:
       model, params: a scalar head.
@@ -62,19 +83,22 @@ def score_rollout(model, params: Params, rollout, *, dtype, group_size: int = 1)
     t = rollout.response.shape[1]
     prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
     response_mask = jnp.arange(t)[None, :] < rollout.lengths[:, None]
+    lengths = rollout.lengths
+    if model.pad_id is not None:
+        lengths = jnp.where(rollout.ended, scored_lengths(model, rollout.response, lengths), lengths)
     if group_size > 1:
         prompts, prompt_mask = rollout.prompt_tokens[::group_size], prompt_mask[::group_size]
         last, hidden = model.hidden_after_prompts(
             params, prompts, prompt_mask, rollout.response, response_mask, dtype=dtype
         )
-        rows = jnp.take_along_axis(hidden, jnp.maximum(rollout.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        rows = jnp.where((rollout.lengths > 0)[:, None], rows, jnp.repeat(last, group_size, axis=0))
+        rows = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        rows = jnp.where((lengths > 0)[:, None], rows, jnp.repeat(last, group_size, axis=0))
         return model.scalars(params, rows)
     tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
     mask = jnp.concatenate([prompt_mask, response_mask], axis=1)
     # [B, 1 + T, D] begins with the prompt's last column, so that a length is the column of its last token.
     hidden = model.hidden(params, tokens, mask, dtype=dtype, last=t + 1)
-    rows = jnp.take_along_axis(hidden, rollout.lengths[:, None, None], axis=1)[:, 0]
+    rows = jnp.take_along_axis(hidden, lengths[:, None, None], axis=1)[:, 0]
     return model.scalars(params, rows)
 
 

@@ -23,6 +23,7 @@ from rlhf_jax.data.tokenizer import (
     check_same_tokenizer,
     check_tokenizer_fits_model,
     load_tokenizer,
+    own_pad_id,
     same_tokenizer,
     save_tokenizer,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "parse_post",
     "prompts_from_rows",
     "reward_tokens",
+    "own_pad_id",
     "same_tokenizer",
     "save_tokenizer",
     "text_columns_of",

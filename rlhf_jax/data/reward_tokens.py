@@ -33,12 +33,6 @@ def _full_texts(
     return texts
 
 
-def _without_final(eos_id: int, ids: list[int]) -> list[int]:
-    """The ids without eos at the end; the first id stays."""
-    last = next((i for i in range(len(ids) - 1, 0, -1) if ids[i] != eos_id), 0)
-    return ids[: last + 1]
-
-
 def reward_tokens(
     tokenizer: Tokenizer,
     prompts: Sequence[str] | Sequence[Conversation],
@@ -60,8 +54,6 @@ def reward_tokens(
       ended: [B] bool, whether the response ended with eos.
       text_eos: append the tokenizer's eos to responses that ended, unless the text ends with it already (ignoring
         white space: templates close a message with a line feed). TRL appends none.
-        Conversations for a tokenizer that pads with its eos lose their final eos again: transformers takes it for
-        padding, and pools the score at the token before.
       chat_template_kwargs: for the chat template.
       max_length: context length of the model.
       buckets: padded lengths; default: quarters of `max_length`. `max_length` is always a bucket, and the largest.
@@ -78,8 +70,6 @@ def reward_tokens(
     for row, (text, end) in enumerate(zip(texts, ended, strict=True)):
         if text_eos and end and not text.rstrip().endswith(eos):
             ids[row] = [*ids[row], tokenizer.eos_id]
-        if tokenizer.pads_with_eos and not isinstance(completions[row], str):
-            ids[row] = _without_final(tokenizer.eos_id, ids[row])
         if len(ids[row]) > max_length:
             raise UserError(
                 f"row {row} of the batch has {len(ids[row])} tokens in the reward model's tokenizer "

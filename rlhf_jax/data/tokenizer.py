@@ -53,8 +53,6 @@ class Tokenizer:
     """The largest id, [PAD] included, plus 1; at most the rows of the model's embedding."""
     template_date: str | None = None
     """The day, as 2026-01-31, that chat templates print in place of today's; None: today's."""
-    pads_with_eos: bool = False
-    """Its own pad was its eos. transformers then pools a reward model's score before a final eos."""
     stop_ids: tuple[int, ...] | None = None
     """Ids that count as eos in its place (the option stop_token_ids)."""
 
@@ -280,8 +278,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
             f"tokenizer {name_or_path!r} has {len(hf)} ids but the model's embedding has {vocab_size} rows. Set "
             "tokenizer_name_or_path to the tokenizer of the model"
         )
-    pad_id, pads_with_eos = hf.pad_token_id, hf.pad_token_id == hf.eos_token_id
-    if pad_id is None or pads_with_eos:
+    pads_with_eos = hf.pad_token_id == hf.eos_token_id
+    if hf.pad_token_id is None or pads_with_eos:
         free = PAD_TOKEN in hf.get_vocab() or ((vocab_size is None or last + 1 < vocab_size) and _add(hf, [PAD_TOKEN]))
         if pads_with_eos and free:
             warnings.warn(
@@ -291,20 +289,28 @@ def load_tokenizer(name_or_path: str, revision: str | None = None, *, vocab_size
             )
         if free:
             hf.add_special_tokens({"pad_token": PAD_TOKEN})
-        pad_id = hf.pad_token_id if free else hf.eos_token_id
+        else:
+            hf.pad_token = hf.eos_token
     return Tokenizer(
         hf=hf,
         name=str(name_or_path),
-        pad_id=int(pad_id),
+        pad_id=int(hf.pad_token_id),
         eos_id=int(hf.eos_token_id),
         vocab_size=max(hf.get_vocab().values()) + 1,
-        pads_with_eos=pads_with_eos,
     )
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
     """Writes the tokenizer's files, including [PAD], for AutoTokenizer and `load_tokenizer`."""
     tokenizer.hf.save_pretrained(folder)
+
+
+def own_pad_id(name_or_path: str, revision: str | None = None) -> int | None:
+    """The pad id in the files of a model's tokenizer; None if the model has no tokenizer, or that no pad."""
+    try:
+        return _from_files(name_or_path, revision).pad_token_id
+    except Exception:  # transformers raises many types for a model without a tokenizer
+        return None
 
 
 def _vocabularies(

@@ -17,9 +17,9 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.answers import iterate_batches, prompts_per_batch
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.metrics.calibration import calibration
-from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
+from rlhf_jax.rewards import scorer
 from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import context
 
@@ -36,7 +36,7 @@ class PairEvaluation:
 
     def __init__(self, reward_config: RewardConfig, config: EvaluateConfig, weights: Weights):
         path, revision = reward_config.model_name_or_path, reward_config.model_revision
-        self.model = hf.load_model(path, revision=revision).on(weights.mesh)
+        self.model = scorer.open_model(path, revision).on(weights.mesh)
         if config.pairs is not None and config.max_length is None:
             max_length = self.model.config.max_position_embeddings
             reward_config = dataclasses.replace(reward_config, max_length=max_length)

@@ -163,6 +163,8 @@ class Model:
     """Of attention over whole rows: see `attention_kernels`."""
     frozen_vision: bool = False
     """Whether its vision transformer is not trained: `with_lora`'s base holds it."""
+    pad_id: int | None = None
+    """The id that transformers takes for padding where it reads a text's score: it is that of the last other token."""
 
     def _context(self, dtype: Any) -> Context:
         config = self.family.decoder_config(self.config)
@@ -222,8 +224,8 @@ class Model:
             raise UserError(
                 f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}."
             )
-        family = FAMILIES[model_type]
-        return cls(family, family.config_from_hf(config, where))
+        family, pad = FAMILIES[model_type], config.get("pad_token_id")
+        return cls(family, family.config_from_hf(config, where), pad_id=pad if isinstance(pad, int) else None)
 
     def to_hf_config(self, kind: str = "causal", **extra: Any) -> dict[str, Any]:
         """config.json for transformers 4 and 5; kind 'causal' or 'scalar'; `extra` (token ids, say) overrides."""

@@ -84,6 +84,13 @@ class _HeldRows:
     """[H] bool: it has its stop token."""
 
 
+def open_model(path: str, revision: str | None) -> Any:
+    """A reward model without its weights. Its pad is that of its tokenizer, which TRL writes into the model's config,
+    or without one that of config.json."""
+    model, pad = hf.load_model(path, revision=revision), data.own_pad_id(path, revision)
+    return model if pad is None else dataclasses.replace(model, pad_id=pad)
+
+
 def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     """The reward models of a config, without their weights.
 
@@ -98,7 +105,7 @@ def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
     names = interface.number_duplicates(path.rstrip("/").split("/")[-1] for path, _ in sources)
     reward_models = []
     for (path, revision), name in zip(sources, names):
-        model = hf.load_model(path, revision=revision)
+        model = open_model(path, revision)
         if config.reward_input == "ids":
             data.check_same_tokenizer(tokenizer, path, revision)
             as_ids = True

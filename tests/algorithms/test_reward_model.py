@@ -51,6 +51,7 @@ def test_texts_and_rollouts_are_scored_where_transformers_pools(tmp_path):
             "prompt_lengths": jnp.asarray(prompt_mask.sum(1, dtype=np.int32)),
             "response": jnp.asarray(np.where(response_mask, response, EOS)),
             "lengths": jnp.asarray(response_mask.sum(1, dtype=np.int32)),
+            "ended": jnp.asarray([False, True, False, False]),
         }
     )
     for group in (1, 2):
@@ -67,7 +68,7 @@ def test_conversations_are_scored_where_transformers_pools_whether_or_not_pad_is
     model, params = ours(theirs, tmp_path)
     tokenizer.hf.save_pretrained(tmp_path)
     own = data.load_tokenizer(str(tmp_path), vocab_size=260)
-    assert own.pads_with_eos == pads_with_eos
+    assert (own.pad_id == own.eos_id) == pads_with_eos
     prompts, completions = [[user("i met")], [user("a")]], [[assistant("anna")], [assistant("b c")]]
     texts = [
         tokenizer.hf.apply_chat_template([*p, *c], tokenize=False) for p, c in zip(prompts, completions, strict=True)

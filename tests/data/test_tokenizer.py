@@ -48,9 +48,11 @@ def test_pad_equal_to_eos_is_replaced_with_a_warning(tmp_path):
 def test_eos_pads_where_no_row_is_free(tmp_path):
     folder = write_tokenizer(tmp_path, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     tokenizer = data.load_tokenizer(folder, vocab_size=9)
-    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 0, 9) and tokenizer.pads_with_eos
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 0, 9)
     without = data.load_tokenizer(write_tokenizer(tmp_path, eos_token="<|endoftext|>"), vocab_size=9)
-    assert without.pad_id == 0 and not without.pads_with_eos
+    assert without.pad_id == 0 and data.own_pad_id(without.name) is None
+    data.save_tokenizer(without, str(tmp_path / "out"))  # as TRL, so that transformers can pad a batch
+    assert data.own_pad_id(str(tmp_path / "out")) == 0 and data.own_pad_id(str(tmp_path / "nowhere")) is None
 
 
 def holes(folder, rows=(0, 1, 2, 3, 4, 5, 6, 7, 9), **config):

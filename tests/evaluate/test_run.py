@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,13 @@ def test_every_prompt_has_everyones_answers_and_their_numbers(whole):
     assert set(policy["rewards"]) == {"reward", "brevity"} and "== Sample 1" in told and "== Sample 2" not in told
 
 
-def scores_of(room, pairs):
-    """[N] scores of the reward model for (prompt, answer), in one forward pass."""
+def scores_of(room, pairs, eos=True):
+    """[N] scores of the reward model for (prompt, answer), in one forward pass; at eos or before it."""
     model, params = hf.load(room / "reward", kind="scalar")
     tokenizer = data.load_tokenizer("synthetic")
-    ids = [[*tokenizer.encode(prompt), *tokenizer.encode(answer), tokenizer.eos_id] for prompt, answer in pairs]
+    ids = [
+        [*tokenizer.encode(prompt), *tokenizer.encode(answer), *[tokenizer.eos_id] * eos] for prompt, answer in pairs
+    ]
     tokens = jnp.asarray(batches.pad_right([np.asarray(own) for own in ids], 96, tokenizer.pad_id))
     return np.asarray(reward_model.score_texts(model, params, tokens, batches.lengths_of(ids), dtype=jnp.float32))
 
@@ -178,6 +181,24 @@ def test_the_reward_model_is_measured_on_pairs(room, whole):
     margins = sides[0] - sides[1]
     assert found["pairs"] == POSTS and found["margin"] == pytest.approx(np.mean(margins), rel=1e-3)
     assert found["accuracy"] == pytest.approx(np.mean(np.array(margins) > 0)) and "expected calibration error" in told
+
+
+@pytest.mark.filterwarnings("ignore:.*pads with its eos")
+def test_a_reward_model_that_pads_with_its_eos_is_read_before_it(room, tmp_path):
+    shutil.copytree(room / "reward", tmp_path / "reward")
+    tokenizer = data.load_tokenizer("synthetic")
+    tokenizer.hf.pad_token = tokenizer.hf.eos_token
+    data.save_tokenizer(tokenizer, str(tmp_path / "reward"))
+    given = {"reward_model_path": tmp_path / "reward", "pairs": room / "pairs.jsonl", "against": ("reference",)}
+    found, rows, _ = done(room, tmp_path / "out", **given)
+    pairs = synthetic.preference_pairs(POSTS)
+    sides = [
+        scores_of(room, [(pair["prompt"], pair[name]) for pair in pairs], eos=False) for name in ("chosen", "rejected")
+    ]
+    assert found["reward_model"]["margin"] == pytest.approx(np.mean(sides[0] - sides[1]), rel=1e-3)
+    answers = [(row["prompt"], row["answers"]["reference"][0]) for row in rows]
+    expected = scores_of(room, [(prompt, answer["text"]) for prompt, answer in answers], eos=False)
+    np.testing.assert_allclose([answer["rewards"]["reward"] for _, answer in answers], expected, rtol=1e-4)
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_batch_the_same_texts(room, tmp_path):
