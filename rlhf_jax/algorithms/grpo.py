@@ -93,9 +93,10 @@ def normalize_then_sum(rewards: gpg.Rewards) -> tuple[Array, Array]:
     weights = jnp.asarray(rewards.weights or (1.0,) * each.shape[1], jnp.float32)
     applies = ~jnp.isnan(each) & rewards.scorable[:, None]
     total = adv.normalize_each_reward(group_rows(each, size), group_rows(applies, size), weights).reshape(-1)
-    deviation = jnp.sqrt(adv.masked_var(total, rewards.scorable))
-    # TRL subtracts the mean of the sums too, which is 0 up to rounding, since those of each group sum to 0.
-    return total / (deviation + STD_EPSILON), jnp.broadcast_to(deviation, (each.shape[0] // size,))
+    normalized, divisor = adv.normalize(total, rewards.scorable, STD_EPSILON)
+    # Their mean is 0 up to rounding, which must not become the advantage of a group of equal rewards.
+    result = jnp.where(total == 0, 0.0, normalized)
+    return result, jnp.broadcast_to(divisor - STD_EPSILON, (each.shape[0] // size,))
 
 
 # --- loss

@@ -49,9 +49,9 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
         result = jnp.zeros_like(penalized)
     divisor = jnp.float32(1.0)
     if config.normalize_advantages:
-        # TRL subtracts their mean too, which is 0 up to rounding, since the advantages of each group sum to 0.
-        divisor = jnp.sqrt(adv.masked_var(result, keep)) + config.advantage_epsilon
-        result = result / divisor
+        normalized, divisor = adv.normalize(result, keep, config.advantage_epsilon)
+        # Their mean is 0 up to rounding, which must not become the advantage of a group of equal rewards.
+        result = jnp.where(result == 0, 0.0, normalized)
     result = form.zero_masked_rows(result, masked)
     if config.token_level_kl:
         # Dense rewards that were normalised or clipped with the score are no longer a sum over tokens.

@@ -476,7 +476,7 @@ class PolicyConfig(StageConfig):
     """Also print and write the responses of training batches, every logging_steps updates."""
     log_multimodal: bool = True
     """In the files of sample and training completions, also write thumbnails of the prompts' images."""
-    num_completions_to_print: PositiveInt | None = 5
+    num_completions_to_print: PositiveInt | None = 3
     """Rows of a completion table in the terminal; None: all. The files have all."""
     log_unique_prompts: bool = False
     """Show only one row per prompt in these tables."""

@@ -269,7 +269,7 @@ class RunFolder:
         if is_main() and not (storage.exists(path) and self.has_progress()):
             write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
 
-    def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> None:
+    def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> str:
         """Writes completions/STEP.jsonl, one JSON object per row; nothing without rows.
 
         Args:
@@ -277,11 +277,15 @@ class RunFolder:
           rows: dicts of strings and numbers.
           what: 'samples', or 'training': completions/training_STEP.jsonl.
           tokens: of the first rows, for completions/STEP.tokens.jsonl.
+
+        Returns:
+          The file of the rows, from the run's folder.
         """
         name = f"{step}" if what == "samples" else f"{what}_{step}"
         for file, content in ((f"{name}.tokens.jsonl", tokens), (f"{name}.jsonl", rows)):
             if content:
                 _write_rows(os.path.join(self.completions, file), content)
+        return f"completions/{name}.jsonl"
 
     def write_calibration(self, step: int, rows: Rows) -> None:
         """Writes calibration/STEP.jsonl, one JSON object per row; nothing without rows."""
@@ -294,8 +298,8 @@ class RunFolder:
 
 
 def _write_rows(path: str, rows: Rows) -> str:
-    """Writes JSON lines on process 0, creating the file's folder; a warning where that fails, since the run needs them
-    not. Returns the path."""
+    """Writes JSON lines on process 0, creating the file's folder. A failure is a warning: the run does not read them.
+    Returns the path."""
     if is_main():
         try:
             storage.make_dir(os.path.dirname(path))

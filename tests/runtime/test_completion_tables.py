@@ -40,9 +40,16 @@ def test_a_limit_says_how_many_rows_there_are(monkeypatch):
 
 def test_a_narrow_terminal_folds_texts_and_loses_none(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    text = shown([{"prompt": "b", "completion": "x" * 120, "reward": 1.25}], "title")
+    text = shown([{"prompt": "b", "completion": "x" * 80, "reward": 1.25}], "title")
     assert max(map(len, text.splitlines())) <= 40
-    assert text.count("x") == 120 and "1.25" in text
+    assert text.count("x") == 80 and "1.25" in text
+
+
+def test_a_long_text_shows_its_beginning_and_its_end_on_few_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    post = "POST: " + "x\n" * 300 + "end.\n\nTL;DR:"
+    text = shown([{"query": post, "model response": "a", "score": 1.25}] * 3, "title")
+    assert "POST: x" in text and "TL;DR:" in text and " ... " in text and len(text.splitlines()) <= 20
 
 
 @pytest.mark.parametrize(
