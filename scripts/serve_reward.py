@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import hmac
 import ipaddress
 import json
@@ -36,6 +35,7 @@ from rlhf_jax.algorithms import reward_model
 from rlhf_jax.data import batches
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
+from rlhf_jax.rewards.scorer import open_model
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.text import parse_json
 
@@ -68,10 +68,8 @@ class Scorer:
     """
 
     def __init__(self, path: str, revision: str | None, tokenizer: str | None, max_batch: int, dtype: str):
-        model, params = hf.load(path, kind="scalar", revision=revision)
-        pad = data.own_pad_id(path, revision)
-        self._model = model if pad is None else dataclasses.replace(model, pad_id=pad)
-        self._params = jax.device_put(params)
+        self._model = open_model(path, revision)
+        self._params = jax.device_put(hf.load(path, kind="scalar", revision=revision)[1])
         config = self._model.config
         source = (tokenizer, None) if tokenizer else (path, revision)
         self._tokenizer = data.load_tokenizer(*source, vocab_size=config.vocab_size)
