@@ -462,8 +462,9 @@ class PolicyConfig(StageConfig):
     alarm_eos_share: Fraction | None = 0.5
     """Alarm if the fraction of responses that end by themselves is below this times its initial value (means of 5
     updates)."""
-    alarm_unused_ids: NonNegativeInt | None = 0
-    """Alarm if more sampled ids of a batch than this are ids that no token has (completions/unused_ids)."""
+    alarm_unused_ids: NonNegativeFloat | None = 0.05
+    """Alarm if more sampled ids per response than this are ids that no token has (completions/unused_ids over
+    batch_size)."""
     alarm_length_growth: Annotated[float, Range("at least 1", lambda v: v >= 1)] | None = 3.0
     """Alarm if the response length is above this times its initial value (means of 5 updates)."""
     alarm_length_collapse: Fraction | None = 0.25

@@ -69,7 +69,7 @@ def threshold(config, name: str) -> float | None:
         "first_ratio": config.alarm_first_ratio if config.dtype == "float32" else config.alarm_first_ratio_bfloat16,
         "reward_std": config.alarm_reward_std if config.batch_size > 1 else None,  # one score has no deviation
         "eos_share": config.alarm_eos_share,
-        "unused_ids": config.alarm_unused_ids,
+        "unused_ids": None if config.alarm_unused_ids is None else config.alarm_unused_ids * config.batch_size,
         "length_growth": config.alarm_length_growth,
         "length_collapse": config.alarm_length_collapse,
     }

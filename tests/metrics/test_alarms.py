@@ -22,7 +22,7 @@ BAD = {  # in one update
     "kl_above": {"objective/kl": 201.0},
     "first_ratio": {"val/first_ratio_error": 0.02},
     "reward_std": {"objective/scores_std": 0.0},
-    "unused_ids": {"completions/unused_ids": 1.0},
+    "unused_ids": {"completions/unused_ids": 0.05 * 512 + 1},
 }
 RUNNING = {  # in the mean of the last five
     "eos_share": {"completions/clipped_ratio": 0.9},
