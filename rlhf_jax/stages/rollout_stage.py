@@ -92,25 +92,25 @@ class RolloutStage:
         self.generation = exported_generation(self.base_model, config.model_revision, self.tokenizer)
         self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
-        self.messages = [*opened.messages, str(self.train_data.report)]
         reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
+        self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
+        sources = (self.train_data, *self.eval_sets.values())
+        for source in sources:
+            self.scorer.check_columns(tuple(source.columns([0])))
+        if self.algorithm.has_value_model:
+            opened = build_models.open_value_model(context, opened, reward_models)
+        self.opened = opened
+        self.suppress_ids, suppressions = build_models.suppressed_ids(
+            config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
+        )
+        self.messages = [*opened.messages, str(self.train_data.report)]
         self.messages += [
             f"reward model {reader.path} reads text, by its own tokenizer"
             for reader in reward_models
             if reader.tokenizer
         ]
-        self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
-        sources = (self.train_data, *self.eval_sets.values())
-        for source in sources:
-            self.scorer.check_columns(tuple(source.columns([0])))
         self.messages += dict.fromkeys(note for source in sources for note in self.scorer.type_notes(source.some_raw()))
-        if self.algorithm.has_value_model:
-            opened = build_models.open_value_model(context, opened, reward_models)
-        self.opened = opened
-        self.suppress_ids, messages = build_models.suppressed_ids(
-            config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
-        )
-        self.messages += messages
+        self.messages += suppressions
 
     def _load(self, optimizer) -> None:
         """Params of all models, and the train state."""
