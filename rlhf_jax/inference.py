@@ -16,7 +16,7 @@ from rlhf_jax import data, storage
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
-from rlhf_jax.data.chat import ChatTemplate, conversation_fault
+from rlhf_jax.data.chat import ChatTemplate, conversation_fault, text_messages
 from rlhf_jax.data.images import ImageProcessor, load_processor, plain_processor, read_row
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
@@ -279,7 +279,7 @@ class Policy:
             for i, messages in enumerate(prompts):
                 if (fault := conversation_fault({"text": messages}, "text")) is not None:
                     raise UserError(f"text {i}: {fault.replace(repr('text'), 'it', 1)}")
-                prompts[i] = template.render(messages, generation_prompt=True)
+                prompts[i] = template.render(text_messages(messages), generation_prompt=True)
         ids = self.tokenizer.encode_batch(prompts) if prompts else []
         start, (stripped, begun) = self.tokenizer.start_ids(), self.tokenizer.without_start(ids)
         ids = [[*start, *rest] if text and own else own for own, rest, text in zip(ids, stripped, is_text, strict=True)]

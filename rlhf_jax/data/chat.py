@@ -18,6 +18,7 @@ from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.row_texts import string_fault
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
+from rlhf_jax.utils.text import parse_json
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -32,6 +33,8 @@ _TODAY = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 """A template's call for today's date, with a literal format."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The block that marks an assistant's tokens."""
+_FIRST = 100
+"""Rows that are searched for what is not rendered."""
 
 
 class ChatTemplateError(UserError):
@@ -79,12 +82,49 @@ def _column_fault(row: Mapping[str, Any], column: str, kind: str) -> str | None:
         if not isinstance(message, Mapping):
             what = type_with_article(message)
             return f"{column!r}, message {number}: is {what}, not an object with 'role' and 'content'"
-        fault = string_fault(message, "role") or string_fault(message, "content")
+        fault = string_fault(message, "role") or _content_fault(message)
         if fault is None and not message["role"].strip():
             fault = "'role' is empty"
         if fault is not None:
             return f"{column!r}, message {number}: {fault}"
-    return f"{column!r} ends with an empty message" if not value[-1]["content"].strip() else None
+    is_empty = not text_of(value[-1]).strip() and not value[-1].get("tool_calls")
+    return f"{column!r} ends with an empty message" if is_empty else None
+
+
+def _content_fault(message: Mapping[str, Any]) -> str | None:
+    """Why the content of a message is no text; None if it is text, blocks of text, or absent beside tool calls."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        return f"'tool_calls' is {type_with_article(calls)}, not a list of objects"
+    if content is None and calls and message["role"] == "assistant":
+        return None
+    if not isinstance(content, list):
+        return string_fault(message, "content")
+    for number, block in enumerate(content, 1):
+        where = f"'content', block {number}: "
+        if not isinstance(block, Mapping):
+            return f"{where}is {type_with_article(block)}, not an object with 'type' and 'text'"
+        if block.get("type") != "text":
+            return f"{where}'type' is {block.get('type')!r:.60}; blocks of type 'text' are read here"
+        if (fault := string_fault(block, "text")) is not None:
+            return where + fault
+    return None
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message: its blocks joined, or '' for one that only calls tools."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(block["text"] for block in content)
+    return content or ""
+
+
+def text_messages(messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Messages whose blocks of text are joined, since templates of models without images read text."""
+    return [
+        {**message, "content": text_of(message)} if isinstance(message.get("content"), list) else dict(message)
+        for message in messages
+    ]
 
 
 def conversation_fault(row: Any, column: str) -> str | None:
@@ -112,6 +152,79 @@ def rendered_or_fault(
         return None, str(error)
 
 
+# --- arguments of a row
+
+TOOLS, KWARGS = "tools", "chat_template_kwargs"
+"""Columns that the chat template gets, as in TRL: a list of tools, and further arguments."""
+
+
+def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template in a row: its columns TOOLS and KWARGS, or their JSON text.
+
+    Raises:
+      ChatTemplateError: a column holds something else.
+    """
+    tools = _argument(row, TOOLS, list, "a list of tools")
+    tools = [_argument({TOOLS: tool}, TOOLS, Mapping, "a list of tools") for tool in tools or ()]
+    return {**({TOOLS: tools} if tools else {}), **(_argument(row, KWARGS, Mapping, "an object") or {})}
+
+
+def _argument(row: Mapping[str, Any], column: str, kind: type, what: str) -> Any:
+    """A column's value, or that of its JSON text; None where it is null or empty text. Keys that a table fills with
+    null are left out; JSON text has none of those."""
+    value = row.get(column)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except json.JSONDecodeError as error:
+            raise ChatTemplateError(f"{column!r} is text, but no JSON of {what}: {error.msg}") from None
+    else:
+        value = _without_nulls(value)
+    if not isinstance(value, kind):
+        raise ChatTemplateError(f"{column!r} is {type_with_article(value)}, not {what}")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without keys that hold null, also in lists and objects: rows of a table have the keys of all rows."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def noting_unread(rows: Rows, columns: Sequence[str], template: ChatTemplate | None) -> Rows:
+    """Rows with remarks on what a chat template would render and does not, by the first rows.
+
+    Args:
+      rows: the data set.
+      columns: of its conversations.
+      template: of the conversations; None: the rows are texts.
+    """
+    found: dict[str, None] = {}
+    for row in filter(lambda row: isinstance(row, Mapping), rows.slice(0, _FIRST)):
+        present = [column for column in (TOOLS, KWARGS) if row.get(column)]
+        if template is None:
+            found.update(dict.fromkeys(f"column {column!r} is not read: prompts are texts" for column in present))
+            continue
+        try:
+            names, own = row_arguments(row).keys() - {"chat_template", "documents"}, template.of_row(row)
+        except ChatTemplateError:  # a bad row
+            continue
+        unread = {f"{name!r} of the data" for name in names if not own.reads(name)}
+        values = [row[column] for column in columns if isinstance(row.get(column), list)]
+        messages = [message for value in values for message in value if isinstance(message, Mapping)]
+        calls = any(message.get("tool_calls") for message in messages)
+        unread |= {"'tool_calls' of messages"} if calls and not own.reads("tool_calls") else set()
+        found.update(
+            dict.fromkeys(f"the chat template does not read {what}; give one that does" for what in sorted(unread))
+        )
+        if any(message.get("weight") is not None for message in messages):
+            found["'weight' of messages is not read"] = None
+    return rows.noted(*found)
+
+
 class ChatTemplate:
     """A tokenizer's chat template with its arguments.
 
@@ -132,7 +245,7 @@ class ChatTemplate:
         Raises:
           UserError: the tokenizer has no template and `kwargs` has none, or an argument is reserved.
         """
-        self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
+        self.tokenizer, self.kwargs, self._given = tokenizer, dict(kwargs or {}), dict(kwargs or {})
         reserved = sorted(self.kwargs.keys() & _RESERVED_ARGUMENTS)
         if reserved:
             raise UserError(
@@ -152,6 +265,24 @@ class ChatTemplate:
         if not isinstance(self._text, str):
             raise UserError(f"chat_template_kwargs: 'chat_template' is {self._text!r:.60}, not text")
         self.date = self._pin_date()
+
+    def of_row(self, row: Mapping[str, Any]) -> ChatTemplate:
+        """This template with the arguments of a row, which come before those of the config (see `row_arguments`).
+
+        Raises:
+          ChatTemplateError: an argument cannot be set.
+        """
+        arguments = row_arguments(row)
+        if not arguments:
+            return self
+        try:
+            return ChatTemplate(self.tokenizer, {**self._given, **arguments})
+        except UserError as error:
+            raise ChatTemplateError(str(error)) from error
+
+    def reads(self, name: str) -> bool:
+        """Whether the template's text has a variable or key of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
 
     def _pin_date(self) -> str | None:
         """Replaces the template's calls for today's date by that of the tokenizer. Returns the date that is printed."""
@@ -239,10 +370,8 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], column: str, **options: Any) -> Any:
         """apply_chat_template with the template's arguments."""
-        # Rows of a table have the keys of all messages, with None for absent ones; a template would render the None.
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            rendered = self.tokenizer.hf.apply_chat_template(messages, **options, **self.kwargs)
+            rendered = self.tokenizer.hf.apply_chat_template(_without_nulls(list(messages)), **options, **self.kwargs)
             if isinstance(rendered, str):
                 rendered.encode("utf-8")
         except ImportError as error:  # Jinja is missing or too old

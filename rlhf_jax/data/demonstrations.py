@@ -12,7 +12,7 @@ from typing import Any
 import flax
 import numpy as np
 
-from rlhf_jax.data import batches, chat, row_texts
+from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns, text_columns_of
@@ -103,6 +103,14 @@ def completion_column_of(rows: Rows, columns: tuple[str, ...], column: str) -> s
     return column
 
 
+def _house_form(rows: Rows, prompt_column: str, completion_column: str) -> Rows:
+    """Rows with conversations as lists of messages; ShareGPT's are 'messages' where there is nothing else."""
+    pair = prompt_column, completion_column
+    has_pair = set(pair) <= set(rows.column_names)
+    whole = None if has_pair or completion_column != "completion" else MESSAGES
+    return conversation_forms.house_form(rows, pair if has_pair else (MESSAGES,), whole=whole)
+
+
 def conversation_columns(rows: Rows, prompt_column: str, completion_column: str) -> tuple[str, ...]:
     """The columns that hold conversations: prompt and completion, or 'messages' where there is no 'completion'; () for
     demonstrations of text."""
@@ -156,11 +164,12 @@ class ConversationEncoder:
 
     def _ids(self, row: Any) -> tuple[list[int], list[int], np.ndarray | None]:
         """(prompt, all, which are the assistant's)"""
-        columns, template, encode = self.row_columns, self.template, self.tokenizer.encode
+        columns, template, encode = self.row_columns, self.template.of_row(row), self.tokenizer.encode
         prompt: list[int] = []
         if len(columns) == 2:
-            prompt = encode(template.render(row[columns[0]], generation_prompt=True, column=columns[0]))
-        messages = [message for column in columns for message in row[column]]
+            messages = chat.text_messages(row[columns[0]])
+            prompt = encode(template.render(messages, generation_prompt=True, column=columns[0]))
+        messages = chat.text_messages([message for column in columns for message in row[column]])
         if self.assistant_only:
             return prompt, *template.encode_with_assistant_mask(messages, columns[-1])
         return prompt, encode(template.render(messages, generation_prompt=False, column=columns[-1])), None
@@ -376,6 +385,7 @@ def make_demonstrations(
     """
     query_overflow = query_overflow if processor is None else "drop"  # cut image tokens would leave their images
     limits = {"max_length": max_length, "query_length": query_length, "query_overflow": query_overflow}
+    rows = _house_form(rows if processor is None else image_rows.encoded(rows), prompt_column, completion_column)
     if conversations := conversation_columns(rows, prompt_column, completion_column):
         encoder = ConversationEncoder(
             rows,
@@ -386,6 +396,7 @@ def make_demonstrations(
             assistant_only_loss=assistant_only_loss,
             completion_only_loss=completion_only_loss,
         )
+        rows = chat.noting_unread(rows, conversations, encoder.template)
         if processor is not None:
             return _image_demonstrations(rows, encoder, processor, on_bad_row, length_buckets)
     elif processor is not None:
@@ -401,6 +412,7 @@ def make_demonstrations(
     else:
         columns = prompt_column, completion_column
         encoder = TextEncoder(rows, tokenizer, *columns, **limits, completion_only_loss=completion_only_loss)
+        rows = chat.noting_unread(rows, (), None)
     made = tokenize(
         rows,
         encoder,

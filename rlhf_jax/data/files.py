@@ -52,6 +52,8 @@ class Rows:
     """Row index -> file and line for messages."""
     fingerprint: Any = None
     """What identifies the content, of JSON types; None: rows whose tokens are not cached."""
+    note: str | None = None
+    """A remark for the report on the data."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -72,6 +74,38 @@ class Rows:
         return dataclasses.replace(
             self, table=table, fingerprint=None if self.fingerprint is None else [self.fingerprint, count]
         )
+
+    def mapped(self, function: Callable[[Any], Any], columns: Iterable[str], identity: Any) -> Rows:
+        """Rows to which a function is applied when they are read.
+
+        Args:
+          function: of a row, which may be a `MalformedRow`; can be pickled.
+          columns: that it makes.
+          identity: what identifies it, of JSON types.
+        """
+        fingerprint = None if self.fingerprint is None else [self.fingerprint, identity]
+        names = tuple(dict.fromkeys([*self.column_names, *columns]))
+        return dataclasses.replace(self, table=_Mapped(self, function), column_names=names, fingerprint=fingerprint)
+
+    def noted(self, *notes: str) -> Rows:
+        """The rows with further remarks."""
+        return dataclasses.replace(self, note="; ".join(filter(None, (self.note, *notes))) or None)
+
+
+class _Mapped(Sequence[Any]):
+    """Rows that a function makes when they are read."""
+
+    def __init__(self, rows: Rows, function: Callable[[Any], Any]):
+        self._rows, self._function = dataclasses.replace(rows, location=str), function  # some locations are no pickle
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            return [self._function(row) for row in self._rows.slice(start, stop)]
+        return self._function(self._rows.table[index])
 
 
 def _slice(table: Sequence[Any], start: int, stop: int) -> list[Any]:

@@ -473,7 +473,10 @@ def read_row(
             where = f"{name!r}, message {number}"
             if message["role"] not in _ROLES:
                 raise ImageError(f"{where}: role {message['role']!r} beside images must be one of {', '.join(_ROLES)}")
-            content = message["content"]
+            content = message.get("content")
+            if content is None:  # a message that calls tools
+                messages[name].append(dict(message))
+                continue
             if isinstance(content, str):
                 first = message["role"] == "user" and not placed
                 blocks = [{"type": "image"}] * (len(given or ()) if first else 0)
@@ -567,10 +570,11 @@ def read_demo(
 ) -> DemoImages:
     """A row of demonstrations; the arguments are those of `read_row`. ImageError as there."""
     read = read_row(row, columns, processor, folder, fault)
+    template = template.of_row(row)
     prompt: list[int] = []
     if len(columns) == 2:
         text = template.render(read.messages[columns[0]], generation_prompt=True, column=columns[0])
-        blocks = [block for message in read.messages[columns[0]] for block in message["content"]]
+        blocks = [block for message in read.messages[columns[0]] for block in message.get("content") or ()]
         own = sum(block["type"] == "image" for block in blocks)
         prompt = processor.encode(text, read.sources[:own], tokenizer)[0]
     messages = [message for column in columns for message in read.messages[column]]
@@ -610,7 +614,7 @@ class DataImages:
         def fill(block: dict[str, Any]) -> dict[str, Any]:
             return {**block, "image": next(images)} if block["type"] == "image" else dict(block)
 
-        return [{**message, "content": [fill(block) for block in message["content"]]} for message in messages]
+        return [{**message, "content": [fill(block) for block in message.get("content") or ()]} for message in messages]
 
     def update(self, digest: Any) -> None:
         """Adds all images to a hash."""

@@ -107,28 +107,10 @@ class Format:
         return {**row, **made}
 
 
-class _Formatted(Sequence[Any]):
-    """Rows with the columns of a format, made when they are read."""
-
-    def __init__(self, rows: Rows, form: Format):
-        self._rows, self._form = dataclasses.replace(rows, location=str), form
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(len(self))
-            return [self._form(row) for row in self._rows.slice(start, stop)]
-        return self._form(self._rows.table[index])
-
-
 def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """Rows with new columns; see `Format`."""
     form = Format(columns)
-    fingerprint = None if rows.fingerprint is None else [rows.fingerprint, dict(columns)]
-    names = tuple(dict.fromkeys([*rows.column_names, *form.names]))
-    return Rows(rows.name, _Formatted(rows, form), names, rows.location, fingerprint)
+    return rows.mapped(form, form.names, dict(columns))
 
 
 # --- the data sets of a config

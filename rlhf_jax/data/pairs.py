@@ -10,7 +10,7 @@ from typing import Any
 import flax
 import numpy as np
 
-from rlhf_jax.data import batches, chat, row_texts
+from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, require_columns
 from rlhf_jax.data.mixture import load_training
@@ -119,11 +119,11 @@ class PairEncoder:
     def _render(self, row: Any) -> tuple[str, str, str]:
         """Prompt with its generation prompt, chosen and rejected conversation. The prompt is "" without a prompt
         column: only the explicit one is known to end before a response."""
-        columns, template = self.prompt_columns, self.template
-        prompt = [message for column in columns for message in row[column]]
+        columns, template = self.prompt_columns, self.template.of_row(row)
+        prompt = chat.text_messages([message for column in columns for message in row[column]])
         text = template.render(prompt, generation_prompt=True, column=columns[0]) if prompt else ""
         chosen, rejected = (
-            template.render([*prompt, *row[column]], generation_prompt=False, column=column)
+            template.render([*prompt, *chat.text_messages(row[column])], generation_prompt=False, column=column)
             for column in self.completion_columns
         )
         return text, chosen, rejected
@@ -191,6 +191,18 @@ def _data_of(made: Tokenized, encoder: PairEncoder, length_buckets: Sequence[int
     return PairData(chosen, rejected, made.numbers("margin"), encoder.tokenizer.pad_id, buckets, report, fingerprint)
 
 
+def _house_form(rows: Rows, prompt_column: str, chosen_column: str, rejected_column: str) -> Rows:
+    """Rows with conversations as lists of messages; those of ShareGPT are prompts where the completions follow them."""
+    columns = prompt_column, chosen_column, rejected_column
+    converted = conversation_forms.house_form(rows, columns)
+    if prompt_column != "prompt" or {"prompt", "post"} & set(rows.column_names):
+        return converted
+    chosen = conversation_forms.first_value(converted, chosen_column)
+    if isinstance(chosen, list) and chosen and isinstance(chosen[0], Mapping) and chosen[0].get("role") == "assistant":
+        return conversation_forms.house_form(rows, columns, whole=prompt_column)
+    return converted
+
+
 def make_pairs(
     rows: Rows,
     tokenizer: Tokenizer,
@@ -223,6 +235,7 @@ def make_pairs(
     """
     required = {"chosen_column": chosen_column, "rejected_column": rejected_column}
     require_columns(rows, required if margin_column is None else {**required, "margin_column": margin_column})
+    rows = _house_form(rows, prompt_column, chosen_column, rejected_column)
     full_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
     columns = () if full_texts else row_texts.prompt_columns(rows, prompt_column)
     completion_columns = chosen_column, rejected_column
@@ -234,6 +247,7 @@ def make_pairs(
                 f"messages, or remove it if {chosen_column!r} and {rejected_column!r} are whole conversations"
             )
         template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
+    rows = chat.noting_unread(rows, (*columns, *completion_columns), template)
     limits = max_length, query_length, query_overflow
     encoder = PairEncoder(tokenizer, columns, completion_columns, margin_column, template, limits)
     made = tokenize(

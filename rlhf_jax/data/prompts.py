@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data import batches, chat, row_texts
+from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets
@@ -149,7 +149,9 @@ class PromptEncoder:
             return chat.rendered_or_fault(
                 row,
                 lambda row: chat.conversation_fault(row, columns[0]),
-                lambda row: template.render(row[columns[0]], generation_prompt=True, column=columns[0]),
+                lambda row: template.of_row(row).render(
+                    chat.text_messages(row[columns[0]]), generation_prompt=True, column=columns[0]
+                ),
             )
         fault = row_texts.text_fault(row, columns)
         return (row_texts.prompt_text(row, columns), None) if fault is None else (None, fault)
@@ -203,6 +205,10 @@ def make_prompts(
       UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, or prompts
         are conversations and there is no chat template.
     """
+    is_post = set(row_texts.TEMPLATE_COLUMNS) <= set(rows.column_names)
+    whole = prompt_column if prompt_column == "prompt" and not is_post else None
+    rows = rows if processor is None else image_rows.encoded(rows)
+    rows = conversation_forms.house_form(rows, (prompt_column,), whole=whole, answer="completion")
     columns = row_texts.prompt_columns(rows, prompt_column)
     if processor is not None:
         return _image_prompts(
@@ -218,6 +224,7 @@ def make_prompts(
         )
     conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
     template = chat.ChatTemplate(tokenizer, chat_template_kwargs) if conversational else None
+    rows = chat.noting_unread(rows, columns, template)
     encoder = PromptEncoder(tokenizer, columns, template, query_length, query_overflow)
 
     def build(made: Tokenized, buckets: Sequence[int] | None = None) -> PromptData:
@@ -298,13 +305,13 @@ def _image_prompts(
     """`make_prompts` of conversations with images, which are read and tokenized at each start. One that is too long is
     dropped, since its images cannot be cut."""
     template, folder = chat.ChatTemplate(tokenizer, chat_template_kwargs), image_rows.folder_of(rows)
-    rows = image_rows.encoded(rows)
+    rows = chat.noting_unread(rows, (column,), template)
 
     def encode(row: Any) -> tuple[image_rows.ImageRow, str, list[int], int]:
         read = image_rows.read_row(
             row, (column,), processor, folder, lambda plain: chat.conversation_fault(plain, column)
         )
-        text = template.render(read.messages[column], generation_prompt=True, column=column)
+        text = template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
         return read, text, *processor.encode(text, read.sources, tokenizer)
 
     split, encoded = image_rows.split_rows(rows, encode, on_bad_row)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.chat import ChatTemplate, ChatTemplateError, Conversation
+from rlhf_jax.data.chat import ChatTemplate, ChatTemplateError, Conversation, text_messages
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
@@ -27,7 +27,7 @@ def _full_texts(
     texts = []
     for row, messages in enumerate(joined):
         try:
-            texts.append(template.render(messages, generation_prompt=False))
+            texts.append(template.render(text_messages(messages), generation_prompt=False))
         except ChatTemplateError as error:
             raise UserError(f"row {row} of the batch cannot be scored: {error}: {messages!r:.200}") from error
     return texts

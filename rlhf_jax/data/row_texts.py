@@ -224,6 +224,6 @@ def buckets_and_report(
         longest=longest,
         tokens=int(sum(lengths.sum() for lengths in sizes)),
         first_bad=made.first_bad,
-        note=note,
+        note="; ".join(filter(None, (made.rows.note, note))) or None,
         template_date=template_date,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 from rlhf_jax.algorithms import actor_critic
 from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.config import PPOConfig
-from rlhf_jax.data import PromptData, batches, row_texts
+from rlhf_jax.data import PromptData, batches, conversation_forms, row_texts
+from rlhf_jax.data.chat import text_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
@@ -238,8 +240,11 @@ def reference_texts(source: PromptData, column: str) -> list[str] | None:
         return None
     texts = []
     for row, value in enumerate(columns[column]):
+        if source.conversational:
+            with contextlib.suppress(conversation_forms.FormError):
+                value = conversation_forms.as_messages(value)
         if isinstance(value, list) and value and isinstance(value[-1], dict):
-            value = value[-1].get("content")
+            value = text_of(value[-1])
         if not isinstance(value, str) or not value.strip():
             raise UserError(
                 f"{source.report.name}: {column!r} of usable row {row + 1} is {value!r:.60}, not an answer. Fix it, "
