@@ -13,6 +13,8 @@ from rich.text import Text
 from rlhf_jax.utils.text import printable
 
 Row = dict[str, Any]
+MOST_CHARACTERS = 120
+"""Of a cell in the terminal."""
 THUMBNAILS = "thumbnails"
 """The column of small images, as data addresses, which only files have."""
 
@@ -37,11 +39,18 @@ def cell(value: Any) -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
+def short_cell(value: Any) -> str:
+    """`cell` for the terminal: line ends as \\n, the middle cut beyond MOST_CHARACTERS."""
+    text = cell(value).replace("\n", "\\n")
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
+
+
 def show(rows: Sequence[Row], title: str, limit: int | None = None, stream: TextIO | None = None) -> None:
-    """Prints a table with rich.
+    """Prints a table with rich, its texts cut as by `short_cell`.
 
     Args:
-      rows: dicts of the same keys; texts of any length wrap.
+      rows: dicts of the same keys.
       title: above the table.
       limit: rows to print; None: all.
       stream: default: standard output.
@@ -57,7 +66,7 @@ def show(rows: Sequence[Row], title: str, limit: int | None = None, stream: Text
         )
     for row in printed:
         # Text, since a completion may contain rich's markup in [brackets].
-        table.add_row(*(Text(cell(row.get(name, ""))) for name in rows[0]))
+        table.add_row(*(Text(short_cell(row.get(name, ""))) for name in rows[0]))
     if len(printed) < len(rows):
         table.caption = f"{len(printed)} of {len(rows)} rows"
     Console(file=stream, soft_wrap=False).print(table)

@@ -154,7 +154,8 @@ class Loop:
                 todo[:] = [item for item in self.due() if item != "evaluate"]
         if "samples" in todo:
             self.activity = "samples"
-            self.show(self.stage.samples(self.state, self.tick), "samples")
+            printed = samples_printed(self.config, self.step, self.stage.total_steps, last)
+            self.show(self.stage.samples(self.state, self.tick), "samples", printed)
             todo.remove("samples")
         if last or self.save_due():
             self.control.save, self.activity = False, "save"
@@ -185,9 +186,11 @@ class Loop:
             share_requests(self.control)
         return metrics
 
-    def show(self, completions: tuple[list[dict[str, Any]], list[dict[str, Any]]], what: str) -> None:
-        """A table of completions: all rows into the run's folder and to callbacks, the first into the terminal and
-        TensorBoard."""
+    def show(
+        self, completions: tuple[list[dict[str, Any]], list[dict[str, Any]]], what: str, printed: bool = True
+    ) -> None:
+        """A table of completions: all rows into the run's folder and to callbacks, the first into TensorBoard and,
+        where `printed`, the terminal."""
         rows, tokens = completions
         if not rows:
             return
@@ -195,14 +198,16 @@ class Loop:
             first = {id(row) for row in completion_tables.unique_prompts(rows)}
             tokens = [token_row for row, token_row in zip(rows, tokens) if id(row) in first]
             rows = [row for row in rows if id(row) in first]
-        self.folder.write_completions(self.step, rows, what, tokens)
+        file = self.folder.write_completions(self.step, rows, what, tokens)
         rows = completion_tables.without_thumbnails(rows)
         for callback in self.callbacks:
             callback.on_completions(self.step, rows, what)
         if multihost.is_main():
             limit = self.config.num_completions_to_print
             try:
-                completion_tables.show(rows, f"{self.stage.name}: {what} after update {self.step}", limit)
+                if printed:
+                    title = f"{self.stage.name}: {what} after update {self.step}; whole texts are in {file}"
+                    completion_tables.show(rows, title, limit)
                 self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows[:limit]))
             except Exception as error:  # a value that a reward function logged may refuse to become text
                 warn(f"the table of {what} after update {self.step} cannot be printed: {error!r}. The run continues")
@@ -333,6 +338,13 @@ def samples_due(config: StageConfig, step: int, total: int, last: bool) -> bool:
     """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
     n = getattr(config, "num_sample_generations", 0)
     return n > 0 and (last or step % max(1, total // n) == 0)
+
+
+def samples_printed(config: StageConfig, step: int, total: int, last: bool) -> bool:
+    """Whether samples that are due are printed too: the first, the last, and those after a third and two thirds."""
+    interval = max(1, total // config.num_sample_generations)
+    number, count = step // interval, max(1, total // interval)
+    return last or number == 1 or 3 * (number - 1) // count < 3 * number // count < 3
 
 
 def warn(text: str) -> None:

@@ -269,7 +269,7 @@ class RunFolder:
         if is_main() and not (storage.exists(path) and self.has_progress()):
             write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
 
-    def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> None:
+    def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> str:
         """Writes completions/STEP.jsonl, one JSON object per row; nothing without rows.
 
         Args:
@@ -277,11 +277,15 @@ class RunFolder:
           rows: dicts of strings and numbers.
           what: 'samples', or 'training': completions/training_STEP.jsonl.
           tokens: of the first rows, for completions/STEP.tokens.jsonl.
+
+        Returns:
+          The file of the rows, from the run's folder.
         """
         name = f"{step}" if what == "samples" else f"{what}_{step}"
         for file, content in ((f"{name}.tokens.jsonl", tokens), (f"{name}.jsonl", rows)):
             if content:
                 _write_rows(os.path.join(self.completions, file), content)
+        return f"completions/{name}.jsonl"
 
     def write_calibration(self, step: int, rows: Rows) -> None:
         """Writes calibration/STEP.jsonl, one JSON object per row; nothing without rows."""

@@ -45,6 +45,16 @@ def test_a_narrow_terminal_folds_texts_and_loses_none(monkeypatch):
     assert text.count("x") == 120 and "1.25" in text
 
 
+def test_a_table_of_long_texts_is_short(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    post = "SUBREDDIT: r/family\n\nTITLE: a week\n\nPOST: " + "i met maya. " * 200 + "\n\nTL;DR:"
+    text = shown([{"query": post, "model response": "met maya " * 50, "score": 1.0}] * 3, "title", limit=3)
+    assert len(text.splitlines()) <= 24
+    assert completion_tables.short_cell("a\n\nb") == "a\\n\\nb" and completion_tables.short_cell("x" * 120) == "x" * 120
+    cut = completion_tables.short_cell(post)
+    assert cut.startswith("SUBREDDIT: r/family\\n\\nTITLE") and cut.endswith("\\n\\nTL;DR:") and len(cut) <= 125
+
+
 @pytest.mark.parametrize(
     "value, written", [(3, "3"), (2.0, "2.00"), (-0.126, "-0.13"), (True, "True"), ("a", "a"), (None, "None")]
 )
