@@ -472,13 +472,14 @@ class PolicyConfig(StageConfig):
 
     # --- samples and metrics
     num_sample_generations: NonNegativeInt = 10
-    """Number of times during a run that sample completions are printed and written; 0: never."""
+    """Number of times during a run that sample completions are written; 0: never. The first, the last and two between
+    are printed."""
     log_completions: bool = False
     """Also print and write the responses of training batches, every logging_steps updates."""
     log_multimodal: bool = True
     """In the files of sample and training completions, also write thumbnails of the prompts' images."""
     num_completions_to_print: PositiveInt | None = 3
-    """Rows of a completion table in the terminal; None: all. The files have all."""
+    """Rows of a completion table in the terminal, where long texts are cut; None: all. The files have all."""
     log_unique_prompts: bool = False
     """Show only one row per prompt in these tables."""
     metrics: Literal["correct", "trl"] = "correct"

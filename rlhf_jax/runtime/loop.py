@@ -189,8 +189,8 @@ class Loop:
     def show(
         self, completions: tuple[list[dict[str, Any]], list[dict[str, Any]]], what: str, printed: bool = True
     ) -> None:
-        """A table of completions: all rows into the run's folder and to callbacks, the first into TensorBoard and, if
-        `printed`, into the terminal."""
+        """A table of completions: all rows into the run's folder and to callbacks, the first into TensorBoard and,
+        where `printed`, the terminal."""
         rows, tokens = completions
         if not rows:
             return
@@ -344,7 +344,7 @@ def samples_printed(config: StageConfig, step: int, total: int, last: bool) -> b
     """Whether samples that are due are printed too: the first, the last, and those after a third and two thirds."""
     interval = max(1, total // config.num_sample_generations)
     number, count = step // interval, max(1, total // interval)
-    return last or number == 1 or 3 * number // count > 3 * (number - 1) // count
+    return last or number == 1 or 3 * (number - 1) // count < 3 * number // count < 3
 
 
 def warn(text: str) -> None:

@@ -45,11 +45,14 @@ def test_a_narrow_terminal_folds_texts_and_loses_none(monkeypatch):
     assert text.count("x") == 80 and "1.25" in text
 
 
-def test_a_long_text_shows_its_beginning_and_its_end_on_few_lines(monkeypatch):
+def test_a_table_of_long_texts_is_short(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    post = "POST: " + "x\n" * 300 + "end.\n\nTL;DR:"
-    text = shown([{"query": post, "model response": "a", "score": 1.25}] * 3, "title")
-    assert "POST: x" in text and "TL;DR:" in text and " ... " in text and len(text.splitlines()) <= 20
+    post = "SUBREDDIT: r/family\n\nTITLE: a week\n\nPOST: " + "i met maya. " * 200 + "\n\nTL;DR:"
+    text = shown([{"query": post, "model response": "met maya " * 50, "score": 1.0}] * 3, "title", limit=3)
+    assert len(text.splitlines()) <= 20
+    assert completion_tables.short_cell("a\n\nb") == "a\\n\\nb" and completion_tables.short_cell("x" * 80) == "x" * 80
+    cut = completion_tables.short_cell(post)
+    assert cut.startswith("SUBREDDIT: r/family") and cut.endswith("\\n\\nTL;DR:") and len(cut) <= 85
 
 
 @pytest.mark.parametrize(
