@@ -305,7 +305,7 @@ class RewardConfig(StageConfig):
     normalize_samples: PositiveInt = 512
     """Number of demonstrations in that mean."""
     score_init_std: PositiveFloat | None = None
-    """Standard deviation of the new score head at initialization; default: 1/sqrt(D + 1), as N+."""
+    """Standard deviation of a new score head; default: 1/sqrt(D + 1), as N+. Refused where the model has a head."""
     disable_dropout: bool = True
     """Disable the model's dropout."""
 
@@ -495,7 +495,7 @@ class PPOConfig(PolicyConfig):
 
     # --- the value model
     value_model_path: str | None = None
-    """Value model to start from; default: the reward model, or without one the policy, with a new head."""
+    """Value model to start from, with its score head if it has one; default: the reward model, or the policy."""
     value_model_revision: str = "main"
     """Hub revision of the value model."""
     value_model: Literal["separate", "shared_backbone"] = "separate"

@@ -66,6 +66,10 @@ class Weights:
         options = {"shardings": shardings, "cast_on_load": cast if cast_on_load else None, "images": model.reads_images}
         return hf.load(path, kind=kind, revision=revision, **options)[1]
 
+    def has_scalar_head(self, path: str, revision: str | None) -> bool:
+        """`hf.has_scalar_head`."""
+        return hf.has_scalar_head(path, revision)
+
     def transform_placed(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
         """function(params), sharded by the model's rules; `params` itself where the function changes no shape and no
         dtype. `params` is a pytree or a tuple of them."""
@@ -126,6 +130,10 @@ class AbstractWeights(Weights):
         shapes = hf.load_shapes(path, kind=kind, revision=revision, images=model.reads_images)[1]
         shapes = jax.eval_shape(cast_on_load, shapes) if cast_on_load else shapes
         return self.place(shapes, self.shardings(model, shapes))
+
+    def has_scalar_head(self, path, revision):
+        """As `Weights.has_scalar_head`, by its config alone."""
+        return hf.has_scalar_head(path, revision, weights=False)
 
     def place(self, tree, where):
         """As `Weights.place`."""

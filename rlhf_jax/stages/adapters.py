@@ -241,9 +241,9 @@ def export(
     adapter = os.path.join(folder, f"{name}_adapter" if export_merged else name)
     norm = None
     if kind == "scalar" and "bias" in params["score"]:
-        # PEFT's classifier has no bias either: it goes into the last layer norm, as in hf.save.
+        # PEFT's classifier has no bias either: it goes into the bias of the last layer norm, if any, as in hf.save.
         norm = model.with_lora(base, params)["backbone"]["final_layer_norm"]
-        norm = hf.fold_score_bias(norm, params["score"])
+        norm = hf.fold_score_bias(norm, params["score"]) if "bias" in norm else None
     peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
     if multihost.is_main():
         save_tokenizer(tokenizer, adapter)

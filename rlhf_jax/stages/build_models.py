@@ -147,11 +147,12 @@ def open_value_model(
     """The same with a value model: its own, the first reward model's, or the policy's backbone, by the options."""
     config = context.config
     if config.value_model != "separate":
-        return opened
+        return _with_line(opened, "value model: a new score head on the policy")
     first = reward_models[0] if reward_models else None
     if config.value_model_path is not None:
         value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
         value = context.on_mesh(value, "scalar", config.value_model_path)
+        line = context.score_head_message(config.value_model_path, config.value_model_revision)
     elif (
         first is not None
         and first.tokenizer is not None
@@ -163,12 +164,17 @@ def open_value_model(
         )
     else:
         value = opened.policy if first is None else first.model
+        line = "the score head is new" if first is None else f"the score head is that of {first.path}"
     if config.lora_value == "shared":
-        value = opened.policy
+        value, line = opened.policy, "the score head is new"
     form = None if config.lora_value == "full" else adapters.lora_form(config, value, "scalar")
     value = dataclasses.replace(value, lora=form)
     check_same_ids(config, opened.tokenizer, value, "value_model_path")
-    return dataclasses.replace(opened, value=value)
+    return _with_line(dataclasses.replace(opened, value=value), f"value model: {line}")
+
+
+def _with_line(opened: OpenedModels, line: str) -> OpenedModels:
+    return dataclasses.replace(opened, messages=(*opened.messages, line))
 
 
 def check_stop_token(config, policy: Model) -> None:
@@ -345,7 +351,7 @@ def full_value(context: StageContext, opened: OpenedModels, policy: Params, rewa
     """Params of a value model that is trained in full."""
     config, value = context.config, opened.value
     if config.value_model_path is not None:
-        return context.weights.load(value, config.value_model_path, "scalar", config.value_model_revision)
+        return context.load_scalar(value, config.value_model_path, config.value_model_revision)
     if reward_params:
         return context.weights.copy(value, reward_params[0])
     backbone = context.weights.copy(value, {"backbone": policy["backbone"]})
@@ -367,7 +373,7 @@ def adapted_value(
     if config.value_model_path is not None:
         cast_on_load = None if value.lora.modules_to_save else adapters.cast_base_fn(context, value)
         revision = config.value_model_revision
-        start = context.weights.load(value, config.value_model_path, "scalar", revision, cast_on_load)
+        start = context.load_scalar(value, config.value_model_path, revision, cast_on_load)
         base = adapters.cast_base(context, value, start)
     else:
         start = reward_params[0]

@@ -121,6 +121,30 @@ class StageContext:
         kernel = std * jax.random.normal(key, (width, 1), jnp.float32)
         return self.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
+    def load_scalar(
+        self,
+        model,
+        path: str,
+        revision: str | None,
+        cast_on_load: Callable[[Params], Params] | None = None,
+        std: float | None = None,
+    ) -> Params:
+        """A checkpoint's params with its scalar head, or with a new one where it has none.
+
+        Args:
+          model, path, revision, cast_on_load: as `Weights.load`.
+          std: of a new head, as `new_score_head`.
+        """
+        if self.weights.has_scalar_head(path, revision):
+            return self.weights.load(model, path, "scalar", revision, cast_on_load)
+        backbone = self.weights.load(model, path, "backbone", revision, cast_on_load)
+        return {**backbone, "score": self.new_score_head(model, std)}
+
+    def score_head_message(self, path: str, revision: str | None) -> str:
+        """A line on the head of `load_scalar`."""
+        kept = self.weights.has_scalar_head(path, revision)
+        return f"the score head is that of {path}" if kept else f"the score head is new: {path} has none"
+
     def save_checkpoint(
         self, path: str, model, params: Params, kind: str, tokenizer, source: str | None = None
     ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
+from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
@@ -24,7 +25,6 @@ class RewardTask:
     name = "reward"
     progress = ("loss", "accuracy", "eval/accuracy", "margin", "learning_rate")
     head = "scalar"
-    checkpoint_kind = "backbone"
     measures_training_data = True
     update = staticmethod(reward_model.update)
 
@@ -45,13 +45,26 @@ class RewardTask:
     def early_stopping_metric(self, eval_sets: dict[str, Any]) -> None:
         """None."""
 
-    def select(self, params: Params) -> Params:
-        """Those of a loaded model that training starts from: the backbone."""
-        return {"backbone": params["backbone"]}
+    def start_messages(self, context: StageContext) -> list[str]:
+        """Lines on the head that training starts from; UserError where score_init_std would not be used."""
+        config = context.config
+        if config.scratch_model:
+            return []
+        start = config.model_name_or_path, config.model_revision
+        if config.score_init_std is not None and context.weights.has_scalar_head(*start):
+            raise UserError(
+                f"score_init_std {config.score_init_std} would not be used: {start[0]} has a score head, which is "
+                "trained further. Leave the option out, or start from a model without a score head."
+            )
+        return [context.score_head_message(*start)]
 
-    def with_head(self, context: StageContext, model, params: Params) -> Params:
-        """The backbone's params, or its adapter's, with a fresh score head."""
-        return {**params, "score": context.new_score_head(model, context.config.score_init_std)}
+    def load_params(self, context: StageContext, model, cast_on_load) -> Params:
+        """Params with the checkpoint's score head, or with a new one."""
+        config, std = context.config, context.config.score_init_std
+        if config.scratch_model:
+            params = context.weights.init(model, jax.random.key(config.seed), ("scalar",))
+            return {**params, "score": context.new_score_head(model, std)}
+        return context.load_scalar(model, config.model_name_or_path, config.model_revision, cast_on_load, std)
 
     def build_measure(self, stage: SupervisedStage):
         """(params, pairs, tick) -> (accuracy, margin, loss and rewards; margins [N])."""

@@ -90,19 +90,19 @@ class RolloutStage:
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
-        self.messages = [*opened.messages, str(self.train_data.report)]
         reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
-        self.messages += [
-            f"reward model {reader.path} reads text, by its own tokenizer"
-            for reader in reward_models
-            if reader.tokenizer
-        ]
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
         for source in (self.train_data, *self.eval_sets.values()):
             self.scorer.check_columns(tuple(source.columns([0])))
         if self.algorithm.has_value_model:
             opened = build_models.open_value_model(context, opened, reward_models)
         self.opened = opened
+        self.messages = [*opened.messages, str(self.train_data.report)]
+        self.messages += [
+            f"reward model {reader.path} reads text, by its own tokenizer"
+            for reader in reward_models
+            if reader.tokenizer
+        ]
 
     def _load(self, optimizer) -> None:
         """Params of all models, and the train state."""

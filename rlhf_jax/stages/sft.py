@@ -13,7 +13,7 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
-from rlhf_jax.stages.context import open_processor, wants_images
+from rlhf_jax.stages.context import StageContext, open_processor, wants_images
 from rlhf_jax.stages.supervised import SupervisedStage, eval_name, export_model
 from rlhf_jax.types import Params
 
@@ -39,7 +39,6 @@ class SFTTask:
     name = "sft"
     progress = ("loss", "eval/loss", "learning_rate", "grad_norm")
     head = "causal"
-    checkpoint_kind = "causal"
     measures_training_data = False
     update = staticmethod(sft.update)
 
@@ -78,13 +77,16 @@ class SFTTask:
         """The loss of the first evaluation set."""
         return eval_name(next(iter(eval_sets), ""), "loss")
 
-    def select(self, params: Params) -> Params:
-        """Those of a loaded model that training starts from: all."""
-        return params
+    def start_messages(self, context: StageContext) -> list[str]:
+        """None."""
+        return []
 
-    def with_head(self, context, model, params: Params) -> Params:
-        """The params as they are: a causal head is read with them."""
-        return params
+    def load_params(self, context: StageContext, model, cast_on_load) -> Params:
+        """Params with their causal head."""
+        config = context.config
+        if config.scratch_model:
+            return context.weights.init(model, jax.random.key(config.seed), ("causal",))
+        return context.weights.load(model, config.model_name_or_path, "causal", config.model_revision, cast_on_load)
 
     def build_measure(self, stage: SupervisedStage):
         """(params, data set, tick) -> (mean loss over its tokens and perplexity, None)."""

@@ -58,7 +58,7 @@ class SupervisedStage:
         data = task.load_data(self.config, self.model, self.tokenizer, rows, eval_dataset)
         self.train_data, self.eval_sets, self.normalizing_data = data
         self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)
-        self.messages.append(str(self.train_data.report))
+        self.messages += [str(self.train_data.report), *task.start_messages(context)]
         self.total_steps = batch_arithmetic(self.config, self.rows).updates
 
         # --- params and programs
@@ -66,15 +66,16 @@ class SupervisedStage:
             optimizer = optimizers.make_optimizer(self.config, self.total_steps)
         else:
             optimizer = optimizers.user_optimizer(optimizer)
-        params = task.select(load_params(context, self.model, task.checkpoint_kind, task.head))
+        cast = self.model.lora is not None and not self.model.lora.modules_to_save
+        params = task.load_params(context, self.model, adapters.cast_base_fn(context, self.model) if cast else None)
         self.base_params = None
         if self.model.lora is not None:
+            score = {name: params.pop(name) for name in ("score",) if name in params}  # trained in full
             self.base_params = adapters.cast_base(context, self.model, params)
-            params = adapters.new_adapter(context, self.model, params, 0)
+            params = {**adapters.new_adapter(context, self.model, params, 0), **score}
         elif self.model.frozen_vision:
             params, frozen = self.model.split_frozen(params)
             self.base_params = context.cast_frozen(self.model, frozen)
-        params = task.with_head(context, self.model, params)
         self.state = context.initial_state({"model": params}, {"model": self.model}, optimizer)
         self.update_step = jax.jit(
             self._update_fn(optimizer), donate_argnums=0, out_shardings=(state_shardings(self.state), None)
@@ -229,16 +230,6 @@ def open_model(context: StageContext, head: str, images: bool = False) -> tuple[
         model = dataclasses.replace(model, lora=adapters.lora_form(config, model, head))
         messages.append(adapters.describe("a new adapter", model.lora, config))
     return model, tokenizer, messages
-
-
-def load_params(context: StageContext, model, kind: str, head: str) -> Params:
-    """Params of the config's model, read as `kind`, or random ones."""
-    config = context.config
-    if config.scratch_model:
-        return context.weights.init(model, jax.random.key(config.seed), (head,))
-    cast = model.lora is not None and not model.lora.modules_to_save
-    cast_on_load = adapters.cast_base_fn(context, model) if cast else None
-    return context.weights.load(model, config.model_name_or_path, kind, config.model_revision, cast_on_load)
 
 
 def export_model(stage: SupervisedStage, params: Params, folder: str, name: str, kind: str) -> dict[str, str]:

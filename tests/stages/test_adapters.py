@@ -233,6 +233,30 @@ def test_what_is_trained_in_full_starts_from_the_float32_params_of_its_model(mod
     assert [x.dtype for x in frozen] == ["bfloat16"]
 
 
+@pytest.mark.parametrize("options", [{"use_peft": False}, {"lora_value": "full"}, {"lora_value": "own"}])
+@pytest.mark.parametrize(("start", "kept"), [("reward", True), ("base", False)])
+def test_a_value_model_starts_from_the_score_head_of_its_checkpoint_or_from_a_new_one(models, start, kept, options):
+    stage = ppo_stage(models, value_model_path=str(models / start), **options)
+    head = jax.device_get(stage.state.params["value"]["score"])
+    expected = hf.load(models / "reward", kind="scalar")[1]["score"]
+    assert np.array_equal(head["kernel"], expected["kernel"]) == kept and head["kernel"].any()
+    said = f"that of {models / start}" if kept else f"new: {models / start} has none"
+    assert f"value model: the score head is {said}" in stage.messages
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"value_model": "shared_backbone", "use_peft": False}, "value model: a new score head on the policy"),
+        ({"lora_value": "shared"}, "value model: the score head is new"),
+        ({"use_peft": False}, "value model: the score head is that of {reward}"),
+    ],
+)
+def test_a_line_says_which_score_head_a_value_model_starts_from(models, options, line):
+    stage = ppo_stage(models, reward_model_path=str(models / "reward"), **options)
+    assert line.format(reward=models / "reward") in stage.messages
+
+
 @pytest.mark.parametrize(("option", "kind", "error"), [("load_in_8bit", "int8", 0.02), ("load_in_4bit", "nf4", 0.12)])
 def test_what_a_run_on_a_quantized_base_writes_is_what_it_trained(models, tmp_path, option, kind, error):
     given = {**OPTIONS, "run_dir": str(tmp_path), "max_train_samples": 16, "total_episodes": 8, option: True}

@@ -165,6 +165,28 @@ def is_text_model(name_or_path: str | Path, revision: str | None = None) -> bool
     return not is_image_text(_read_config(folder / CONFIG))
 
 
+def has_scalar_head(name_or_path: str | Path, revision: str | None = None, *, weights: bool = True) -> bool:
+    """Whether a checkpoint has a scalar head of its own, or an adapter one in place of its base's.
+
+    Args:
+      name_or_path, revision: of the checkpoint.
+      weights: False: by the class that its configs name alone, without its weights.
+
+    Raises:
+      UserError: as `resolve`, or it has several labels.
+    """
+    folder, adapters = resolve_base(resolve(name_or_path, revision, weights=weights), weights=weights)
+    path = folder / CONFIG
+    hf = _read_config(path)
+    if weights:
+        has = not {_SCORE, _SCALAR_WEIGHT}.isdisjoint(open_weights(folder))
+    else:
+        has = _is_scalar_model(hf) or any("SequenceClassification" in name for name in _architectures(hf, path))
+    if has and not _is_scalar_model(hf):
+        _check_one_label(hf, path)
+    return has or any(peft.holds_scalar_head(adapter, weights=weights) for adapter in adapters)
+
+
 def adapter_base(name_or_path: str | Path, revision: str | None = None) -> tuple[str, str | None]:
     """(checkpoint, its revision) that an adapter was trained on."""
     folder = resolve(name_or_path, revision, weights=False)
@@ -288,13 +310,24 @@ def _is_scalar_model(hf: dict[str, Any]) -> bool:
     return "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf)
 
 
-def _model(hf: dict[str, Any], path: Path, images: bool = False) -> tuple[Model, float]:
-    """The model of a config.json, and the offset subtracted from its scores (0 unless it is a ScalarModel)."""
+def _architectures(hf: dict[str, Any], path: Path) -> list[str]:
     architectures = hf.get("architectures") or []
     if isinstance(architectures, str):
         architectures = [architectures]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UserError(f"{path}: architectures is {architectures!r}; it must be a list of class names.")
+    return architectures
+
+
+def _check_one_label(hf: dict[str, Any], path: Path) -> None:
+    labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
+    if labels != 1:
+        raise UserError(f"{path}: num_labels is {labels}; a reward or value model has 1.")
+
+
+def _model(hf: dict[str, Any], path: Path, images: bool = False) -> tuple[Model, float]:
+    """The model of a config.json, and the offset subtracted from its scores (0 unless it is a ScalarModel)."""
+    architectures = _architectures(hf, path)
     known = {name for family in FAMILIES.values() for name in family.architectures}
     known |= {wrapper.architecture for wrapper in WRAPPERS.values()}
     if unknown := [name for name in architectures if name not in known]:
@@ -394,9 +427,7 @@ def _scalar_head(model: Model, sources: dict[str, Source], folder: Path, hf: dic
             f"{folder} has no scalar head (tensor {_SCORE}, or {_SCALAR_WEIGHT}): it is not a reward model. "
             "Train one with the reward stage, or give another path."
         )
-    labels = hf.get("num_labels", len(hf["id2label"]) if isinstance(hf.get("id2label"), dict) else 1)
-    if labels != 1:
-        raise UserError(f"{folder / CONFIG}: num_labels is {labels}; a reward or value model has 1.")
+    _check_one_label(hf, folder / CONFIG)
     head = {"kernel": FileParam((_source(sources, _SCORE, shape, folder),), transpose=True)}
     if _SCORE_BIAS in sources:
         head["bias"] = HostParam(read_all(FileParam((_source(sources, _SCORE_BIAS, (1,), folder),))))

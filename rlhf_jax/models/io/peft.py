@@ -24,6 +24,7 @@ CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors
 TASKS = {"causal": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 
 _PREFIX = "base_model.model."
+_SCORE_BIAS = "score.bias"  # which PEFT ignores, as transformers does; it shifts all scores alike
 # Of the text model within models of images and text.
 _NESTED_PREFIXES = sorted({prefix for wrapper in WRAPPERS.values() for prefix in wrapper.prefixes})
 _MODULES = {"embed_out": "lm_head"}  # of transformers 5, by the names of the checkpoint
@@ -84,6 +85,22 @@ def read_config(folder: Path) -> Config:
     return Config(folder, base, revision, int(r), alpha, float(dropout), content.get("use_rslora") is True)
 
 
+def holds_scalar_head(config: Config, *, weights: bool = True) -> bool:
+    """Whether an adapter holds a score head; without `weights` by its adapter_config.json, where PEFT lists the head of
+    a classifier."""
+    if not weights:
+        content = read_json(config.folder / CONFIG)
+        return "score" in (content.get("modules_to_save") or ())
+    return any(re.search(r"(^|\.)score\.([^.]+\.)*weight$", name) for name in open_file(_file(config)))
+
+
+def _file(config: Config) -> Path:
+    file = next((config.folder / name for name in (WEIGHTS, OLD_WEIGHTS) if (config.folder / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{config.folder} has an {CONFIG}, but neither {WEIGHTS} nor {OLD_WEIGHTS}.")
+    return file
+
+
 def read(config: Config, model: Any) -> tuple[Lora, Params]:
     """An adapter's configuration and params.
 
@@ -97,9 +114,7 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
     Raises:
       UserError: names the tensor that is missing, extra or of another shape.
     """
-    file = next((config.folder / name for name in (WEIGHTS, OLD_WEIGHTS) if (config.folder / name).is_file()), None)
-    if file is None:
-        raise UserError(f"{config.folder} has an {CONFIG}, but neither {WEIGHTS} nor {OLD_WEIGHTS}.")
+    file = _file(config)
     sources = {_normalize_name(name, model.family): source for name, source in open_file(file).items()}
     wanted = _tensor_places(model)
     if unknown := sorted(set(sources) - set(wanted)):
@@ -114,8 +129,10 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
     adapted = dataclasses.replace(model, lora=form)
     shapes = jax.eval_shape(lambda key, base: lora.init(adapted, key, base), jax.random.key(0), shapes)
     adapters: Params = {}
+    if _SCORE_BIAS in sources:
+        shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     for name, (module, path, layer) in wanted.items():
-        if module not in holds:
+        if module not in holds or (name == _SCORE_BIAS and name not in sources):
             continue
         if name not in sources:
             raise UserError(f"{file}: tensor {_PREFIX}{name} is missing.")
@@ -181,6 +198,7 @@ def _tensor_places(model: Any) -> dict[str, tuple[str, tuple[str, ...], int | No
             places[name] = module, (*path, tensor.path[-1]), None
     for module in _heads(family):
         places[f"{module}.weight"] = module, (*family.modules[module], "kernel"), None
+    places[_SCORE_BIAS] = "score", ("score", "bias"), None
     return places
 
 
@@ -236,13 +254,14 @@ def save(
       kind: 'causal' or 'scalar'; heads of the other kind are not written.
       base: the checkpoint that the adapter was trained on.
       revision: of the base, on the hub.
-      norm: a final layer norm for the adapter to hold.
+      norm: a final layer norm for the adapter to hold, with the bias of the score head; None: the bias is a tensor.
     """
     form, heads = model.lora, {path: module for module, path in model.family.modules.items()}
     other_head = heads[{"causal": ("score",), "scalar": ("embed_out",)}[kind]]
     tree = adapters
     if norm is not None:
-        tree = {**adapters, "backbone": {**adapters["backbone"], "final_layer_norm": norm}}
+        score = {"kernel": adapters["score"]["kernel"]}
+        tree = {**adapters, "backbone": {**adapters["backbone"], "final_layer_norm": norm}, "score": score}
     tensors, modules = {}, []
     gathered: dict[tuple[str, ...], np.ndarray] = {}
     for name, (module, path, layer) in _tensor_places(model).items():
