@@ -24,7 +24,7 @@ Origin = tuple[str, str | None]
 """A checkpoint and its revision on the hub."""
 
 BASE, DEFAULT = "base", "default"
-_ALIASES = {"lm_head": "embed_out"}
+_ALIASES = {"lm_head": "embed_out"}  # transformers 5's name of GPT-NeoX's head
 
 
 def lora_form(config, model: Model, kind: str) -> lora.Lora:
@@ -40,12 +40,21 @@ def lora_form(config, model: Model, kind: str) -> lora.Lora:
     """
     family = model.family
     targets = lora.resolve_targets(model, config.lora_target_modules, "lora_target_modules")
-    names = [_ALIASES.get(name, name) for name in config.modules_to_save or ()]
-    absent = {"score"} | ({"embed_out"} if kind == "scalar" or model.config.tie_word_embeddings else set())
-    if wrong := [name for name in names if name in absent]:
-        raise UserError(
-            f"modules_to_save: {wrong[0]!r} is no module of this stage's model; a score head is always trained in full."
-        )
+    names = []
+    for given in config.modules_to_save or ():
+        names.append(given if given in family.modules else _ALIASES.get(given, given))
+        path = family.modules.get(names[-1])
+        if path == ("embed_out",) and kind == "causal" and model.config.tie_word_embeddings:
+            embedding = next(name for name, path in family.modules.items() if path == ("backbone", "embed_in"))
+            raise UserError(
+                f"modules_to_save: {given!r} is the embedding in this model (tie_word_embeddings); name {embedding!r}, "
+                "which trains both."
+            )
+        if path == ("score",) or (path == ("embed_out",) and kind == "scalar"):
+            raise UserError(
+                f"modules_to_save: {given!r} is no module of this stage's model; a score head is always trained in "
+                "full."
+            )
     saved = lora.resolve_modules_to_save(family, names, "modules_to_save")
     return lora.Lora(config.lora_r, config.lora_alpha, config.lora_dropout, targets, config.use_rslora, saved)
 
@@ -177,6 +186,13 @@ def open_adapters(context: StageContext, policy: Model, continues_adapter: bool)
       UserError: names the option, or the file.
     """
     start = start_of(context.config, continues_adapter)
+    if start.path is not None and start.trained is not None:
+        base = hf.load_model(start.path, revision=start.revision, images=policy.reads_images)
+        if base.config.tie_word_embeddings != policy.config.tie_word_embeddings:
+            raise UserError(
+                f"{start.paths[start.trained]} trains embedding and head apart, which are one in its base "
+                f"{start.path}: give start_adapter merge."
+            )
     read = {}
     for name in dict.fromkeys((start.trained, start.reference)):
         if name is not None:

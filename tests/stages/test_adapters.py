@@ -174,6 +174,58 @@ def test_options_that_do_not_go_together_are_named_before_a_weight_is_read(model
         rloo_stage(models, **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "tied", "name", "module"),
+    [
+        ("llama", False, "lm_head", "lm_head"),
+        ("llama", True, "embed_tokens", "embed_tokens"),
+        ("gpt_neox", False, "lm_head", "embed_out"),
+        ("gpt_neox", False, "embed_out", "embed_out"),
+    ],
+)
+def test_the_head_is_named_as_in_the_checkpoint_or_as_peft_names_it(shape, tied, name, module):
+    model = custom_shape(f"{shape}:2x32x2", 61, tie_word_embeddings=tied)
+    assert adapters.lora_form(RLOOConfig(**PEFT, modules_to_save=(name,)), model, "causal").modules_to_save == (module,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "embedding"),
+    [("llama", "lm_head", "embed_tokens"), ("gpt2", "lm_head", "wte"), ("gpt_neox", "lm_head", "embed_in")],
+)
+def test_the_head_of_a_tied_model_is_refused_by_the_name_that_was_given(shape, name, embedding):
+    model = custom_shape(f"{shape}:2x32x2", 61, tie_word_embeddings=True)
+    config = RLOOConfig(**PEFT, modules_to_save=(name,))
+    with pytest.raises(UserError, match=f"modules_to_save: '{name}' is the embedding .*name '{embedding}'"):
+        adapters.lora_form(config, model, "causal")
+    with pytest.raises(UserError, match=f"modules_to_save: '{name}' is no module of this stage's model"):
+        adapters.lora_form(config, model, "scalar")
+
+
+def test_an_adapter_that_unties_the_embedding_is_merged_and_not_trained_further(tmp_path):
+    tokenizer = data.load_tokenizer("synthetic")
+    model = custom_shape("llama:1x16x2", 128 * -(-tokenizer.vocab_size // 128))
+    params = model.init(jax.random.key(0))
+    hf.save(tmp_path / "base", model, params, kind="causal")
+    form = lora.Lora(r=2, alpha=4, dropout=0.0, target_modules=("q_proj",), modules_to_save=("embed_tokens",))
+    adapted = dataclasses.replace(model, lora=form)
+    peft.save(
+        tmp_path / "one",
+        adapted,
+        lora.init(adapted, jax.random.key(1), params),
+        kind="causal",
+        base=str(tmp_path / "base"),
+    )
+    file = tmp_path / "one" / peft.CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), "ensure_weight_tying": False}))
+    for folder in ("base", "one"):
+        data.save_tokenizer(tokenizer, str(tmp_path / folder))
+    with pytest.warns(UserWarning, match="modules_to_save has embed_tokens without ensure_weight_tying"):
+        stage = rloo_stage(tmp_path, "one", start_adapter="merge")
+    assert not stage.opened.policy.config.tie_word_embeddings and "embed_out" in stage.models.base["policy"]
+    with pytest.raises(UserError, match="one trains embedding and head apart.* give start_adapter merge"):
+        rloo_stage(tmp_path, "one", start_adapter="continue")
+
+
 def test_what_a_run_writes_is_its_policy_merged_and_as_an_adapter(models, tmp_path):
     shared = {"run_dir": str(tmp_path / "run"), "max_train_samples": 16, "total_episodes": 8}
     given = {**OPTIONS, "sft_model_path": str(models / "base"), **shared}

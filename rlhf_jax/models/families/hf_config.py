@@ -6,6 +6,7 @@ computed differently than its config says would train without any sign of it. On
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import warnings
@@ -203,10 +204,15 @@ def judge_others(others: dict[str, Any], model_type: str, fields: dict[str, Any]
             )
         unknown.append(key)
     if unknown:
-        warnings.warn(
-            f"{where}: transformers' config class of model_type {model_type!r} has no {', '.join(unknown)}: ignored",
-            stacklevel=2,
+        warn_once(
+            f"{where}: transformers' config class of model_type {model_type!r} has no {', '.join(unknown)}: ignored"
         )
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A warning that is given once, although a stage opens its models several times."""
+    warnings.warn(text, stacklevel=3)
 
 
 def sizes(reader: Reader, *, kv_default: int | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ arXiv:2403.17031). Out: checkpoints that transformers 4 and 5 load with the same
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -15,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import jax
@@ -24,6 +25,7 @@ from huggingface_hub import errors as hub_errors
 
 from rlhf_jax import storage
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.families.hf_config import warn_once
 from rlhf_jax.models.families.image_text import WRAPPERS, is_image_text, text_tensors
 from rlhf_jax.models.io import peft
 from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
@@ -123,8 +125,8 @@ def load_model(
     Raises:
       UserError: as `load`.
     """
-    path = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)[0] / CONFIG
-    return _model(_read_config(path), path, images)[0]
+    folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder, weights=False), weights=False)
+    return _opened(folder, adapters, images).model
 
 
 def resolve_base(folder: Path, *, weights: bool = True) -> tuple[Path, list[peft.Config]]:
@@ -231,15 +233,18 @@ def load(
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
-    hf = _read_config(folder / CONFIG)
-    model, offset = _model(hf, folder / CONFIG, images)
+    hf, model, offset, untied = _opened(folder, adapters, images)
     sources = _text_sources(model, hf, open_weights(folder), folder)
     loras = [peft.read(adapter, model) for adapter in adapters]
     replaced = {name for form, _ in loras for name in form.modules_to_save}
     leaves: Params = {"backbone": _backbone(model, sources, folder)}
     heads = kind.split("+")
     if "causal" in heads and not model.config.tie_word_embeddings:
-        leaves["embed_out"] = {} if "embed_out" in replaced else {"kernel": _causal_head(model, sources, folder)}
+        if untied:  # the base's head is its embedding
+            kernel = dataclasses.replace(leaves["backbone"]["embed_in"]["embedding"], transpose=True)
+        else:
+            kernel = None if "embed_out" in replaced else _causal_head(model, sources, folder)
+        leaves["embed_out"] = {} if kernel is None else {"kernel": kernel}
     if "scalar" in heads:
         if "score" in replaced and not new_head:
             leaves["score"] = {}
@@ -281,9 +286,8 @@ def load_shapes(
 ) -> tuple[Model, Params]:
     """What `load` would return, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
     _check_kind(kind)
-    path = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)[0] / CONFIG
-    hf = _read_config(path)
-    model, heads = _model(hf, path, images)[0], [head for head in kind.split("+") if head in HEADS]
+    hf, model, *_ = _opened(*resolve_base(resolve(name_or_path, revision, weights=False), weights=False), images)
+    heads = [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
     if "scalar" in heads and _is_scalar_model(hf) and not new_head:
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
@@ -308,6 +312,35 @@ def _check_kind(kind: str) -> None:
 def _is_scalar_model(hf: dict[str, Any]) -> bool:
     architectures = hf.get("architectures") or []
     return "ScalarModel" in architectures or not {"base_config", "base_model"}.isdisjoint(hf)
+
+
+class _Opened(NamedTuple):
+    """A config.json, its model, the offset of its scores, and whether adapters have untied its embedding and head."""
+
+    hf: dict[str, Any]
+    model: Model
+    offset: float
+    untied: bool
+
+
+def _opened(folder: Path, adapters: list[peft.Config], images: bool) -> _Opened:
+    """The model of a folder with adapters on it."""
+    path = folder / CONFIG
+    hf = _read_config(path)
+    model, offset = _model(hf, path, images)
+    tied = model.config.tie_word_embeddings
+    apart = [(adapter, adapter.untied_by(model.family)) for adapter in adapters if tied]
+    adapter, module = next((pair for pair in apart if pair[1]), (None, None))
+    if adapter is None:
+        return _Opened(hf, model, offset, untied=False)
+    warn_once(
+        f"{adapter.folder / peft.CONFIG}: modules_to_save has {module} without ensure_weight_tying, so embedding "
+        f"and head, which are one in {folder}, are two with the adapter, as in PEFT"
+    )
+    hf = {**hf, "tie_word_embeddings": False}
+    if isinstance(hf.get("text_config"), dict):
+        hf["text_config"] = {**hf["text_config"], "tie_word_embeddings": False}
+    return _Opened(hf, *_model(hf, path, images), untied=True)
 
 
 def _architectures(hf: dict[str, Any], path: Path) -> list[str]:

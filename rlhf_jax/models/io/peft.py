@@ -52,6 +52,21 @@ class Config:
     alpha: float
     dropout: float
     use_rslora: bool
+    modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
+    """Whether a saved embedding is the head too, where the base ties them."""
+    task: str | None = None
+
+    def untied_by(self, family: Any) -> str | None:
+        """The module of a language model that this adapter trains apart from the one that it is tied to in the base, so
+        that embedding and head become two in PEFT; None: it unties nothing."""
+        tied = _tied_modules(family)
+        names = [name for name in self.modules_to_save if name.rpartition(".")[2] in tied]
+        if not names or self.task == TASKS["scalar"]:
+            return None
+        # PEFT ties by these names alone, and saves the embedding that it tied by its whole name.
+        ties = any("." in name or name in ("embed_tokens", "lm_head") for name in names)
+        return None if self.ensure_weight_tying and ties else names[0]
 
 
 def read_config(folder: Path) -> Config:
@@ -85,8 +100,12 @@ def read_config(folder: Path) -> Config:
         if not isinstance(content.get(key), str | None):
             raise UserError(f"{path}: {key} is {content[key]!r}; it must be text.")
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
-    alpha = number("lora_alpha", 8, 0.0)
-    return Config(folder, base, revision, int(r), alpha, float(dropout), content.get("use_rslora") is True)
+    saved = content.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise UserError(f"{path}: modules_to_save is {saved!r}; it must be a list of names.")
+    form = int(r), number("lora_alpha", 8, 0.0), float(dropout), content.get("use_rslora") is True
+    tying, task = content.get("ensure_weight_tying") is True, content.get("task_type")
+    return Config(folder, base, revision, *form, tuple(saved), tying, task)
 
 
 def base_path(config: Config) -> str:
@@ -111,8 +130,7 @@ def holds_scalar_head(config: Config, *, weights: bool = True) -> bool:
     """Whether an adapter holds a score head; without `weights` by its adapter_config.json, where PEFT lists the head of
     a classifier."""
     if not weights:
-        content = read_json(config.folder / CONFIG)
-        return "score" in (content.get("modules_to_save") or ())
+        return "score" in config.modules_to_save
     return any(re.search(r"(^|\.)score\.([^.]+\.)*weight$", name) for name in open_file(_file(config)))
 
 
@@ -134,10 +152,17 @@ def read(config: Config, model: Any) -> tuple[Lora, Params]:
       (Lora with the target modules and the modules to save that the file holds, adapters as float32 numpy arrays)
 
     Raises:
-      UserError: names the tensor that is missing, extra or of another shape.
+      UserError: names the tensor that is missing, extra or of another shape, or the module that cannot be tied.
     """
-    file = _file(config)
+    file, tied = _file(config), model.config.tie_word_embeddings
+    if tied and (module := config.untied_by(model.family)):
+        raise UserError(
+            f"{config.folder / CONFIG}: modules_to_save has {module!r} without ensure_weight_tying, so embedding and "
+            "head are two, but they are one in the model that the adapter is put on; merge the adapter into its base."
+        )
     sources = {_normalize_name(name, model.family): source for name, source in open_file(file).items()}
+    if tied:
+        sources = _without_tied_head(sources, model.family, file)
     wanted = _tensor_places(model)
     if unknown := sorted(set(sources) - set(wanted)):
         raise UserError(f"{file}: tensor {sources[unknown[0]].name} belongs to no layer of the model it is meant for.")
@@ -193,6 +218,32 @@ def _normalize_name(name: str, family: Any) -> str:
         name = re.sub(rf"^({'|'.join(map(re.escape, _NESTED_PREFIXES))})", family.prefix, name)
     in_backbone = not name.startswith((family.prefix, *(f"{module}." for module in _heads(family))))
     return f"{family.prefix}{name}" if in_backbone else name
+
+
+def _without_tied_head(sources: dict[str, Source], family: Any, file: Path) -> dict[str, Source]:
+    """The tensors without the head, which PEFT writes beside an embedding that it is tied to."""
+    modules = {name.rpartition(".")[0].rpartition(".")[2] for name in sources}
+    head, embedding = _head(family), _module(family, "backbone", "embed_in")
+    if len(modules & {head, embedding}) == 1 and "score" not in modules:
+        raise UserError(
+            f"{file} holds one of {embedding} and {_MODULES.get(head, head)}, which are tied: PEFT writes both, or "
+            "has not tied them (ensure_weight_tying); merge the adapter with PEFT."
+        )
+    return {name: source for name, source in sources.items() if name != f"{head}.weight"}
+
+
+def _module(family: Any, *path: str) -> str:
+    return next(module for module, other in family.modules.items() if other == path)
+
+
+def _head(family: Any) -> str:
+    return _module(family, "embed_out")
+
+
+def _tied_modules(family: Any) -> set[str]:
+    """Names of the embedding and of the causal head."""
+    head = _head(family)
+    return {_module(family, "backbone", "embed_in"), head, _MODULES.get(head, head)}
 
 
 def _heads(family: Any) -> list[str]:
@@ -301,6 +352,12 @@ def save(
         tensors[_PREFIX + name] = np.ascontiguousarray(array.T if transpose else array)
         if layer is None and _renamed(model.family).get(module, module) not in modules:
             modules.append(_renamed(model.family).get(module, module))
+    embedding = gathered.get(("backbone", "embed_in", "embedding"))
+    tying = kind == "causal" and model.config.tie_word_embeddings and embedding is not None
+    if tying:  # PEFT copies a saved module: it has to know that the head is the same one
+        head = _MODULES.get(_head(model.family), _head(model.family))
+        tensors[f"{_PREFIX}{head}.weight"] = embedding.copy()
+        modules.append(head)
     if not is_main():
         return
     folder = Path(folder)
@@ -316,6 +373,7 @@ def save(
         "target_modules": _target_modules(form, model.family),
         "use_rslora": form.use_rslora,
         "modules_to_save": modules or None,
+        **({"ensure_weight_tying": True} if tying else {}),
         "bias": "none",
         "fan_in_fan_out": model.family.conv1d,
         "inference_mode": True,

@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.families.hf_config import warn_once
 from rlhf_jax.models.registry import Model
 from tests.helpers.optional import optional
 
@@ -295,6 +296,7 @@ PUBLISHED = {
 
 def opened(hf, **options):
     """(the model, its lines)."""
+    warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = Model.from_hf_config(copy.deepcopy(hf), "some/config.json", **options)
@@ -390,6 +392,14 @@ def test_a_key_without_effect_passes_without_a_line(name, keys):
     hf = PUBLISHED[name][0]
     model, lines = opened(hf | keys)
     assert lines == [] and decoder(model) == decoder(opened(hf)[0])
+
+
+def test_the_line_comes_once_for_a_model_that_is_opened_several_times():
+    hf = PUBLISHED["vicuna-7b"][0]
+    assert len(opened(hf)[1]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Model.from_hf_config(hf, "some/config.json")
 
 
 def test_a_vision_config_as_published_opens():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.errors import UserError
 from rlhf_jax.models import lora
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
-from tests.helpers import families
+from tests.helpers import families, models_common
 from tests.helpers.adapters import assert_gradients_equal
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows, reference_inputs
@@ -118,3 +120,87 @@ def test_a_new_adapter_of_ours_is_read_by_peft(tmp_path):
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     found = logits_and_gradients(model, base, adapters)[0]
     assert distance(found, their_logits(adapted).detach()) < 1e-5
+
+
+# (family, embedding, head by PEFT's name, linear layer); gemma3_text scales its embedding
+TIED = (
+    ("llama", "embed_tokens", "lm_head", "q_proj"),
+    ("qwen3", "embed_tokens", "lm_head", "q_proj"),
+    ("gemma3_text", "embed_tokens", "lm_head", "q_proj"),
+    ("gpt2", "wte", "lm_head", "c_attn"),
+    ("gpt_neox", "embed_in", "lm_head", "query_key_value"),
+)
+
+
+def tied_reference(family):
+    """transformers' model of a family, its head tied to its embedding."""
+    if family == "gpt_neox":
+        return models_common.reference("causal", tie_word_embeddings=True)
+    return families.reference(family, settings={**families.FAMILIES[family][1], "tie_word_embeddings": True})
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:You have requested")
+@pytest.mark.parametrize(("family", "embedding", "head", "linear"), TIED)
+def test_an_adapter_with_the_embedding_of_a_tied_model_is_the_same_model_in_peft(
+    family, embedding, head, linear, tmp_path
+):
+    tied_reference(family).save_pretrained(tmp_path / "base")
+    model, base = hf.load(tmp_path / "base")
+    assert model.config.tie_word_embeddings
+    form = lora.Lora(r=2, alpha=4, dropout=0.0, target_modules=(linear,), modules_to_save=(embedding,))
+    model = dataclasses.replace(model, lora=form)
+    noise = np.random.default_rng(0)
+    adapters = lora.init(model, jax.random.key(0), base)
+    adapters = jax.tree.map(lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32), adapters)
+    peft_files.save(tmp_path / "ours", model, adapters, kind="causal", base=str(tmp_path / "base"))
+    found = logits_and_gradients(model, base, adapters)[0]
+    theirs = peft.PeftModel.from_pretrained(tied_reference(family), tmp_path / "ours").eval()
+    assert distance(found, their_logits(theirs).detach()) < 1e-5
+    assert theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
+    # Read again: the same adapter, and as a checkpoint the same model.
+    again, read = hf.load_adapter(tmp_path / "ours", dataclasses.replace(model, lora=None))
+    assert again == form and distance(read, adapters) < 1e-6
+    merged_model, merged = hf.load(tmp_path / "ours")
+    assert merged_model.config.tie_word_embeddings and "embed_out" not in merged
+    hf.save(tmp_path / "merged", merged_model, merged, kind="causal")
+    whole = type(tied_reference(family)).from_pretrained(tmp_path / "merged").eval()
+    assert distance(found, their_logits(whole).detach()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:You have requested", "ignore:Model has")
+@pytest.mark.parametrize("tying", [True, False])
+@pytest.mark.parametrize("saved", ["embedding", "head", "both"])
+@pytest.mark.parametrize(("family", "embedding", "head", "linear"), [TIED[0], TIED[3], TIED[4]])
+def test_an_adapter_of_peft_on_a_tied_model_is_read_as_peft_computes_it(
+    family, embedding, head, linear, saved, tying, tmp_path
+):
+    """Without ensure_weight_tying embedding and head become two, unless both or none are trained."""
+    tied_reference(family).save_pretrained(tmp_path / "base")
+    names = {"embedding": [embedding], "head": [head], "both": [embedding, head]}[saved]
+    config = peft.LoraConfig(
+        r=2, target_modules=[linear], modules_to_save=names, ensure_weight_tying=tying, task_type="CAUSAL_LM"
+    )
+    base = type(tied_reference(family)).from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    theirs.eval().save_pretrained(tmp_path / "adapter")
+    wanted = their_logits(theirs).detach()
+    apart = theirs.get_input_embeddings().weight is not theirs.get_output_embeddings().weight
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, params = hf.load(tmp_path / "adapter")
+    said = [str(warning.message) for warning in caught if "ensure_weight_tying" in str(warning.message)]
+    assert bool(said) == apart == (not model.config.tie_word_embeddings)
+    logits = jnp.where(MASK[..., None], model.logits(params, model.hidden(params, TOKENS, MASK)), 0.0)
+    assert distance(logits, wanted) < 1e-5
+    hf.save(tmp_path / "merged", model, params, kind="causal")
+    whole = type(tied_reference(family)).from_pretrained(tmp_path / "merged").eval()
+    assert distance(logits, their_logits(whole).detach()) < 1e-5
+    if apart:
+        assert hf.load_model(tmp_path / "adapter").config == model.config
+        with pytest.raises(UserError, match=f"modules_to_save has '{names[0]}' without ensure_weight_tying"):
+            hf.load_adapter(tmp_path / "adapter", hf.load_model(tmp_path / "base"))
