@@ -160,7 +160,7 @@ def reference_answers(
 ) -> tuple[Answers, int]:
     """The reference answers of the data set in the form of a policy's, with eos.
 
-    Prompt and answer have the tokens of the joined text, of which the prompt is as many as it has alone.
+    Prompt and answer have the tokens of the joined text; the prompt keeps the number of tokens that it has alone.
 
     Args:
       texts: an answer to each prompt.

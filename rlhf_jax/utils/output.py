@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Output:
-    """A text stream that prints characters outside its encoding as escapes, and loses text where nobody reads it."""
+    """A text stream that prints characters outside its encoding as escapes, and drops text without a reader."""
 
     def __init__(self, stream: Any):
         self._stream = stream
