@@ -152,7 +152,7 @@ def column_types(function: Any) -> dict[str, tuple[type, ...]]:
 
 
 def type_note(name: str, function: Any, rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """A line on a column of which a row holds another type than the function's annotation; None if there is none."""
+    """A line on a column with a row of another type than the function's annotation; None if there is none."""
     expected = column_types(function)
     for row in rows:
         for column, kinds in expected.items():

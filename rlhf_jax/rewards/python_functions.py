@@ -303,7 +303,7 @@ class HostRewards:
                 raise UserError(f"reward function {name} requires {missing!r}, which is not a data column. {has}")
 
     def type_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """A line for each function of which a column holds another type than it expects; see `interface.type_note`."""
+        """A line for each function with a column of another type than it expects; see `interface.type_note`."""
         notes = (type_note(name, function, rows) for name, function in zip(self.names, self.functions))
         return [note for note in notes if note is not None]
 
