@@ -614,7 +614,10 @@ class DataImages:
         def fill(block: dict[str, Any]) -> dict[str, Any]:
             return {**block, "image": next(images)} if block["type"] == "image" else dict(block)
 
-        return [{**message, "content": [fill(block) for block in message.get("content") or ()]} for message in messages]
+        return [
+            {**message, "content": [fill(block) for block in message["content"]]} if message.get("content") else message
+            for message in messages
+        ]
 
     def update(self, digest: Any) -> None:
         """Adds all images to a hash."""

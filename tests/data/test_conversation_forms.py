@@ -92,6 +92,7 @@ def test_tools_and_template_arguments_of_a_row_are_rendered_in_every_stage(form)
     assert made.columns([0]) == {"tools": [tools], "chat_template_kwargs": [kwargs]}  # of reward functions, as given
 
 
+@pytest.mark.runs  # TRL is slow to import
 def test_tools_and_template_arguments_are_rendered_as_by_trl():
     trl = pytest.importorskip("trl.data_utils")
     row = {"prompt": CHAT[:1], "completion": CHAT[1:], "chat_template_kwargs": KWARGS}

@@ -116,6 +116,14 @@ def test_images_stand_before_the_first_text_of_the_user_or_in_their_blocks(of):
     assert [block["type"] for block in filled] == ["text", "image", "text"] and filled[1]["image"].size == (20, 12)
 
 
+def test_messages_beside_images_may_call_tools_without_content(of):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "w1"}}]}
+    rows = [{"prompt": [*USER, call, {"role": "user", "content": "w8"}], "images": [png()]}]
+    made = prompts(of, rows)
+    assert made.display_texts([0])[0].count("assistant:") == 2
+    assert made.texts([0])[0][1] == call
+
+
 @pytest.mark.runs  # TRL is slow to import
 def test_trl_places_the_images_alike(of):
     prepare = pytest.importorskip("trl.data_utils").prepare_multimodal_messages
