@@ -240,7 +240,7 @@ EQUAL = [100.3, -100.3, 1000.1, 12345.678, 1e-7, 3.3e30, 0.0]
 def test_equal_rewards_have_neither_advantage_nor_deviation_at_any_size(size):
     rewards = np.repeat(np.array(EQUAL, np.float32)[:, None], size, axis=1)
     keep = np.ones(rewards.shape, bool)
-    keep[:, ::3] = size < 4  # groups of which some rewards are not kept
+    keep[:, ::3] = size < 4  # groups with some rewards left out
     for kept in (np.ones(rewards.shape, bool), keep):
         assert not np.asarray(jax.jit(advantages.leave_one_out)(rewards, kept)).any()
         assert not np.asarray(jax.jit(advantages.group_std)(rewards, kept)).any()

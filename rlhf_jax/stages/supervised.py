@@ -226,7 +226,7 @@ def open_model(context: StageContext, head: str, images: bool = False) -> tuple[
         model = hf.load_model(config.model_name_or_path, revision=config.model_revision, images=images)
         check_context(model, config.max_length, "--max_length", config.model_name_or_path)
         tokenizer = open_tokenizer(config, config.model_name_or_path, model.config.vocab_size)
-    if head == "scalar":  # where transformers reads the score of what is exported
+    if head == "scalar":  # the exported model's pad, which decides where transformers reads a score
         model = dataclasses.replace(model, pad_id=tokenizer.pad_id)
     path = config.scratch_model or config.model_name_or_path
     model = context.on_mesh(model, head, path, dropout=not config.disable_dropout)

@@ -1,4 +1,4 @@
-"""Prompts and completions as tokens: those of the joined text as in TRL, one bos, and what is counted."""
+"""Tokens of prompts and completions: those of the joined text, as in TRL, with one bos; the rows that are counted."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Where a reward model reads its score: in training, where transformers reads that of what is exported."""
+"""Training reads a reward model's score at the token where transformers reads that of the exported model."""
 
 import copy
 import dataclasses
