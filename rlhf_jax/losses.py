@@ -108,18 +108,22 @@ def policy_loss_terms(
     *,
     cliprange: float,
     cliprange_high: float | None = None,
+    delta: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """max(-A r, -A clip(r, 1 - cliprange, 1 + cliprange_high)) per token, with r = exp(logp - old).
+    """max(-A min(r, delta), -A clip(r, 1 - cliprange, 1 + cliprange_high)) per action, with r = exp(logp - old).
 
-    Args: logprobs, old_logprobs, advantages, one shape, float; cliprange_high: default cliprange. Positions without a
-    token hold INVALID_LOGPROB on both sides. Returns (losses float32, clipped bool, ratio float32), the same shape;
-    clipped: the clip made the loss larger. Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; TRL :841-845.
+    Args: logprobs, old_logprobs, one shape, float: of tokens, or of responses summed or averaged over their tokens;
+    advantages float, a shape that broadcasts with theirs; cliprange_high: default cliprange; delta: upper bound of the
+    unclipped ratio, None for none. Positions without a token hold one number on both sides. Returns (losses float32,
+    clipped bool, ratio float32); clipped: the clip made the loss larger. Source: Schulman et al. 2017 (arXiv
+    1707.06347), equation 7; Shao et al. 2024 (GRPO, arXiv 2402.03300), equation 3; delta: INTELLECT-2 (arXiv
+    2505.07291); TRL ppo_trainer.py:841-845, grpo_trainer.py:3210-3218.
     """
     logprobs, old_logprobs, advantages = _float(logprobs), _float(old_logprobs), _float(advantages)
-    chex.assert_equal_shape([logprobs, old_logprobs, advantages])
+    chex.assert_equal_shape([logprobs, old_logprobs])
     high = cliprange if cliprange_high is None else cliprange_high
     ratio = importance_ratio(logprobs - old_logprobs)
-    plain = -advantages * ratio
+    plain = -advantages * (ratio if delta is None else jnp.minimum(ratio, delta))
     clipped = -advantages * jnp.clip(ratio, 1 - cliprange, 1 + high)
     return jnp.maximum(plain, clipped), clipped > plain, ratio
 
@@ -221,21 +225,6 @@ def sequence_log_ratio(log_ratio: Array, mask: Array) -> Array:
     chex.assert_rank([log_ratio, mask], 2)
     total = jnp.where(mask, log_ratio, 0).sum(axis=1, keepdims=True)
     return total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
-
-
-def clipped_ratio_loss_terms(
-    ratio: Array, advantages: Array, *, epsilon: float, epsilon_high: float, delta: float | None = None
-) -> Array:
-    """-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
-
-    Args: ratio, advantages float, [B, T] or [B, 1] each; delta: upper bound of the unclipped ratio, None for none.
-    Returns float32 of their common shape. Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), equation 3; delta:
-    INTELLECT-2 (arXiv 2505.07291); :3210-3218.
-    """
-    ratio, advantages = _float(ratio), _float(advantages)
-    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
-    ratio = ratio if delta is None else jnp.minimum(ratio, delta)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
 def cispo_loss_terms(logprobs: Array, ratio: Array, advantages: Array, *, epsilon_high: float) -> Array:

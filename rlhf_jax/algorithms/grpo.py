@@ -107,7 +107,8 @@ class Actions(NamedTuple):
 
     logprobs: Array  # [b, T]
     log_ratio: Array  # [b, T], policy over behavior policy
-    ratio: Array  # [b, T] or [b, 1]
+    action_log_ratio: Array  # [b, T] or [b, 1]
+    ratio: Array  # exp(action_log_ratio)
     advantages: Array  # [b, 1] or [b, T]
     mask: Array  # [b, T] bool
     sampler_ratio: Array | None  # [b, T] or [b, 1], learner over sampler; None: not corrected
@@ -130,8 +131,9 @@ class Loss(NamedTuple):
 def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """The clipped ratio of PPO, with the bound `delta` (:3210-3218)."""
     high = gpg.epsilon_high(config)
-    terms = losses.clipped_ratio_loss_terms(
-        actions.ratio, actions.advantages, epsilon=config.epsilon, epsilon_high=high, delta=config.delta
+    log_ratio, options = actions.action_log_ratio, {"cliprange": config.epsilon, "cliprange_high": high}
+    terms, _, _ = losses.policy_loss_terms(
+        log_ratio, jnp.zeros_like(log_ratio), actions.advantages, **options, delta=config.delta
     )
     ratio = actions.ratio if config.delta is None else jnp.minimum(actions.ratio, config.delta)
     low = (ratio < 1 - config.epsilon) & (actions.advantages < 0)
@@ -268,7 +270,8 @@ def loss_and_metrics(
     sampler_logprobs = jnp.where(mask, rows(micro.sampler_logprobs), 0.0)
     log_ratio = logprobs - old
     is_sequence = config.importance_sampling_level == "sequence"
-    ratio = losses.importance_ratio(losses.sequence_log_ratio(log_ratio, mask) if is_sequence else log_ratio)
+    action_log_ratio = losses.sequence_log_ratio(log_ratio, mask) if is_sequence else log_ratio
+    ratio = losses.importance_ratio(action_log_ratio)
     sampler_ratio = None
     if config.importance_sampling_correction:
         sampler_ratio = losses.sampler_ratio(
@@ -279,7 +282,7 @@ def loss_and_metrics(
             clip_min=config.importance_sampling_clip_min,
             clip_max=config.importance_sampling_clip_max,
         )
-    actions = Actions(logprobs, log_ratio, ratio, rows(micro.advantages), mask, sampler_ratio)
+    actions = Actions(logprobs, log_ratio, action_log_ratio, ratio, rows(micro.advantages), mask, sampler_ratio)
 
     terms, measured = loss_type.terms(actions, config)
     if config.off_policy_mask_threshold is not None:
