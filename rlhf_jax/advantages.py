@@ -343,3 +343,12 @@ def exclusive_cumsum(costs: Array) -> Array:
     """
     costs = _float(costs)
     return jnp.cumsum(costs, axis=-1) - costs
+
+
+def clip_rewards(rewards: Array, bounds: Sequence[float]) -> Array:
+    """Rewards clipped to (low, high); a single number c is (-c, c), as in TRL before 0.22.
+
+    Args: rewards [...] float; bounds, one or two numbers. Returns float32 [...]. Source: TRL `reward_clip_range`.
+    """
+    low, high = (-bounds[0], bounds[0]) if len(bounds) == 1 else bounds
+    return jnp.clip(_float(rewards), low, high)

@@ -69,21 +69,7 @@ class ScoredRollout:
 
 @flax.struct.dataclass
 class Experience:
-    """What one PPO update trains on. Columns of [B, T] arrays are response positions."""
-
-    tokens: Array  # [B, C + T] int32
-    mask: Array  # [B, C + T] bool, attention
-    lengths: Array  # [B] int32, 0..T; -1: the row is absent
-    logprobs: Array  # [B, T] float32, behaviour policy; INVALID_LOGPROB outside the response
-    values: Array  # [B, T] float32
-    advantages: Array  # [B, T] float32
-    returns: Array  # [B, T] float32
-    ref_logprobs: Array | None = None  # [B, T] float32 of the reference, as logprobs; None: no KL in the loss
-
-
-@flax.struct.dataclass
-class GroupExperience:
-    """What one update of RLOO or GRPO trains on: G responses per prompt.
+    """What one update of a policy trains on: G responses to each prompt, 1 with PPO.
 
     With G = 1 each response has its own copy of the prompt: the same numbers, more work.
     """
@@ -92,12 +78,17 @@ class GroupExperience:
     prompt_lengths: Array  # [P] int32
     response: Array  # [P, G, T] int32
     mask: Array  # [P, G, T] bool: response columns that may be attended
-    lengths: Array  # [P, G] int32, 0..T: tokens that are trained on
-    logprobs: Array | None  # [P, G, T] float32, behaviour policy; None: those of the policy in the only optimizer step
-    advantages: Array  # [P, G] float32 of whole responses, or [P, G, T] of tokens
+    trained_mask: Array  # [P, G, T] bool: tokens that are trained on
+    lengths: Array  # [P, G] int32, 0..T; -1: the row is absent
+    logprobs: Array | None  # [P, G, T] float32, behavior policy; None: those of the policy in the only optimizer step
+    advantages: Array | None = None  # [P, G] float32 of whole responses, or [P, G, T] of tokens
+    values: Array | None = None  # [P, G, T] float32, where there is a critic; so are returns and value_mask
+    returns: Array | None = None  # [P, G, T] float32
+    value_mask: Array | None = None  # [P, G, T] bool: positions that the critic is trained on
     ref_logprobs: Array | None = None  # [P, G, T] float32, where the loss has the KL to the reference
     sampler_logprobs: Array | None = None  # [P, G, T] float32, where the loss compares sampler and policy
-    selected: Array | None = None  # [P, G, T] bool, tokens that the policy's loss is of; None: all of the response
+    selected: Array | None = None  # [P, G, T] bool, tokens that the policy's loss is of; None: all that are trained on
+    dropout_keys: Array | None = None  # [P] typed keys; None: no dropout
     images: Images | None = None  # [P, ...] of the prompts; None: they are text
 
 

@@ -1,7 +1,7 @@
 """GRPO and its relatives: baseline, scale, loss and aggregation by independent options.
 
 Shao et al. 2024 (GRPO, arXiv 2402.03300) with the variants of TRL's GRPOTrainer, and REINFORCE++ (Hu et al. 2025, arXiv
-2501.03262). The trainer is `group_policy_gradient`; here are the equations for it. A loss type is one entry of LOSSES:
+2501.03262). The trainer is `policy_gradient`; here are the equations for it. A loss type is one entry of LOSSES:
 the loss of each action, and how the losses of tokens become one number. Line numbers are those of
 `trl/trainer/grpo_trainer.py` in TRL 1.12.0. Shapes: b rows of a micro-batch, T response columns.
 """
@@ -18,12 +18,12 @@ import numpy as np
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import group_policy_gradient as gpg
-from rlhf_jax.algorithms import microbatch, token_budget
-from rlhf_jax.algorithms.actor_critic import Models, group_logprobs
-from rlhf_jax.algorithms.metric_forms import FORMS
-from rlhf_jax.algorithms.rollout_metrics import group_rows
-from rlhf_jax.types import Array, GroupExperience, Metrics
+from rlhf_jax.algorithms import metrics as measures
+from rlhf_jax.algorithms import policy_gradient as pg
+from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.microbatch import Tally
+from rlhf_jax.algorithms.response_logprobs import Models, response_logprobs
+from rlhf_jax.types import Array, Experience, Metrics
 
 STD_EPSILON = 1e-4
 """Added to a standard deviation that rewards are divided by (:2780)."""
@@ -31,7 +31,7 @@ STD_EPSILON = 1e-4
 # --- rewards to advantages
 
 
-def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
+def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
     """(reward - baseline) / scale of each response (:2749-2800), or of each token with kl_in_reward.
 
     Args:
@@ -40,14 +40,14 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
     """
     keep, scores, trained = rewards.scorable, rewards.scores, rewards.trained_mask
     if config.multi_objective_aggregation == "normalize_then_sum":
-        result, deviations = normalize_then_sum(rewards)
+        result = normalize_then_sum(rewards)
     else:
-        deviations = reward_deviations(rewards, config)
         result = subtract_baseline(rewards, config)
         if config.scale_rewards != "none":
+            deviations = reward_deviations(rewards, config)
             result = result / (jnp.repeat(deviations, rewards.group_size) + STD_EPSILON)
     if config.reward_clip_range is not None:
-        result = jnp.clip(result, *gpg.clip_range(config.reward_clip_range))
+        result = adv.clip_rewards(result, config.reward_clip_range)
     result = jnp.where(keep, result, 0.0)
     penalty = jnp.zeros_like(scores)
     if config.kl_in_reward:
@@ -58,10 +58,10 @@ def advantages(rewards: gpg.Rewards, config) -> gpg.Advantages:
     if config.whiten_advantages:
         result = result if result.ndim == 2 else jnp.broadcast_to(result[:, None], trained.shape)
         result = adv.masked_whiten(result, trained & keep[:, None], ddof=config.whiten_ddof)
-    return gpg.Advantages(result, scores, penalty, reported_deviations(deviations, rewards, config))
+    return pg.Advantages(result, scores, penalty)
 
 
-def subtract_baseline(rewards: gpg.Rewards, config) -> Array:
+def subtract_baseline(rewards: pg.Rewards, config) -> Array:
     """Rewards minus the baseline of their group: [B]; 0 with one response to a prompt, or with 'none' its reward."""
     if config.baseline == "none":
         return rewards.scores
@@ -71,7 +71,7 @@ def subtract_baseline(rewards: gpg.Rewards, config) -> Array:
     return (scores - adv.group_mean(scores, keep)).reshape(-1)
 
 
-def reward_deviations(rewards: gpg.Rewards, config) -> Array:
+def reward_deviations(rewards: pg.Rewards, config) -> Array:
     """Standard deviation of the rewards of each group, or with scale_rewards 'batch' of the batch: [B / G]."""
     scores, keep = (group_rows(x, rewards.group_size) for x in (rewards.scores, rewards.scorable))
     if config.scale_rewards == "batch":
@@ -79,24 +79,22 @@ def reward_deviations(rewards: gpg.Rewards, config) -> Array:
     return adv.group_std(scores, keep)[:, 0]
 
 
-def reported_deviations(deviations: Array, rewards: gpg.Rewards, config) -> Array:
-    """The same with NaN for those of a single reward among several rows, as torch's: [B / G]."""
-    keep = group_rows(rewards.scorable, rewards.group_size)
-    of_batch = config.scale_rewards == "batch" or config.multi_objective_aggregation == "normalize_then_sum"
-    count, rows = (keep.sum(), keep.size) if of_batch else (keep.sum(axis=1), keep.shape[1])
-    return jnp.where((count > 1) | (rows == 1), deviations, jnp.nan)
-
-
-def normalize_then_sum(rewards: gpg.Rewards) -> tuple[Array, Array]:
-    """Each reward normalized by its group, their sum by the batch (GDPO): [B], and that sum's deviation: [B / G]."""
+def normalize_then_sum(rewards: pg.Rewards) -> Array:
+    """Each reward normalized by its group, their sum by the batch (GDPO): [B]."""
     each, size = rewards.each, rewards.group_size
     weights = jnp.asarray(rewards.weights or (1.0,) * each.shape[1], jnp.float32)
     applies = ~jnp.isnan(each) & rewards.scorable[:, None]
     total = adv.normalize_each_reward(group_rows(each, size), group_rows(applies, size), weights).reshape(-1)
-    normalized, divisor = adv.normalize(total, rewards.scorable, STD_EPSILON)
+    normalized, _ = adv.normalize(total, rewards.scorable, STD_EPSILON)
     # Their mean is 0 up to rounding, which must not become the advantage of a group of equal rewards.
-    result = jnp.where(total == 0, 0.0, normalized)
-    return result, jnp.broadcast_to(divisor - STD_EPSILON, (each.shape[0] // size,))
+    return jnp.where(total == 0, 0.0, normalized)
+
+
+def rollout_metrics(rewards: pg.Rewards, made: pg.Advantages, config) -> Metrics:
+    """`reward...` of a rollout, and with kl_in_reward `kl`, the mean over tokens: [] float32 each."""
+    metrics = pg.group_metrics(rewards, made, config)
+    kl = config.beta and config.kl_in_reward  # else the loss logs it
+    return metrics | ({"kl": adv.masked_mean(rewards.kl, rewards.trained_mask)} if kl else {})
 
 
 # --- loss
@@ -130,7 +128,7 @@ class Loss(NamedTuple):
 
 def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """The clipped ratio of PPO, with the bound `delta` (:3210-3218)."""
-    high = gpg.epsilon_high(config)
+    high = pg.epsilon_high(config)
     log_ratio, options = actions.action_log_ratio, {"cliprange": config.epsilon, "cliprange_high": high}
     terms, _, _ = losses.policy_loss_terms(
         log_ratio, jnp.zeros_like(log_ratio), actions.advantages, **options, delta=config.delta
@@ -143,7 +141,7 @@ def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
 
 def cispo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     """CISPO: REINFORCE weighted by the capped ratio (:3206-3208)."""
-    cap = gpg.epsilon_high(config)
+    cap = pg.epsilon_high(config)
     terms = losses.cispo_loss_terms(actions.logprobs, actions.ratio, actions.advantages, epsilon_high=cap)
     return terms, {"cispo_clip_ratio": (actions.ratio > cap) & (actions.advantages > 0)}
 
@@ -173,29 +171,29 @@ def vespo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     return losses.reinforce_loss_terms(actions.logprobs, weighted), {"vespo/phi_seq": weights}
 
 
-def mean_of_row_means(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
+def mean_of_row_means(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
     """Mean over responses of the mean over their tokens (:3250-3254)."""
-    return jnp.sum(terms.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)) / batch.rows
+    return jnp.sum(terms.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)) / counts.rows
 
 
-def mean_of_row_sums(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
+def mean_of_row_sums(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
     """Mean over responses of the sum over their tokens (:3269-3276)."""
-    return jnp.sum(terms) / batch.rows
+    return jnp.sum(terms) / counts.rows
 
 
-def mean_of_tokens(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
+def mean_of_tokens(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
     """Mean over the tokens of the minibatch, or of micro-batches (:3255-3258)."""
-    return jnp.sum(terms) / token_count(mask, batch.tokens, batch, config)
+    return jnp.sum(terms) / pg.token_count(mask, counts.tokens, counts, config)
 
 
-def mean_over_longest(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
+def mean_over_longest(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
     """Sum over tokens divided by responses times response_length (:3259-3262)."""
-    return jnp.sum(terms) / (batch.rows * config.response_length)
+    return jnp.sum(terms) / (counts.rows * config.response_length)
 
 
-def mean_of_batch_tokens(terms: Array, mask: Array, batch: gpg.Batch, config) -> Array:
+def mean_of_batch_tokens(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
     """Sum over tokens divided by the tokens that a minibatch has on average in this batch (:3263-3268)."""
-    return jnp.sum(terms) / jnp.maximum(batch.share, 1.0 / config.num_mini_batches)
+    return jnp.sum(terms) / jnp.maximum(counts.batch_tokens, 1.0 / config.num_mini_batches)
 
 
 LOSSES: dict[str, Loss] = {
@@ -211,23 +209,15 @@ LOSSES: dict[str, Loss] = {
 """By `loss_type`."""
 
 
-def token_count(mask: Array, of_minibatch: Array, batch: gpg.Batch, config) -> Array:
-    """The tokens that a micro-batch's sum is divided by, at least 1: the minibatch's, or TRL's (token_mean_micro), its
-    own times the number of micro-batches."""
-    if config.loss_aggregation == "token_mean_micro":
-        return jnp.maximum(mask.sum(), 1) * float(batch.micro_batches)
-    return jnp.maximum(of_minibatch, 1.0)
-
-
 def has_entropy_bonus(config) -> bool:
     """Whether the loss has an entropy bonus."""
     return config.entropy_coef != 0.0 or config.use_adaptive_entropy
 
 
-def needs(config) -> gpg.Needs:
+def needs(config) -> pg.Needs:
     """With a single optimizer step an update the behavior policy is the policy itself: no forward pass before it."""
-    single = gpg.steps_per_update(config) == 1 and config.old_logprobs == "forward"
-    return gpg.Needs(
+    single = pg.steps_per_update(config) == 1 and config.old_logprobs == "forward"
+    return pg.Needs(
         logprobs=not single or config.kl_in_reward,
         ref_logprobs=config.beta != 0 and not config.kl_in_reward,
         sampler_logprobs=True,
@@ -235,37 +225,31 @@ def needs(config) -> gpg.Needs:
 
 
 def loss_and_metrics(
-    models: Models,
-    micro: GroupExperience,
-    batch: gpg.Batch,
-    config,
-    dropout_keys: Array | None = None,
-    entropy_coef: Array | None = None,
-):
+    models: Models, micro: Experience, counts: pg.Counts, config, entropy_coef: Array | None = None
+) -> tuple[Array, tuple[Tally, dict[str, Array]]]:
     """The loss of one micro-batch: its share of the minibatch's (:3109-3340).
 
     Args:
       models: with whole params.
       micro: p groups.
-      batch: counts of the whole minibatch.
+      counts: of the minibatch.
       config: a GRPOConfig.
-      dropout_keys: [p] typed keys (G = 1 only); None: no dropout.
       entropy_coef: [] float32, the adaptive coefficient; None: config.entropy_coef.
 
     Returns:
-      (loss [], (sums over this micro-batch that metrics are made of, its extremes))
+      (loss [], (Tally, {"logprobs", "entropy"} [p, G, T])).
     """
-    policy, loss_type = models.policy, LOSSES[config.loss_type]
-    p, g, t = micro.response.shape
+    loss_type, bonus = LOSSES[config.loss_type], has_entropy_bonus(config)
 
-    def rows(x: Array) -> Array:
-        return x.reshape(p * g, -1)
+    def rows(x: Array) -> Array:  # [p, G, ...] -> [b, ...] or [b, 1]
+        return x.reshape(micro.lengths.size, -1)
 
-    mask = adv.response_mask(micro.lengths.reshape(-1), t)
-    bonus = has_entropy_bonus(config)
-    logprobs, entropy = group_logprobs(policy.model, policy.params, micro, config, dropout_keys, entropy_gradient=bonus)
-    logprobs, entropy_all = jnp.where(mask, rows(logprobs), 0.0), rows(entropy)
-    entropy = jnp.where(mask, entropy_all, 0.0)
+    mask = rows(micro.trained_mask)
+    new_logprobs, entropy, _ = response_logprobs(
+        models.policy, micro, config, dropout_keys=micro.dropout_keys, entropy_gradient=bonus
+    )
+    tokens = jax.lax.stop_gradient({"logprobs": new_logprobs, "entropy": entropy})
+    logprobs, entropy = (jnp.where(mask, rows(x), 0.0) for x in (new_logprobs, entropy))
     old = jax.lax.stop_gradient(logprobs) if micro.logprobs is None else jnp.where(mask, rows(micro.logprobs), 0.0)
     sampler_logprobs = jnp.where(mask, rows(micro.sampler_logprobs), 0.0)
     log_ratio = logprobs - old
@@ -289,7 +273,7 @@ def loss_and_metrics(
         threshold = config.off_policy_mask_threshold
         kept = losses.off_policy_mask(actions.advantages, logprobs, sampler_logprobs, mask, threshold=threshold)
         terms = jnp.where(kept, terms, 0.0)
-    selected, n_selected = mask, batch.tokens
+    selected, n_selected = mask, counts.tokens
     if config.top_entropy_quantile < 1:
         if micro.selected is None:  # the micro-batch is what the quantile is of
             selected = losses.high_entropy_mask(
@@ -297,7 +281,7 @@ def loss_and_metrics(
             )
             n_selected = selected.sum().astype(jnp.float32)
         else:
-            selected, n_selected = rows(micro.selected), batch.selected
+            selected, n_selected = rows(micro.selected), counts.selected
         terms = jnp.where(selected, terms, 0.0)
     if sampler_ratio is not None and not loss_type.corrects_sampler:
         terms = jnp.where(sampler_ratio == 0, 0.0, terms * sampler_ratio)
@@ -308,62 +292,37 @@ def loss_and_metrics(
             kl = kl * ratio
         terms = terms + config.beta * kl
         measured = {**measured, "kl": kl}
-    policy_loss = loss_type.aggregate(jnp.where(mask, terms, 0.0), mask, batch, config)
+    policy_loss = loss_type.aggregate(jnp.where(mask, terms, 0.0), mask, counts, config)
     loss = policy_loss
     if bonus:
         coef = config.entropy_coef if entropy_coef is None else entropy_coef
-        mean = jnp.sum(jnp.where(selected, entropy, 0.0)) / token_count(selected, n_selected, batch, config)
+        mean = jnp.sum(jnp.where(selected, entropy, 0.0)) / pg.token_count(selected, n_selected, counts, config)
         loss = policy_loss - coef * mean
-    return loss, metric_sums(
+    tally = tally_of(
         actions,
         entropy=entropy,
-        entropy_all=entropy_all,
         selected=selected,
-        sampler_logprobs=sampler_logprobs,
-        old=old,
-        lengths=micro.lengths,
+        sampler_difference=jnp.where(mask, jnp.abs(old - sampler_logprobs), 0.0),
+        present=rows(micro.lengths) >= 0,
         measured=measured,
-        loss=loss,
-        policy_loss=policy_loss,
     )
+    return loss, (tally._replace(sums={**tally.sums, "loss": loss, "policy_loss": policy_loss}), tokens)
 
 
-def select(models: Models, minibatch: GroupExperience, config, dropout_keys: Array | None) -> Array:
-    """Tokens of the highest entropy in a minibatch: [p, G, T] bool.
+def select(models: Models, minibatch: Experience, config) -> Array | None:
+    """Tokens of the highest entropy in a minibatch: [p, G, T] bool; None without top_entropy_quantile, and with
+    token_mean_micro, where the quantile is of each micro-batch.
 
     Args:
       models: with whole params.
       minibatch: p groups.
       config: a GRPOConfig.
-      dropout_keys: [p] typed keys; None: no dropout.
     """
-    groups, size = minibatch.lengths.shape
-    mask = adv.response_mask(minibatch.lengths.reshape(-1), minibatch.response.shape[2])
-
-    def entropies(item):
-        rows, keys = item
-        return group_logprobs(models.policy.model, models.policy.params, rows, config, keys)[1]
-
-    if config.micro_batch_tokens is not None:
-        items = gpg.token_items(minibatch, config, mesh=models.mesh, dropout_keys=dropout_keys)
-        entropy = token_budget.map_items(entropies, items)
-    else:
-        entropy = microbatch.map_by_prompt_length(
-            entropies,
-            (minibatch, dropout_keys),
-            lengths=minibatch.prompt_lengths,
-            rows=microbatch.groups_per_chunk(config.micro_batch_size, size, groups),
-            narrow=lambda item, width: (gpg.narrow_prompts(item[0], width), item[1]),
-            widths=microbatch.prompt_widths(config, minibatch.prompt_tokens.shape[1]),
-            mesh=models.mesh,
-        )
-    mask = mask.reshape(entropy.shape)
-    return losses.high_entropy_mask(entropy, mask, quantile=1 - config.top_entropy_quantile)
-
-
-def selects(config) -> bool:
-    """Whether the entropy quantile is over the minibatch (with token_mean_micro it is over each micro-batch)."""
-    return config.top_entropy_quantile < 1 and config.loss_aggregation == "token_mean"
+    if config.top_entropy_quantile == 1 or config.loss_aggregation == "token_mean_micro":
+        return None
+    parts, _ = pg.update_parts(models, minibatch, config)
+    entropy = parts.map(lambda rows: response_logprobs(models.policy, rows, config, dropout_keys=rows.dropout_keys)[1])
+    return losses.high_entropy_mask(entropy, minibatch.trained_mask, quantile=1 - config.top_entropy_quantile)
 
 
 def initial_entropy_control(config) -> np.ndarray | None:
@@ -372,15 +331,15 @@ def initial_entropy_control(config) -> np.ndarray | None:
     return np.array([config.entropy_coef, np.inf], np.float32) if config.use_adaptive_entropy else None
 
 
-def next_entropy_control(control: Array, sums: dict[str, Array], config) -> Array:
+def next_entropy_control(control: Array, tally: Tally, config) -> Array:
     """The adaptive entropy coefficient for the next optimizer step (Skywork-OR1; :3311-3330).
 
     Args:
       control: [2], the coefficient and the entropy of the step before.
-      sums: of `loss_and_metrics` in this step, by micro-batch.
+      tally: of `loss_and_metrics` in this step.
       config: a GRPOConfig.
     """
-    entropy = jnp.sum(sums["entropy_selected"]) / jnp.maximum(jnp.sum(sums["selected"]), 1.0)
+    entropy = tally.sums["entropy_selected"] / jnp.maximum(tally.sums["selected"], 1.0)
     step = jnp.where(entropy <= config.entropy_target, config.entropy_coef_delta, -config.entropy_coef_delta)
     coef = control[0] + step
     bounded = jnp.where(
@@ -392,129 +351,109 @@ def next_entropy_control(control: Array, sums: dict[str, Array], config) -> Arra
 # --- metrics
 
 
-def metric_sums(
-    actions, *, entropy, entropy_all, selected, sampler_logprobs, old, lengths, measured, loss, policy_loss
-):
-    """Sums and extremes over a micro-batch, from which `step_metrics` computes the metrics; they have no gradient."""
-    actions, entropy, entropy_all, measured = jax.lax.stop_gradient((actions, entropy, entropy_all, measured))
-    mask, present = actions.mask, lengths.reshape(-1) >= 0
-    tokens = jnp.sum(mask).astype(jnp.float32)
-    ratio = jnp.exp(actions.log_ratio)
-    difference = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(old) - sampler_logprobs), 0.0)
-    sums = {
-        "loss": loss,
-        "policy_loss": policy_loss,
-        "entropy": jnp.sum(entropy),
-        "entropy_all": jnp.sum(jnp.where(present[:, None], entropy_all, 0.0)),
-        "entropy_selected": jnp.sum(jnp.where(selected, entropy, 0.0)),
-        "selected": jnp.sum(selected).astype(jnp.float32),
-        "ratio": jnp.sum(jnp.where(mask, ratio, 0.0)),
-        "ratio_all": jnp.sum(jnp.where(present[:, None], ratio, 0.0)),
-        "rows": jnp.sum(present).astype(jnp.float32),
-        "tokens": tokens,
-        "squared_log_ratio": jnp.sum(jnp.square(actions.log_ratio)),
-        "sampling_difference": jnp.sum(difference),
-    }
-    extremes = {
-        "error": jnp.max(jnp.where(mask, jnp.abs(ratio - 1.0), 0.0)),
-        "sampling_difference": jnp.max(difference),
-    }
-    row_tokens = mask.sum(axis=1)
-    for name, value in measured.items():
-        value = value.astype(jnp.float32)
-        counted = mask if value.shape[1] > 1 else present[:, None]
-        value = jnp.where(counted, value, 0.0)
-        sums[f"mean/{name}"], sums[f"count/{name}"] = jnp.sum(value), jnp.sum(counted).astype(jnp.float32)
-        of_rows = value.sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1)
-        there = present & ((row_tokens > 0) | (value.shape[1] == 1))
-        extremes[f"min/{name}"] = jnp.min(jnp.where(there, of_rows, jnp.inf))
-        extremes[f"max/{name}"] = jnp.max(jnp.where(there, of_rows, -jnp.inf))
-    if actions.sampler_ratio is not None:
-        weights = actions.sampler_ratio
-        counted = mask if weights.shape[1] > 1 else present[:, None]
-        sums["mean/is"] = jnp.sum(jnp.where(counted, weights, 0.0))
-        sums["count/is"] = jnp.sum(counted).astype(jnp.float32)
-        extremes["min/is"] = jnp.min(jnp.where(counted, weights, jnp.inf))
-        extremes["max/is"] = jnp.max(jnp.where(counted, weights, -jnp.inf))
-    return sums, extremes
-
-
-def step_metrics(sums: dict[str, Array], extremes: dict[str, Array], t: int, config) -> Metrics:
-    """The metrics of one optimizer step from the sums of its micro-batches.
+def tally_of(
+    actions: Actions, *, entropy: Array, selected: Array, sampler_difference: Array, present: Array, measured: Metrics
+) -> Tally:
+    """What `step_metrics` is made of, of a micro-batch.
 
     Args:
-      sums, extremes: of `loss_and_metrics`, [N] each, by micro-batch.
-      t: T.
-      config: a GRPOConfig.
-
-    Returns:
-      Each [] float32; "ratios" [N] or [1], whose variance over steps is val/ratio_var.
+      actions: of b rows.
+      entropy, sampler_difference: [b, T] float32, 0 outside the response.
+      selected: [b, T] bool.
+      present: [b, 1] bool.
+      measured: [b, T] or [b, 1] by name, of the loss type.
     """
-    form = FORMS[config.metrics]
-    totals = {name: jnp.sum(x) for name, x in sums.items()}
-    tokens = jnp.maximum(totals["tokens"], 1.0)
+    actions, entropy, measured = jax.lax.stop_gradient((actions, entropy, measured))
+    mask = actions.mask
+    sums, least, greatest = measures.ratio_tally(actions.log_ratio, entropy, mask)
+    sums |= {
+        "entropy_selected": jnp.sum(jnp.where(selected, entropy, 0.0)),
+        "selected": jnp.sum(selected).astype(jnp.float32),
+        "squared_log_ratio": jnp.sum(jnp.square(actions.log_ratio)),
+        "sampling_difference": jnp.sum(sampler_difference),
+    }
+    greatest |= {"sampling_difference": jnp.max(sampler_difference)}
+    row_tokens = mask.sum(axis=1)
+
+    def count(name: str, value: Array, extreme_of: Callable[[Array, Array], tuple[Array, Array]]) -> None:
+        value = value.astype(jnp.float32)
+        counted = mask if value.shape[1] > 1 else present
+        value = jnp.where(counted, value, 0.0)
+        sums[f"mean/{name}"], sums[f"count/{name}"] = jnp.sum(value), jnp.sum(counted).astype(jnp.float32)
+        values, there = extreme_of(value, counted)
+        least[name] = jnp.min(jnp.where(there, values, jnp.inf))
+        greatest[name] = jnp.max(jnp.where(there, values, -jnp.inf))
+
+    def row_means(value: Array, counted: Array) -> tuple[Array, Array]:
+        there = present[:, 0] & ((row_tokens > 0) | (value.shape[1] == 1))
+        return value.sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1), there
+
+    for name, value in measured.items():
+        count(name, value, row_means)
+    if actions.sampler_ratio is not None:
+        count("is", actions.sampler_ratio, lambda value, counted: (value, counted))
+    return Tally(sums, least, greatest)
+
+
+def step_metrics(tally: Tally, config) -> Metrics:
+    """The metrics of one optimizer step, of the tally of `loss_and_metrics`: [] float32 each."""
+    sums, least, greatest = tally
+    tokens = jnp.maximum(sums["tokens"], 1.0)
 
     def mean(name: str) -> Array:
-        return form.ratio_of_sums(sums[f"mean/{name}"], sums[f"count/{name}"])
+        return sums[f"mean/{name}"] / jnp.maximum(sums[f"count/{name}"], 1.0)
 
-    def extreme(of_micro_batches: Callable, name: str) -> Array:
+    def finite(value: Array) -> Array:
         # A minibatch without a token to train on, as where all responses are truncated, has no least or greatest value.
-        value = of_micro_batches(extremes[name])
         return jnp.where(jnp.isfinite(value), value, 0.0)
 
     metrics = {
-        "loss": totals["loss"],
-        "loss/policy_avg": totals["policy_loss"],
+        **measures.ratio_metrics(tally),
+        "loss": sums["loss"],
+        "loss/policy_avg": sums["policy_loss"],
         "policy/clipfrac_avg": jnp.float32(0.0),
-        "policy/approxkl_avg": 0.5 * totals["squared_log_ratio"] / tokens,
-        "val/clipfrac_avg": jnp.float32(0.0),
-        "val/ratio_error": jnp.max(extremes["error"]),
-        "sampling/sampling_logp_difference/mean": totals["sampling_difference"] / tokens,
-        "sampling/sampling_logp_difference/max": jnp.max(extremes["sampling_difference"]),
-        **form.token_step(sums, totals, t),
+        "policy/approxkl_avg": 0.5 * sums["squared_log_ratio"] / tokens,
+        "sampling/sampling_logp_difference/mean": sums["sampling_difference"] / tokens,
+        "sampling/sampling_logp_difference/max": greatest["sampling_difference"],
     }
-    metrics["val/ratio"] = jnp.mean(metrics["ratios"])
     if has_entropy_bonus(config):
-        of_batch_tokens = LOSSES[config.loss_type].aggregate is mean_of_batch_tokens
-        metrics["policy_loss"] = form.policy_loss(sums["policy_loss"], of_batch_tokens)
+        metrics["policy_loss"] = sums["policy_loss"]
         if not config.use_adaptive_entropy:
             metrics["entropy_coef"] = jnp.float32(config.entropy_coef)
-    if "mean/kl" in sums:
+    if "kl" in least:
         metrics["kl"] = mean("kl")
-    if "mean/clip_ratio/low" in sums:
+    if "clip_ratio/low" in least:
         low, high = mean("clip_ratio/low"), mean("clip_ratio/high")
         metrics |= {
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
-            "clip_ratio/low_min": extreme(form.least, "min/clip_ratio/low"),
-            "clip_ratio/high_max": extreme(form.greatest, "max/clip_ratio/high"),
+            "clip_ratio/low_min": finite(least["clip_ratio/low"]),
+            "clip_ratio/high_max": finite(greatest["clip_ratio/high"]),
             "policy/clipfrac_avg": low + high,
         }
-    if "mean/cispo_clip_ratio" in sums:
+    if "cispo_clip_ratio" in least:
         metrics["cispo_clip_ratio"] = metrics["policy/clipfrac_avg"] = mean("cispo_clip_ratio")
-    if "mean/vespo/phi_seq" in sums:
+    if "vespo/phi_seq" in least:
         metrics["vespo/phi_seq_mean"] = mean("vespo/phi_seq")
-    if "mean/is" in sums:
+    if "is" in least:
         metrics |= {
-            "sampling/importance_sampling_ratio/min": extreme(form.least, "min/is"),
+            "sampling/importance_sampling_ratio/min": finite(least["is"]),
             "sampling/importance_sampling_ratio/mean": mean("is"),
-            "sampling/importance_sampling_ratio/max": extreme(form.greatest, "max/is"),
+            "sampling/importance_sampling_ratio/max": finite(greatest["is"]),
         }
     return metrics
 
 
-OBJECTIVE = gpg.Objective(
+OBJECTIVE = pg.Objective(
     advantages=advantages,
     loss=loss_and_metrics,
     step_metrics=step_metrics,
     needs=needs,
-    selects=selects,
+    rollout_metrics=rollout_metrics,
     select=select,
     control=next_entropy_control,
 )
-make_experience = functools.partial(gpg.make_experience, objective=OBJECTIVE)
-by_micro_batch = functools.partial(gpg.by_micro_batch, objective=OBJECTIVE)
-update = functools.partial(gpg.update, objective=OBJECTIVE)
-update_steps = functools.partial(gpg.update_steps, objective=OBJECTIVE)
-eval_metrics = functools.partial(gpg.eval_metrics, objective=OBJECTIVE)
+make_experience = functools.partial(pg.make_experience, objective=OBJECTIVE)
+update = functools.partial(pg.update, objective=OBJECTIVE)
+eval_metrics = functools.partial(pg.eval_metrics, objective=OBJECTIVE)

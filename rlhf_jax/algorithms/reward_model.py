@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import losses
 from rlhf_jax.algorithms import microbatch, nonfinite
+from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
@@ -148,10 +149,9 @@ def update(
     """
     b = batch.chosen_lengths.shape[0]
     dropout_keys = microbatch.row_keys(key, b)
-    micros = microbatch.split_micro((batch, dropout_keys), config.micro_batch_size)
-    n = micros[1].shape[0]
+    parts = MicroBatches.by_rows((batch, dropout_keys), config.micro_batch_size)
 
-    def loss_fn(params, micro, index):
+    def loss_fn(params, micro):
         micro, keys = micro
         keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
         chosen, rejected = pair_scores(
@@ -164,23 +164,20 @@ def update(
         )
         per_pair = losses.pairwise_reward_loss(chosen, rejected, micro.margin, config.center_rewards_coefficient)
         loss = jnp.sum(per_pair) / b
-        slot = jnp.arange(n)[:, None] == index
-        scores = jax.lax.stop_gradient(jnp.stack([chosen, rejected]))
-        return loss, {"loss": loss, "scores": jnp.where(slot[..., None], scores[None], 0.0)}
+        return loss, (Tally({"loss": loss}), jax.lax.stop_gradient((chosen, rejected)))
 
-    grads, sums = microbatch.accumulate_gradients(loss_fn, state.params, micros)
+    grads, tally, (chosen, rejected) = parts.gradients(loss_fn, state.params)
     state, step_metrics = nonfinite.single_step_update(
         optimizer,
         state,
         grads,
-        loss=sums["loss"],
+        loss=tally.sums["loss"],
         config=config,
         counts={"step": 1, "episodes": b, "tokens": jnp.sum(batch.chosen_lengths + batch.rejected_lengths)},
     )
-    scores = sums["scores"]
-    chosen, rejected = scores[:, 0], scores[:, 1]
+    scores = jnp.stack([chosen, rejected])
     metrics = {
-        "loss": sums["loss"],
+        **tally.sums,
         "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
         "margin": jnp.mean(chosen - rejected),
         "mean_reward": jnp.mean(scores),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from rlhf_jax import losses
-from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite
+from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
+from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Images, Metrics, Params, TrainState
 
@@ -69,7 +70,7 @@ def token_losses(
     def logprobs(params, rows):
         return losses.logprobs_from_logits(model.logits(params, rows[0]), rows[1])
 
-    return -actor_critic.map_logit_chunks(logprobs, model, params, (hidden[:, :-1], tokens[:, 1:]))
+    return -response_logprobs.map_logit_chunks(logprobs, model, params, (hidden[:, :-1], tokens[:, 1:]))
 
 
 def update(
@@ -102,9 +103,9 @@ def update(
     count = jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0)
     dropout_keys = microbatch.row_keys(key, batch.lengths.shape[0])
     rows = (batch.tokens, batch.lengths, mask, dropout_keys, batch.segment_ids, batch.images)
-    micros = microbatch.split_micro(rows, config.micro_batch_size)
+    parts = MicroBatches.by_rows(rows, config.micro_batch_size)
 
-    def loss_fn(params, micro, index):
+    def loss_fn(params, micro):
         tokens, lengths, mask, dropout_keys, segment_ids, images = micro
         per_token = token_losses(
             model,
@@ -118,18 +119,18 @@ def update(
             images=images,
         )
         loss = jnp.sum(jnp.where(mask, per_token, 0.0)) / count
-        return loss, {"loss": loss}
+        return loss, (Tally({"loss": loss}), ())
 
-    grads, metrics = microbatch.accumulate_gradients(loss_fn, state.params, micros)
+    grads, tally, _ = parts.gradients(loss_fn, state.params)
     state, step_metrics = nonfinite.single_step_update(
         optimizer,
         state,
         grads,
-        loss=metrics["loss"],
+        loss=tally.sums["loss"],
         config=config,
         counts={"step": 1, "episodes": batch.lengths.shape[0]},
     )
-    return state, {**metrics, **step_metrics}
+    return state, {**tally.sums, **step_metrics}
 
 
 def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:

@@ -137,7 +137,7 @@ OTHER_MICRO_TOKENS = 16384
 def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> StageConfig:
     """The config with a micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and
     has at most MICRO_TOKENS tokens. A given size is kept. None (the whole minibatch) is kept if micro_batch_tokens is
-    given, or if the micro-batch size changes the loss (loss_aggregation token_mean_micro) or the metrics (metrics trl).
+    given, or if the micro-batch size changes the loss (loss_aggregation token_mean_micro).
 
     Args:
       config: a stage's config.

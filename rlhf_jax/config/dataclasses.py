@@ -6,7 +6,7 @@ A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`),
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rlhf_jax.config.values import (
     Decay,
@@ -245,7 +245,7 @@ class StageConfig:
 
     @property
     def depends_on_micro_batching(self) -> bool:
-        """Whether the loss or the metrics depend on which rows share a micro-batch."""
+        """Whether the loss depends on which rows share a micro-batch."""
         return False
 
 
@@ -482,18 +482,20 @@ class PolicyConfig(StageConfig):
     """Rows of a completion table in the terminal, where long texts are cut; None: all. The files have all."""
     log_unique_prompts: bool = False
     """Show only one row per prompt in these tables."""
-    metrics: Literal["correct", "trl"] = "correct"
-    """trl: log the metrics that TRL leaves unmasked or computes after the KL penalty as TRL does."""
+
+    # What the trainer does where an algorithm has no option of this name.
+    kl_estimator: ClassVar[str] = "k1"
+    mask_truncated_completions: ClassVar[bool] = False
+    num_mini_batches: ClassVar[int] = 1
+    reshuffle: ClassVar[str] = "per_epoch"
+    disable_dropout: ClassVar[bool] = True
+    shared_prompts: ClassVar[bool] = False
+    computes_groups: ClassVar[bool] = False
 
     @property
     def epochs_per_update(self) -> int:
         """Epochs over each batch of episodes."""
         return 1
-
-    @property
-    def depends_on_micro_batching(self) -> bool:
-        """With TRL's metrics, which take a variance over micro-batches."""
-        return self.metrics == "trl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -576,8 +578,8 @@ class PPOConfig(PolicyConfig):
 
     @property
     def depends_on_micro_batching(self) -> bool:
-        """With TRL's metrics, and with a mean of micro-batch means."""
-        return super().depends_on_micro_batching or self.loss_aggregation == "token_mean_micro"
+        """With a mean of micro-batch means."""
+        return self.loss_aggregation == "token_mean_micro"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -760,8 +762,8 @@ class GRPOConfig(GroupConfig):
 
     @property
     def depends_on_micro_batching(self) -> bool:
-        """With TRL's metrics, and with TRL's means over micro-batches."""
-        return super().depends_on_micro_batching or self.loss_aggregation == "token_mean_micro"
+        """With TRL's means over micro-batches."""
+        return self.loss_aggregation == "token_mean_micro"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,9 @@ from rlhf_jax.config.values import checked_types, field_types, nearest, stage_ty
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json, short_repr
 
+REMOVED = {"metrics": ("correct", "It was removed: runs log what was metrics='correct'.")}
+"""Options of earlier versions: (the value that changes nothing now, what to say of another)."""
+
 # --- config.json
 
 
@@ -82,6 +85,8 @@ def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
     """The dataclass with these fields, nested ones too; values of any type."""
     hints, fields = field_types(config_type), {}
     for name, value in data.items():
+        if name not in hints and name in REMOVED and value == REMOVED[name][0]:
+            continue
         if name not in hints:
             raise UserError(f"unknown field {prefix}{name}.{_hint_for_unknown(name, config_type)}")
         stage = stage_type(hints[name])
@@ -238,6 +243,8 @@ def _explain(path: pathlib.Path, error: BaseException) -> str:
 
 def _hint_for_unknown(field: str, config_type: type) -> str:
     """' It is num_generations here.' for one of TRL's names, else the nearest fields of the config."""
+    if field in REMOVED:
+        return f" {REMOVED[field][1]}"
     stage = next((name for name, stage_config in STAGES.items() if stage_config is config_type), None)
     answer = trl_options.answer(field, stage) if stage else None
     if answer is None:

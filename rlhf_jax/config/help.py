@@ -32,7 +32,7 @@ RARE = frozenset(
     suppress_unused_ids generation_kwargs stop_token_id eos_penalty_mode old_logprobs alarm_kl_below alarm_kl_above
     alarm_first_ratio alarm_first_ratio_bfloat16 alarm_reward_std alarm_eos_share alarm_unused_ids
     alarm_length_growth alarm_length_collapse
-    num_completions_to_print log_unique_prompts metrics value_model_revision lora_value critic_warmup_steps kl_horizon
+    num_completions_to_print log_unique_prompts value_model_revision lora_value critic_warmup_steps kl_horizon
     kl_loss_estimator dual_clip value_lam adaptive_lam_alpha whiten_ddof score_position loss_aggregation
     lr_scheduler_unit num_generations_eval shared_prompts reshuffle sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps advantage_epsilon baseline_excludes_truncated multi_objective_aggregation

@@ -207,11 +207,9 @@ def _batches(config: StageConfig) -> Iterator[str]:
                 "set the size of a micro-batch: remove one of them (--micro_batch_size none)."
             )
         if config.depends_on_micro_batching:
-            by_micro = getattr(config, "loss_aggregation", None) == "token_mean_micro"
-            cause = "loss_aggregation 'token_mean_micro'" if by_micro else f"metrics {config.metrics!r}"
             yield (
-                f"micro_batch_tokens with {cause}: the result would depend on which rows share a micro-batch, and "
-                "these are chosen by length. Remove one of them."
+                "micro_batch_tokens with loss_aggregation 'token_mean_micro': the result would depend on which rows "
+                "share a micro-batch, and these are chosen by length. Remove one of them."
             )
     rollout = getattr(config, "rollout_batch_size", None)
     if rollout is not None and batch % rollout:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.algorithms import actor_critic
-from rlhf_jax.algorithms.actor_critic import Models, Network
+from rlhf_jax.algorithms.response_logprobs import Models, Network, token_kl
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches, conversation_forms, row_texts
 from rlhf_jax.data.chat import text_of
@@ -150,7 +149,7 @@ class Sampler:
             if images is not None:
                 group = rollout.lengths.shape[0] // images.pixels.shape[0]
                 images = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), images)
-            return actor_critic.token_kl(models, rollout, config, images).sum(axis=1)
+            return token_kl(models, rollout, config, images).sum(axis=1)
 
         return jax.jit(kl)
 

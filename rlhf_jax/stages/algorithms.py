@@ -1,16 +1,17 @@
 """The registry of algorithms that train on sampled responses.
 
-An algorithm is its equations, one file with `make_experience` and `update`, one config and one record here. A config
-file may register its own: see `register_algorithm`.
+An algorithm is its equations, one file with an `Objective`, one config and one record here. A config file may register
+its own: see `register_algorithm`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax.algorithms import group_policy_gradient, grpo, ppo, rloo
+from rlhf_jax.algorithms import grpo, policy_gradient, ppo, rloo
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig, register_stage
 
 
@@ -63,20 +64,42 @@ ALGORITHMS: dict[str, Algorithm] = {}
 """By name."""
 
 
+def policy_gradient_algorithm(
+    name: str, config: type, objective: policy_gradient.Objective, **options: Any
+) -> Algorithm:
+    """The record of an algorithm that is an `Objective` of the trainer.
+
+    Args:
+      name, config: of the record.
+      objective: its equations.
+      **options: other fields of the record, which override those of the trainer.
+    """
+    functions = ("make_experience", "update", "eval_metrics")
+    bound = {f: functools.partial(getattr(policy_gradient, f), objective=objective) for f in functions}
+    trainer = {"steps_per_update": policy_gradient.steps_per_update, "shares_prompts": policy_gradient.shares_prompts}
+    return Algorithm(name, config, **{**bound, **trainer, **options})
+
+
 def register_algorithm(algorithm: Algorithm) -> None:
     """Makes an algorithm known to the command by its config; a config file may call it (docs/architecture.md)."""
     register_stage(algorithm.name, algorithm.config)
     ALGORITHMS[algorithm.name] = algorithm
 
 
+OF_GROUPS = {
+    "group_size": lambda config: config.num_generations,
+    "eval_group_size": lambda config: config.num_generations_eval or config.num_generations,
+    "uses_reference": lambda config: bool(config.beta),
+    "moves_reference": lambda config: config.sync_ref_model,
+    "continues_adapter": True,
+    "learning_rate_metrics": ("learning_rate", "lr"),
+}
+"""What RLOO and GRPO have in common."""
 register_algorithm(
-    Algorithm(
-        name="ppo",
-        config=PPOConfig,
-        make_experience=ppo.make_experience,
-        update=ppo.update,
-        eval_metrics=ppo.eval_metrics,
-        steps_per_update=ppo.steps_per_update,
+    policy_gradient_algorithm(
+        "ppo",
+        PPOConfig,
+        ppo.OBJECTIVE,
         has_value_model=True,
         adapt_kl_coef=ppo.adapt_kl_coef,
         token_advantages=True,
@@ -89,41 +112,20 @@ register_algorithm(
         ),
     )
 )
-OF_GROUPS = {
-    "steps_per_update": group_policy_gradient.steps_per_update,
-    "group_size": lambda config: config.num_generations,
-    "eval_group_size": lambda config: config.num_generations_eval or config.num_generations,
-    "shares_prompts": group_policy_gradient.shares_prompts,
-    "uses_reference": lambda config: bool(config.beta),
-    "moves_reference": lambda config: config.sync_ref_model,
-    "continues_adapter": True,
-    "learning_rate_metrics": ("learning_rate", "lr"),
-}
-"""What RLOO and GRPO have in common."""
 register_algorithm(
-    Algorithm(
-        name="rloo",
-        config=RLOOConfig,
-        make_experience=rloo.make_experience,
-        update=rloo.update,
-        eval_metrics=rloo.eval_metrics,
-        progress=(
-            "reward",
-            "objective/rlhf_reward",
-            "objective/kl",
-            "completions/mean_length",
-            "policy/approxkl_avg",
-        ),
+    policy_gradient_algorithm(
+        "rloo",
+        RLOOConfig,
+        rloo.OBJECTIVE,
+        progress=("reward", "objective/rlhf_reward", "objective/kl", "completions/mean_length", "policy/approxkl_avg"),
         **OF_GROUPS,
     )
 )
 register_algorithm(
-    Algorithm(
-        name="grpo",
-        config=GRPOConfig,
-        make_experience=grpo.make_experience,
-        update=grpo.update,
-        eval_metrics=grpo.eval_metrics,
+    policy_gradient_algorithm(
+        "grpo",
+        GRPOConfig,
+        grpo.OBJECTIVE,
         initial_entropy_control=grpo.initial_entropy_control,
         progress=("reward", "reward_std", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std"),
         **OF_GROUPS,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.actor_critic import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.algorithms.response_logprobs import Models, Network
 from rlhf_jax.data import TrainingRows, same_tokenizer
 from rlhf_jax.data.images import ImageProcessor, image_token_id_of
 from rlhf_jax.errors import UserError

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import actor_critic, microbatch, nonfinite, rollout_metrics
-from rlhf_jax.algorithms.actor_critic import Models
+from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
+from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.algorithms.response_logprobs import Models
 from rlhf_jax.config import sampling_options
 from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.parallel import sharding
@@ -184,12 +186,12 @@ class _Functions:
             rollout = generate_unstacked(
                 policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, **options
             )
-            return jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), rollout)
+            return jax.tree.map(lambda x: group_rows(x, rows_per_prompt), rollout)
 
         prompts = rows.shape[0] // rows_per_prompt
         at_once = config.rollout_batch_size if config.decode_slots is None else None
         chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, prompts)
-        rows, expected = jax.tree.map(lambda x: rollout_metrics.group_rows(x, rows_per_prompt), (rows, expected))
+        rows, expected = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected))
         rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
         rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), self.mesh)
         if kept is None:
@@ -202,7 +204,7 @@ class _Functions:
         made, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
         causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
-        lengths = rollout_metrics.length_metrics(scored.rollout, self.unused_ids)
+        lengths = length_metrics(scored.rollout, self.unused_ids)
         return made, {**lengths, "nonfinite/causes": causes, **metrics}
 
     def update(self, state, base, experience, metrics):
@@ -225,7 +227,7 @@ class _Functions:
     def skip(self, state, rollout):
         """As `Programs.skip`."""
         after = nonfinite.add_counts(state, self.config, step=1, episodes=self.config.batch_size)
-        return self._finish(state, after, rollout_metrics.length_metrics(rollout, self.unused_ids), {})
+        return self._finish(state, after, length_metrics(rollout, self.unused_ids), {})
 
     def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics):
         """Counts the tokens of a rollout; adds the metrics of progress, with the learning rates of the step before."""
@@ -251,7 +253,7 @@ class _Functions:
         """As `Programs.token_kl`."""
         models = self.models(trained, base, ref_params)
         return map_in_chunks(
-            lambda chunk: actor_critic.token_kl(models, chunk[0], self.config, chunk[1]),
+            lambda chunk: response_logprobs.token_kl(models, chunk[0], self.config, chunk[1]),
             (rollout, images),
             self.config.rollout_batch_size,
         )

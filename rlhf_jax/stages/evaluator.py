@@ -184,7 +184,7 @@ class RolloutEvaluator:
           source: prompts.
           limit: number of prompts.
           temperature: of sampling; None: as in training.
-          advantages: ScoredBatch -> [B, T]; None: no advantages.
+          advantages: ScoredBatch -> [B, 1, T]; None: no advantages.
           tick: called before each batch; may raise.
 
         Returns:
@@ -227,7 +227,7 @@ class RolloutEvaluator:
             "entropy": -logprobs.sum(axis=1) / np.maximum(lengths, 1),
             "ids": response,
             "token_kl": kl,
-            "advantages": advantages,
+            "advantages": None if advantages is None else advantages.reshape(len(lengths), -1),
         }
 
     # --- tables
@@ -258,7 +258,7 @@ class RolloutEvaluator:
 
         Args:
           batch: of the update.
-          advantages: [B, T], or [P, G] of whole responses.
+          advantages: [P, G, T], or [P, G] of whole responses.
           token_kl: [N, T] of the first N responses; None without a reference.
         """
         fetched = (batch.rollout.response, batch.rollout.lengths, batch.scored.each_reward, advantages, token_kl)

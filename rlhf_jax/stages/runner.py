@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlhf_jax.algorithms.actor_critic import Models
+from rlhf_jax.algorithms.response_logprobs import Models
 from rlhf_jax.config import sampling_options
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards.interface import TrainerState

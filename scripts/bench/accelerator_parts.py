@@ -281,7 +281,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from rlhf_jax import models
-    from rlhf_jax.algorithms.actor_critic import response_hidden, response_logprobs
+    from rlhf_jax.algorithms.response_logprobs import response_hidden, response_logprobs
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
     from rlhf_jax.models.context import Context

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax import models
 from rlhf_jax.algorithms import grpo, ppo, reward_model, rloo, token_budget
-from rlhf_jax.algorithms.actor_critic import token_kl
+from rlhf_jax.algorithms.response_logprobs import token_kl
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import GroupExperience, PromptBatch, Rollout, TrainState

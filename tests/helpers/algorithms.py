@@ -3,7 +3,7 @@
 import jax
 import optax
 
-from rlhf_jax.algorithms.actor_critic import Models, Network
+from rlhf_jax.algorithms.response_logprobs import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import ScoredRollout
 

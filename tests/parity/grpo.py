@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms import group_policy_gradient, grpo, rollout_metrics
+from rlhf_jax.algorithms import grpo
+from rlhf_jax.algorithms import policy_gradient as pg
+from rlhf_jax.algorithms.groups import split_groups
+from rlhf_jax.algorithms.metrics import length_metrics
 from tests.helpers.algorithms import scored, with_params
 from tests.parity import options as opt
+from tests.parity import trl_steps
 from tests.parity.options import Refused
 from tests.parity.report import absolute, compare_log, distance
 from tests.parity.rloo import ARRAYS, CLOCKS, Current, Generation
@@ -21,7 +25,7 @@ from tests.parity.rloo import ARRAYS, CLOCKS, Current, Generation
 class GRPO(Current):
     """TRL's GRPOTrainer: RLOO's stream of micro-batches, with advantages and a loss of its own."""
 
-    algorithm = grpo
+    objective = trl_steps.with_zero_std(grpo.OBJECTIVE)
     fingerprinted = ("prompt_ids", "completion_ids", "advantages")
 
     def config_of(self, steps: int, rows: int):
@@ -34,27 +38,27 @@ class GRPO(Current):
         control = grpo.initial_entropy_control(self.config)
         self.state = self.state.replace(entropy_control=None if control is None else jnp.asarray(control))
 
-    def scale_of_loss(self) -> float:
-        """TRL divides GRPO's losses itself."""
-        return 1.0
+    def recorded_share(self) -> float:
+        """TRL's GRPO divides the loss of a micro-batch by `accum` itself."""
+        return 1.0 / self.accum
 
-    def share(self, step: int) -> np.ndarray:
-        """Of each micro-batch the tokens of its generation batch over that one's optimizer steps, as TRL recorded them;
-        micro-batches of one step may be of two generations."""
+    def batch_tokens(self, step: int) -> np.ndarray:
+        """The tokens of each micro-batch's generation batch over its micro-batches, as TRL recorded them; micro-batches
+        of one step may be of two generations."""
         micros = range(step * self.accum, (step + 1) * self.accum)
         items = [max(int(self.trace[f"step{micro}_num_items_in_batch"]), 1) for micro in micros]
-        return np.array(items, np.float32) * self.accum / (self.config.batch_size // self.micro)
+        return np.array(items, np.float32) / (self.config.batch_size // self.micro)
 
     def _experience(self, params, base, ref, rollout, scores, scorable, each, images=None):
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=self.config.num_generations)
         batch = batch.replace(each_reward=each, reward_weights=self.weights(each), images=images)
-        experience, metrics = grpo.make_experience(models, batch, config=self.config)
+        experience, metrics = pg.make_experience(models, batch, config=self.config, objective=self.objective)
         if self.config.off_policy_mask_threshold is not None:
             # What TRL compares with where it does not sample by vLLM (grpo_trainer.py:3162).
             sampler = experience.logprobs
             if sampler is None:
-                sampler = group_policy_gradient.compute_logprobs(models, experience, self.config)[0]
+                sampler = pg.compute_logprobs(models, experience, self.config, pg.Needs())[0]
             experience = experience.replace(sampler_logprobs=sampler.reshape(experience.sampler_logprobs.shape))
         return experience, metrics
 
@@ -75,7 +79,7 @@ class GRPO(Current):
         params, ref = self.state.params, self.reference()
         given = params, self.base, ref, rollout, scores, scorable, each, self.images(generation)
         experience, found = self.program("_experience")(*given)
-        mask = np.asarray(adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1]))
+        mask = np.asarray(experience.trained_mask).reshape(rollout.response.shape)
         for name, ours in (("old", experience.logprobs), ("ref", experience.ref_logprobs)):
             recorded = f"{name}_per_token_logps_{generation}"
             if recorded in self.trace.files:
@@ -90,10 +94,10 @@ class GRPO(Current):
         self.report.add("tokens that are trained on", float((mask != theirs).sum()), 0.0, where)
         ours, theirs = np.asarray(experience.advantages).reshape(-1), self.trace[f"advantages_{generation}"]
         self.report.add("advantages", absolute(ours, theirs) / (float(np.linalg.norm(theirs)) or 1.0), ARRAYS, where)
-        found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
+        found = {**length_metrics(rollout), **found, **self.reward_metrics(each)}
         metrics = {name: float(x) for name, x in found.items()}
         size = float(np.mean(np.abs(theirs)))
-        return Generation(rollout_metrics.split_groups(experience), self.order(generation), size), metrics
+        return Generation(split_groups(experience), self.order(generation), size), metrics
 
     def compare_metrics(self, where: str, ours: dict[str, Any], theirs: dict[str, float], size: float) -> None:
         """Every metric that TRL logged; `size`: mean |advantage|, the size of the loss's terms."""

@@ -202,7 +202,6 @@ def ppo_config(options: dict[str, Any], updates: int, where: str) -> PPOConfig:
         score_position="after_eos",
         eos_penalty_mode="subtract",
         old_logprobs="forward",
-        metrics="trl",
     )
 
 
@@ -297,7 +296,6 @@ def rloo_config(options: dict[str, Any], steps: int, rows: int, where: str) -> R
         micro_batch_size=micro,
         disable_dropout=True,
         shared_prompts=False,  # TRL runs prompt and response through the model side by side
-        metrics="trl",
     )
 
 
@@ -365,7 +363,6 @@ def grpo_config(options: dict[str, Any], steps: int, rows: int, accum: int, wher
         micro_batch_size=micro,
         disable_dropout=True,
         shared_prompts=False,  # TRL runs prompt and response through the model side by side
-        metrics="trl",
     )
 
 
@@ -414,7 +411,6 @@ def legacy_rloo_config(options: dict[str, Any], updates: int, where: str) -> RLO
         reshuffle="per_epoch",
         disable_dropout=True,
         shared_prompts=False,  # TRL runs prompt and response through the model side by side
-        metrics="trl",
     )
 
 

@@ -11,7 +11,6 @@ Arrays differ by ||a - b|| / ||b||, metrics by |a - b| / max(|b|, 0.01).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -28,13 +27,16 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
+from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms import ppo, reward_model
+from rlhf_jax.algorithms.groups import group_rollout
 from rlhf_jax.algorithms.optimizer import learning_rate, scale_by_adamw
+from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored
-from tests.parity import adapters, grpo, rloo
+from tests.parity import adapters, grpo, rloo, trl_steps
 from tests.parity import options as opt
 from tests.parity.options import Refused
 from tests.parity.report import (
@@ -51,6 +53,14 @@ from tests.parity.weights import compare_weights, sum_of_rates
 
 ARRAYS = 1e-5
 CLOCKS = ("eps", "epoch")  # wall-clock and data set size: not of the algorithm
+
+
+def full_sequence(rollout: Rollout):
+    """Prompt and response in one sequence: (tokens [B, C + T], mask [B, C + T])."""
+    c = rollout.prompt_tokens.shape[1]
+    prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
+    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
+    return tokens, jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
 
 
 class Replay:
@@ -111,24 +121,21 @@ class Replay:
         return ppo.make_experience(models, batch, config=self.config, kl_coef=state.kl_coef)
 
     def _learn(self, steps, accum, state, base, experience, orders, rate):
-        config = dataclasses.replace(self.config, num_mini_batches=steps)
-        optimizer, key = at_rates(accumulating(self.optimizer, accum), rate), jax.random.key(0)
-        models = self.models.replace(base=base)
-        return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key, orders=orders)
+        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.replace(base=base)
+        options = {"steps": steps, "config": self.config, "objective": ppo.OBJECTIVE, "optimizer": optimizer}
+        return trl_steps.update(models, state, experience, orders, **options)
 
     def _value_output(self, params, rollout):
         """The value at the token before the first pad of the untruncated row: what get_reward returns."""
-        tokens, mask = ppo.full_sequence(rollout)
+        tokens, mask = full_sequence(rollout)
         model = self.models.value.model
         values = model.scalars(params, model.hidden(params, tokens, mask))
         last = rollout.prompt_tokens.shape[1] - 1 + adv.first_true(rollout.response == self.pad)
         return values[jnp.arange(values.shape[0]), last]
 
     def _ref_logprobs(self, params, base, ref, rollout):
-        tokens, mask = ppo.full_sequence(rollout)
-        model, ref_params = self.models.reference.model, self._whole(params, base, ref).reference.params
-        hidden = model.hidden(ref_params, tokens, mask)[:, -rollout.response.shape[1] - 1 : -1]
-        return ppo.response_logprobs(model, ref_params, hidden, rollout.response, self.config.temperature)[0]
+        reference = self._whole(params, base, ref).reference
+        return response_logprobs(reference, group_rollout(rollout), self.config)[0][:, 0]
 
     # ------------------------------------------------------------------------------------------------ what was sampled
 
@@ -182,12 +189,14 @@ class Replay:
         where = f"update {update}"
         inside = np.asarray(adv.response_mask(rollout.lengths, rollout.response.shape[1]))
         sampled = losses.logprobs_from_logits(self.trace[f"gen_logits_{update}"], rollout.response)
-        self.report.add("old log-probabilities", distance(experience.logprobs[inside], sampled[inside]), ARRAYS, where)
+        old = experience.logprobs[:, 0]
+        self.report.add("old log-probabilities", distance(old[inside], sampled[inside]), ARRAYS, where)
         value_call, reward_call = self.recorded_scores(update)
         values = self.program("_value_output")(self.state.params["value"], rollout)
         self.report.add("reward-model scores", distance(scores, reward_call), ARRAYS, where)
         self.report.add("value-model outputs", distance(values, value_call), ARRAYS, where)
-        gaps = {"advantages": (experience.returns - experience.values, experience.advantages, inside)}
+        before = (experience.returns - experience.values)[:, 0]
+        gaps = {"advantages": (before, experience.advantages[:, 0], inside)}
         if self.config.whiten_rewards:
             gaps = {"rewards": self.rewards(rollout, scores, experience), **gaps}
         for offset, (name, (before, after, mask)) in enumerate(gaps.items()):
@@ -209,9 +218,10 @@ class Replay:
         t = rollout.response.shape[1]
         ref = self.program("_ref_logprobs")(self.state.params, self.base, self.ref_params, rollout)
         inside, valued = adv.response_mask(rollout.lengths, t), adv.value_mask(rollout.lengths, t)
-        ref = jnp.where(inside, ref, losses.INVALID_LOGPROB)
-        penalty = -self.config.kl_coef * adv.kl_penalty(experience.logprobs, ref, self.config.kl_estimator)
-        final = ppo.penalize_missing_eos(self.credited(scores, rollout), rollout, (self.eos,), self.config)
+        logprobs = experience.logprobs[:, 0]
+        ref = jnp.where(inside, ref, logprobs)
+        penalty = -self.config.kl_coef * adv.kl_penalty(logprobs, ref, self.config.kl_estimator)
+        final = pg.penalize_missing_eos(self.credited(scores, rollout), rollout, (self.eos,), self.config)
         rewards = adv.place_scores(penalty, final, rollout.lengths)
         return rewards, adv.masked_whiten(rewards, valued, shift_mean=False), valued
 
@@ -222,6 +232,7 @@ class Replay:
         rate = learning_rate(self.config, jnp.int32(update), len(self.logs))
         learn = self.program("_learn", *self.cut.stepped(every))
         self.state, metrics = learn(self.state, self.base, experience, jnp.asarray(orders), rate)
+        found = {**found, "val/num_eos_tokens": trl_steps.eos_count(self.rollout(update), self.eos)}
         metrics |= {**found, "lr": rate, "episode": (update + 1) * self.config.batch_size}
         unknown = f"{self.folder.name}: not one of PPO's metrics"
         terms = terms_of_kl(metrics, self.config.kl_coef)

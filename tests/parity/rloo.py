@@ -16,13 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import losses
-from rlhf_jax.algorithms import group_policy_gradient, microbatch, reward_model, rloo, rollout_metrics
+from rlhf_jax.algorithms import policy_gradient as pg
+from rlhf_jax.algorithms import reward_model, rloo
+from rlhf_jax.algorithms.groups import split_groups
+from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.optimizer import learning_rate, scale_by_adamw
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, with_params
-from tests.parity import adapters, vision
+from tests.parity import adapters, trl_steps, vision
 from tests.parity import options as opt
 from tests.parity.options import Refused
 from tests.parity.report import (
@@ -49,7 +52,7 @@ class RLOOReplay:
     parts: tuple[str, ...] = ("trace.npz", "policy", "tokenizer", "final_policy")
     always_ref = False  # a reference is asked even where its KL costs nothing
     trains_on = False  # an adapter that was there before is its own reference
-    algorithm: Any = rloo
+    objective: pg.Objective = trl_steps.with_zero_std(trl_steps.unmasked(rloo.OBJECTIVE))
 
     def __init__(self, folder: Path) -> None:
         opt.check_folder(folder)
@@ -111,7 +114,7 @@ class RLOOReplay:
         models = with_params(self.models.replace(base=base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=config.num_generations)
         batch = batch.replace(images=images)
-        return self.algorithm.make_experience(models, batch, config=config)
+        return pg.make_experience(models, batch, config=config, objective=self.objective)
 
     def steps_of_a_rate(self) -> int:
         """Optimizer steps of one step of the schedule."""
@@ -142,7 +145,7 @@ class RLOOReplay:
 class Generation:
     """A generation batch: its rows apart, and the order TRL gave them."""
 
-    rows: Any  # GroupExperience, groups of one
+    rows: Any  # Experience, groups of one
     order: np.ndarray  # [iterations, micro-batches, rows a micro-batch]
     size: float  # of the terms of its losses
 
@@ -245,27 +248,23 @@ class Current(RLOOReplay):
                     order[iteration, micro, place] = row
         return order
 
-    def _step(self, state, base, rows, rate, share):
+    def _step(self, state, base, micros, rate, batch_tokens):
         """One optimizer step on `accum` micro-batches.
 
         Returns:
-          (state, metrics, loss of each micro-batch [accum])
+          (state, metrics of the step, metrics of each micro-batch [accum])
         """
-        options = {"share": share}
-        config = dataclasses.replace(self.config, num_iterations=1, num_mini_batches=1, micro_batch_size=self.micro)
-        models = self.models.replace(base=base)
-        coef = None
-        if state.entropy_control is not None:
-            coef = group_policy_gradient.applied_entropy_coef(state.entropy_control, config)
-        loss_fn, micros, _ = self.algorithm.by_micro_batch(models, rows, config, entropy_coef=coef, **options)
-        losses_of_micros = microbatch.sum_over_micro_batches(
-            lambda micro, i: loss_fn(state.params, (micro, None), i)[1][0]["loss"], micros
+        state, metrics, each, _ = trl_steps.step(
+            self.models.replace(base=base),
+            state,
+            micros,
+            config=self.config,
+            objective=self.objective,
+            optimizer=at_rates(accumulating(self.optimizer, 1), rate),
+            number=state.step,
+            batch_tokens=batch_tokens,
         )
-        orders = jnp.arange(self.micro * self.accum)[None]
-        optimizer, key = at_rates(accumulating(self.optimizer, 1), rate), jax.random.key(0)
-        options |= {"config": config, "optimizer": optimizer, "key": key, "orders": orders}
-        state, stats = self.algorithm.update_steps(models, state, rows, **options)
-        return state, {name: x[0] for name, x in stats.items() if name != "ratios"}, losses_of_micros
+        return state.replace(step=state.step + 1), metrics, each
 
     def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
         """Experience of a generation batch with the params as they are, compared, and its metrics."""
@@ -279,7 +278,7 @@ class Current(RLOOReplay):
         params, ref = self.state.params, self.reference()
         given = params, self.base, ref, rollout, scores, scorable, self.images(generation)
         experience, found = self.program("_experience")(*given)
-        inside = adv.response_mask(experience.lengths.reshape(-1), rollout.response.shape[1])
+        inside = np.asarray(experience.trained_mask).reshape(rollout.response.shape)
         old = jnp.sum(jnp.where(inside, experience.logprobs.reshape(inside.shape), 0.0), axis=1)
         self.report.add("old log-probabilities", distance(old, self.trace[f"old_logps_{generation}"]), ARRAYS, where)
         # An advantage is a difference of rewards, and as exact as they are.
@@ -287,18 +286,18 @@ class Current(RLOOReplay):
         rewards = np.asarray(scores) / self.divisor(*given)
         size = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(rewards)))
         self.report.add("advantages", absolute(ours, theirs) / (size or 1.0), ARRAYS, where)
-        found = {**rollout_metrics.length_metrics(rollout), **found, **self.reward_metrics(each)}
+        found = {**length_metrics(rollout), **found, **self.reward_metrics(each)}
         size = max(float(np.mean(np.abs(theirs))), float(np.mean(np.abs(rewards))))
         metrics = {name: float(x) for name, x in found.items()}
-        return Generation(rollout_metrics.split_groups(experience), self.order(generation), size), metrics
+        return Generation(split_groups(experience), self.order(generation), size), metrics
 
-    def share(self, step: int) -> float:
-        """`Batch.share` of an optimizer step, which RLOO's loss does not read."""
+    def batch_tokens(self, step: int) -> np.ndarray:
+        """`Counts.batch_tokens` of each micro-batch of an optimizer step, which RLOO's loss does not read."""
+        return np.ones(self.accum, np.float32)
+
+    def recorded_share(self) -> float:
+        """A recorded loss of a micro-batch over its own loss: TRL's RLOO does not divide it by `accum`."""
         return 1.0
-
-    def scale_of_loss(self) -> float:
-        """A recorded loss of a micro-batch over its share of the step's loss: RLOO's is not divided by `accum`."""
-        return float(self.accum)
 
     def divisor(self, params, base, ref, rollout, scores, scorable, images) -> float:
         """What normalize_advantages divided by; 1 without it."""
@@ -328,17 +327,18 @@ class Current(RLOOReplay):
                     tokens += metrics["rollout/tokens"]
                 chosen = current.order.reshape(-1, self.micro)[micro % a_generation]
                 parts.append(jax.tree.map(lambda x, rows=chosen: x[rows], current.rows))
-            rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+            micros = jax.tree.map(lambda *x: jnp.stack(x), *parts)
             rate = learning_rate(self.config, jnp.int32(step), len(self.logs))
-            share = np.asarray(self.share(step), np.float32)
-            self.state, stats, ours = self.program("_step")(self.state, self.base, rows, rate, share)
+            given = self.state, self.base, micros, rate, self.batch_tokens(step)
+            self.state, metrics, each = self.program("_step")(*given)
             size = current.size
-            for i, loss in enumerate(np.asarray(ours)):
+            for i, loss in enumerate(np.asarray(each["loss"])):
                 micro = step * self.accum + i
-                # The loss that TRL returned, which it had divided by `accum` where the trainer does so itself.
                 theirs = float(self.trace[f"step{micro}_loss"])
-                gap = abs(float(loss) * self.scale_of_loss() - theirs) / (size or 1.0)
+                gap = abs(float(loss) * self.recorded_share() - theirs) / (size or 1.0)
                 self.report.add("losses of micro-batches", gap, LOSSES, f"micro-batch {micro}")
+            stats = {name: metrics[name] for name in ("grad_norm", "entropy_coef") if name in metrics}
+            stats = {**trl_steps.mean_of_micro_batches(each, self.config), **stats}
             # What belongs to generation batches is logged with the first step after them.
             metrics = {**stats, "learning_rate": rate, "num_tokens": tokens}
             for name in {name for one in found for name in one}:
@@ -403,12 +403,11 @@ class Legacy(RLOOReplay):
         return self.config.num_iterations * self.cut.micros
 
     def _learn(self, steps, accum, state, base, experience, orders, rate):
-        config = dataclasses.replace(self.config, num_mini_batches=steps)
         # TRL orders rows, not groups.
-        rows = rollout_metrics.split_groups(experience)
-        optimizer, key = at_rates(accumulating(self.optimizer, accum), rate), jax.random.key(0)
-        models, options = self.models.replace(base=base), {"config": config, "optimizer": optimizer, "key": key}
-        return rloo.update(models, state, rows, orders=orders, **options)
+        rows = split_groups(experience)
+        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.replace(base=base)
+        options = {"steps": steps, "config": self.config, "objective": self.objective, "optimizer": optimizer}
+        return trl_steps.update(models, state, rows, orders, **options)
 
     def _score(self, params, rollout):
         return reward_model.score_rollout(self.reward_model, params, rollout, dtype=jnp.float32)
@@ -452,6 +451,8 @@ class Legacy(RLOOReplay):
             rate = learning_rate(c, jnp.int32(update), len(self.logs))
             learn = self.program("_learn", *self.cut.stepped(pass_ends(update, period)))
             self.state, metrics = learn(self.state, self.base, experience, orders, rate)
+            found |= {"objective/entropy": trl_steps.surprise(experience)}
+            found |= {"val/num_eos_tokens": trl_steps.eos_count(rollout, self.eos)}
             metrics |= {**found, "lr": rate, "episode": (update + 1) * c.batch_size}
             self.compare_metrics(where, metrics, log, float(np.mean(np.abs(experience.advantages))))
         return self.finish()

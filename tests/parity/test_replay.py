@@ -282,7 +282,7 @@ def test_an_option_that_is_not_listed_has_trls_default():
     assert (config.cliprange_value, config.kl_estimator, config.whiten_rewards) == (0.2, "k1", False)
     assert (config.missing_eos_penalty, config.max_grad_norm, config.weight_decay) == (None, None, 0.0)
     assert (config.batch_size, config.num_mini_batches, config.micro_batch_size) == (8, 1, 8)
-    assert (config.metrics, config.loss_aggregation, config.whiten_ddof) == ("trl", "token_mean_micro", 1)
+    assert (config.loss_aggregation, config.whiten_ddof) == ("token_mean_micro", 1)
 
 
 def test_each_of_trls_rloo_trainers_has_its_own_defaults():
@@ -294,7 +294,7 @@ def test_each_of_trls_rloo_trainers_has_its_own_defaults():
     assert (old.num_generations, old.num_iterations, old.beta, old.epsilon, old.temperature) == (4, 4, 0.05, 0.2, 0.7)
     assert (old.batch_size, old.micro_batch_size, old.response_length) == (8, 4, 53)
     assert (old.max_grad_norm, old.lr_scheduler_unit, old.reshuffle) == (None, "update", "per_epoch")
-    assert {now.metrics, old.metrics} == {"trl"} and old.reward_clip_range is None
+    assert old.reward_clip_range is None
     clipped = options.legacy_rloo_config({"micro": 4, "normalize_reward": True}, 8, "case")
     assert clipped.reward_clip_range == (10.0,) and clipped.num_generations == 2
 
@@ -305,16 +305,16 @@ def test_an_option_of_grpo_that_is_not_listed_has_trls_default():
     assert (config.loss_type, config.importance_sampling_level, config.scale_rewards) == ("dapo", "token", "none")
     assert (config.use_bias_correction_kl, config.temperature, config.response_length) == (True, 1.0, 512)
     assert (config.batch_size, config.micro_batch_size, config.num_mini_batches) == (16, 2, 4)
-    assert (config.loss_aggregation, config.metrics) == ("token_mean_micro", "trl")
+    assert config.loss_aggregation == "token_mean_micro"
 
 
-@pytest.mark.parametrize("rows, share", [(16, [30.0, 40.0]), (8, [60.0, 80.0])], ids=["two a generation", "one"])
-def test_each_micro_batch_is_divided_by_the_tokens_of_its_own_generation(rows, share):
+@pytest.mark.parametrize("rows, tokens", [(16, [15.0, 20.0]), (8, [30.0, 40.0])], ids=["two a generation", "one"])
+def test_each_micro_batch_is_divided_by_the_tokens_of_its_own_generation(rows, tokens):
     fake = object.__new__(replay.grpo.GRPO)
     fake.folder, fake.accum, fake.micro = CASES, 2, 8
     fake.trace = {"step0_num_items_in_batch": np.int64(30), "step1_num_items_in_batch": np.int64(40)}
     fake.config = options.grpo_config({"micro": 8}, 1, rows, 2, "case")
-    np.testing.assert_array_equal(fake.share(0), share)
+    np.testing.assert_array_equal(fake.batch_tokens(0), tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The models of an algorithm, and their forward passes at the positions that predict a response."""
+"""The models of an algorithm; log-probabilities, entropies and values of responses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import flax
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import advantages as adv
 from rlhf_jax import losses
+from rlhf_jax.algorithms import groups
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, GroupExperience, Images, Params, Rollout
+from rlhf_jax.types import Array, Experience, Images, Params, Rollout
 
 LOGIT_POSITIONS = 1024
 """Most positions per device whose logits are held at a time, where the vocabulary is small."""
@@ -44,6 +44,11 @@ class Models:
     # value model has its own; None: the models are trained in full
     mesh: Any = flax.struct.field(pytree_node=False, default=None)  # rows are sharded over it; None: one device
 
+    @property
+    def critic(self) -> Network:
+        """The network with the value head."""
+        return self.policy if self.value is None else self.value
+
     def with_trained(self, trained: Params) -> Models:
         """The same with whole params of all models, adapters merged.
 
@@ -65,19 +70,83 @@ class Models:
         return model.with_lora(self.base.get(role, self.base["policy"]), params)
 
 
-def full_sequence(rollout: Rollout) -> tuple[Array, Array]:
-    """Prompt and response in one sequence.
+def response_logprobs(
+    network: Network,
+    rows: Experience,
+    config,
+    *,
+    critic: Network | None = None,
+    dropout_keys: Array | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """Log-probabilities and entropies of responses, and their values.
+
+    Args:
+      network: a causal head, with whole params.
+      rows: P groups. One forward pass over a prompt serves its G responses; with G = 1 prompt and response are one
+        sequence.
+      config: temperature, dtype, remat.
+      critic: the network with the value head; `network` itself: one forward pass for both. None: no values.
+      dropout_keys: [P] typed keys, for G = 1; None: no dropout.
+      entropy_gradient: whether the entropies have a gradient.
 
     Returns:
-      tokens [B, C + T] int32, mask [B, C + T] bool (False on left padding; response columns by `response_mask`).
+      (log-probabilities, entropies, values or None), each [P, G, T] float32, at `temperature`; undefined outside the
+      responses.
     """
-    c = rollout.prompt_tokens.shape[1]
-    prompt_mask = jnp.arange(c)[None, :] >= (c - rollout.prompt_lengths)[:, None]
-    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
-    return tokens, jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
+    hidden = response_hidden(network, rows, config, dropout_keys)
+    response = rows.response.reshape(hidden.shape[:2])
+    logprobs, entropy = logprobs_from_hidden(
+        network.model, network.params, hidden, response, config.temperature, entropy_gradient=entropy_gradient
+    )
+    values = None
+    if critic is not None:
+        value_hidden = hidden if critic is network else response_hidden(critic, rows, config)
+        values = critic.model.scalars(critic.params, value_hidden).reshape(rows.response.shape)
+    return logprobs.reshape(rows.response.shape), entropy.reshape(rows.response.shape), values
 
 
-def response_logprobs(
+def response_hidden(network: Network, rows: Experience, config, dropout_keys: Array | None = None) -> Array:
+    """The final hidden states of the T positions that predict each response.
+
+    Args:
+      network: any head, with whole params.
+      rows, config, dropout_keys: as in `response_logprobs`.
+
+    Returns:
+      [P * G, T, D] in the compute dtype.
+    """
+    p, g, t = rows.response.shape
+    c, model, params = rows.prompt_tokens.shape[1], network.model, network.params
+    prompt_mask = jnp.arange(c)[None, :] >= (c - rows.prompt_lengths)[:, None]
+    response, mask = rows.response.reshape(p * g, t), rows.mask.reshape(p * g, t)
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "images": rows.images}
+    if g == 1:
+        tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
+        both = jnp.concatenate([prompt_mask, mask], axis=1)
+        return model.hidden(params, tokens, both, dropout_key=dropout_keys, last=t + 1, **options)[:, :-1]
+    last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
+    return jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
+
+
+def token_kl(models: Models, rollout: Rollout, config, images: Images | None = None) -> Array:
+    """log pi - log ref of each response token, the k1 estimate of its KL, for completion tables and reports.
+
+    Args:
+      models: policy and reference, with whole params.
+      rollout: responses of the policy.
+      config: temperature, dtype, remat.
+      images: [B, ...] of the rows' prompts.
+
+    Returns:
+      [B, T] float32, 0 outside the response.
+    """
+    rows = groups.group_rollout(rollout, images=images)
+    logprobs, ref_logprobs = (response_logprobs(x, rows, config)[0] for x in (models.policy, models.reference))
+    return jnp.where(rows.trained_mask, logprobs - ref_logprobs, 0.0)[:, 0]
+
+
+def logprobs_from_hidden(
     model, params: Params, hidden: Array, response: Array, temperature: float, *, entropy_gradient: bool = False
 ):
     """Log-probabilities of the response and the entropy of each position, at `temperature`.
@@ -162,107 +231,3 @@ def map_logit_chunks(function, model, params: Params, rows):
 
     out = map_in_chunks(one, jax.tree.map(split, rows), chunk)
     return jax.tree.map(lambda x: x.reshape(b, parts * block, *x.shape[2:])[:, :t], out)
-
-
-def response_hidden(model, params, tokens, mask, t, config, images: Images | None = None):
-    """The final hidden states of the T positions that predict the response.
-
-    Args:
-      model, params: any head.
-      tokens, mask: [b, C + T].
-      t: T.
-      config: dtype, remat.
-      images: of the rows' prompts.
-
-    Returns:
-      [b, T, D] in the compute dtype.
-    """
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "images": images}
-    return model.hidden(params, tokens, mask, last=t + 1, **options)[:, :-1]
-
-
-def evaluate_actor_critic(models: Models, tokens: Array, mask: Array, t: int, config):
-    """Policy and value model on prompt and response, at response positions.
-
-    Args:
-      models: with whole params; without a value model the policy has the value head.
-      tokens, mask: [B, C + T].
-      t: T.
-      config: temperature, dtype, remat, entropy_coef.
-
-    Returns:
-      (log-probabilities, entropies, values), each [B, T] float32; the entropies have a gradient with entropy_coef.
-    """
-    policy, value = models.policy, models.value
-    hidden = response_hidden(policy.model, policy.params, tokens, mask, t, config)
-    options = {"entropy_gradient": bool(getattr(config, "entropy_coef", 0.0))}
-    logprobs, entropy = response_logprobs(
-        policy.model, policy.params, hidden, tokens[:, -t:], config.temperature, **options
-    )
-    if value is None:
-        values = policy.model.scalars(policy.params, hidden)
-    else:
-        value_hidden = response_hidden(value.model, value.params, tokens, mask, t, config)
-        values = value.model.scalars(value.params, value_hidden)
-    return logprobs, entropy, values
-
-
-def group_logprobs(
-    model,
-    params: Params,
-    rows: GroupExperience,
-    config,
-    dropout_keys: Array | None = None,
-    entropy_gradient: bool = False,
-):
-    """Log-probabilities and entropies of responses, with one forward pass per prompt for its G responses.
-
-    Args:
-      model, params: a causal head.
-      rows: p groups; with G = 1 prompt and response are one sequence.
-      config: temperature, dtype, remat.
-      dropout_keys: [p] typed keys, for G = 1; None: no dropout.
-      entropy_gradient: as in `response_logprobs`.
-
-    Returns:
-      (log-probabilities, entropies), each [p, G, T] float32.
-    """
-    p, g, t = rows.response.shape
-    c = rows.prompt_tokens.shape[1]
-    prompt_mask = jnp.arange(c)[None, :] >= (c - rows.prompt_lengths)[:, None]
-    response, mask = rows.response.reshape(p * g, t), rows.mask.reshape(p * g, t)
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "images": rows.images}
-    if g == 1:
-        tokens = jnp.concatenate([rows.prompt_tokens, response], axis=1)
-        both = jnp.concatenate([prompt_mask, mask], axis=1)
-        hidden = model.hidden(params, tokens, both, dropout_key=dropout_keys, last=t + 1, **options)[:, :-1]
-    else:
-        last, hidden = model.hidden_after_prompts(params, rows.prompt_tokens, prompt_mask, response, mask, **options)
-        hidden = jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
-    logprobs, entropy = response_logprobs(
-        model, params, hidden, response, config.temperature, entropy_gradient=entropy_gradient
-    )
-    return logprobs.reshape(p, g, t), entropy.reshape(p, g, t)
-
-
-def token_kl(models: Models, rollout: Rollout, config, images: Images | None = None) -> Array:
-    """log pi - log ref of each response token, the k1 estimate of its KL, for completion tables and reports.
-
-    Args:
-      models: policy and reference, with whole params.
-      rollout: responses of the policy.
-      config: a PPOConfig.
-      images: [B, ...] of the rows' prompts.
-
-    Returns:
-      [B, T] float32, 0 outside the response.
-    """
-    tokens, mask = full_sequence(rollout)
-    t = rollout.response.shape[1]
-
-    def logprobs(network: Network) -> Array:
-        hidden = response_hidden(network.model, network.params, tokens, mask, t, config, images)
-        return response_logprobs(network.model, network.params, hidden, rollout.response, config.temperature)[0]
-
-    difference = logprobs(models.policy) - logprobs(models.reference)
-    return jnp.where(adv.response_mask(rollout.lengths, t), difference, 0.0)

@@ -1,4 +1,4 @@
-"""Metrics of a rollout, its missing-eos penalty, and the regrouping of its rows."""
+"""Metrics of rollouts, of their rewards and of the ratio between policies."""
 
 from __future__ import annotations
 
@@ -8,40 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms.metric_forms import FORMS
-from rlhf_jax.types import Array, GroupExperience, Metrics, Rollout
-
-
-def group_rows(x: Array, group_size: int) -> Array:
-    """[B, ...] -> [B / G, G, ...]."""
-    return x.reshape((x.shape[0] // group_size, group_size) + x.shape[1:])
-
-
-def split_groups(experience: GroupExperience) -> GroupExperience:
-    """The same with G = 1: every response gets its own copy of the prompt, so that rows can be shuffled one by one."""
-    group_size = experience.lengths.shape[1]
-    of_rows = experience.replace(prompt_tokens=None, prompt_lengths=None, images=None)
-    of_rows = jax.tree.map(lambda x: x.reshape((-1, 1) + x.shape[2:]), of_rows)
-    return of_rows.replace(
-        prompt_tokens=jnp.repeat(experience.prompt_tokens, group_size, axis=0),
-        prompt_lengths=jnp.repeat(experience.prompt_lengths, group_size),
-        images=jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), experience.images),
-    )
-
-
-def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ...], config) -> Array:
-    """Scores with the penalty for a response without eos subtracted (TRL) or in place of its score (N+).
-
-    Returns:
-      [B] float32.
-    """
-    if config.missing_eos_penalty is None:
-        return scores
-    inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
-    has_eos = jnp.any(adv.is_any(rollout.response, eos_ids) & inside, axis=1)
-    if config.eos_penalty_mode == "replace":
-        return jnp.where(has_eos, scores, -config.missing_eos_penalty)
-    return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)
+from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.microbatch import Tally
+from rlhf_jax.types import Array, Metrics, Rollout
 
 
 def length_metrics(rollout: Rollout, unused_ids: Sequence[int] = ()) -> Metrics:
@@ -93,31 +62,19 @@ def sampling_metrics(logprobs: Array, sampler_logprobs: Array, mask: Array) -> M
     }
 
 
-def reward_metrics(
-    raw: Array,
-    rewards: Array,
-    scorable: Array,
-    present: Array,
-    group_size: int,
-    config,
-    deviations: Array | None = None,
-) -> Metrics:
+def reward_metrics(raw: Array, rewards: Array, scorable: Array, present: Array, group_size: int) -> Metrics:
     """`reward`, `reward_std`, `frac_reward_zero_std`: of the scores before penalties, clipping and KL.
 
     Args:
       raw, rewards: [B] float32, scores as the rewards returned them and what is optimised.
       scorable, present: [B] bool; a row of length -1 is not present.
       group_size: G.
-      config: metrics.
-      deviations: [B / G], the standard deviations that rewards are divided by; None: those of `rewards`.
 
     Returns:
       Each [] float32.
     """
-    form = FORMS[config.metrics]
-    groups = [group_rows(x, group_size) for x in (raw, rewards, scorable)]
-    equal = form.zero_std_groups(*groups, group_size, deviations)
     in_group = jnp.any(group_rows(present, group_size), axis=1)
+    equal = groups_without_signal(*(group_rows(x, group_size) for x in (raw, rewards, scorable)))
     return {
         "reward": adv.masked_mean(raw, scorable),
         "reward_std": jnp.sqrt(adv.masked_var(raw, scorable)),
@@ -125,18 +82,17 @@ def reward_metrics(
     }
 
 
+def groups_without_signal(raw: Array, rewards: Array, scorable: Array) -> Array:
+    """Groups whose scores are all equal, or whose rewards as they enter the baseline are: [P] bool; args [P, G]."""
+    both = jnp.stack([raw, rewards])
+    top = jnp.max(jnp.where(scorable, both, -jnp.inf), axis=2)
+    return jnp.any(~(top > jnp.min(jnp.where(scorable, both, jnp.inf), axis=2)), axis=0)
+
+
 def objective_metrics(
-    rollout: Rollout,
-    *,
-    logprobs: Array,
-    kl: Array,
-    scores: Array,
-    penalty: Array,
-    scorable: Array,
-    eos_ids: tuple[int, ...],
-    config,
+    rollout: Rollout, *, logprobs: Array, kl: Array, scores: Array, penalty: Array, scorable: Array
 ) -> Metrics:
-    """The `objective/...` metrics of TRL's trainer before 0.22; those of rewards are means over the rows that have a
+    """The `objective/...` metrics of TRL's trainers before 0.22; those of rewards are means over the rows that have a
     score, KL and entropy over all present rows.
 
     Args:
@@ -144,21 +100,50 @@ def objective_metrics(
       logprobs, kl: [B, T] float32, 0 outside the response.
       scores, penalty: [B] float32, the two parts of the reward.
       scorable: [B] bool.
-      eos_ids: as `ScoredRollout`'s.
-      config: metrics.
 
     Returns:
       Each [] float32.
     """
-    form = FORMS[config.metrics]
     present = rollout.lengths >= 0
-    surprise = form.surprise(logprobs, rollout.lengths)
-    eos = form.eos_count(rollout, present, eos_ids)
     return {
         "objective/kl": adv.masked_mean(jnp.sum(kl, axis=1), present),
-        "objective/entropy": adv.masked_mean(surprise, present),
+        "objective/entropy": adv.masked_mean(jnp.sum(-logprobs, axis=1), present),
         "objective/non_score_reward": -adv.masked_mean(penalty, scorable),
         "objective/rlhf_reward": adv.masked_mean(scores - penalty, scorable),
         "objective/scores": adv.masked_mean(scores, scorable),
-        "val/num_eos_tokens": eos.astype(jnp.float32),
+    }
+
+
+def ratio_tally(log_ratio: Array, entropy: Array, mask: Array) -> Tally:
+    """What `ratio_metrics` is made of, of a micro-batch.
+
+    Args:
+      log_ratio: [..., T] float32, policy over behavior policy, 0 outside the mask.
+      entropy: [..., T] float32.
+      mask: [..., T] bool, tokens that are trained on.
+    """
+    ratio = jnp.exp(log_ratio)
+    sums = {
+        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+        "ratio": jnp.sum(jnp.where(mask, ratio, 0.0)),
+        "tokens": jnp.sum(mask).astype(jnp.float32),
+    }
+    return Tally(jax.lax.stop_gradient(sums), {}, {"ratio_error": ratio_error(ratio, mask)})
+
+
+def ratio_error(ratio: Array, mask: Array) -> Array:
+    """The largest |ratio - 1| of a token: [] float32."""
+    return jax.lax.stop_gradient(jnp.max(jnp.where(mask, jnp.abs(ratio - 1.0), 0.0)))
+
+
+def ratio_metrics(tally: Tally) -> Metrics:
+    """Entropy and ratio of an optimizer step, means over the tokens that are trained on: [] float32 each."""
+    tokens = jnp.maximum(tally.sums["tokens"], 1.0)
+    entropy = tally.sums["entropy"] / tokens
+    return {
+        "entropy": entropy,
+        "policy/entropy_avg": entropy,
+        "val/clipfrac_avg": jnp.float32(0.0),
+        "val/ratio": tally.sums["ratio"] / tokens,
+        "val/ratio_error": tally.greatest["ratio_error"],
     }
