@@ -92,7 +92,9 @@ def with_flags(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Config
 
     def is_translated(flag: str) -> bool:
         stage, _, option = flag.rpartition(".")
-        return option in trl_options.TRANSLATED and hasattr(STAGES.get(stage or stage_name(config)), "num_mini_batches")
+        stage_config = STAGES.get(stage or stage_name(config))
+        has_minibatches = stage_config is not None and "num_mini_batches" in field_types(stage_config)
+        return option in trl_options.TRANSLATED and has_minibatches
 
     for name, words in flags:
         if name.rpartition(".")[2] == "preset":

@@ -6,7 +6,7 @@ A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`),
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from rlhf_jax.config.values import (
     Decay,
@@ -483,14 +483,18 @@ class PolicyConfig(StageConfig):
     log_unique_prompts: bool = False
     """Show only one row per prompt in these tables."""
 
-    # What the trainer does where an algorithm has no option of this name.
-    kl_estimator: ClassVar[str] = "k1"
-    mask_truncated_completions: ClassVar[bool] = False
-    num_mini_batches: ClassVar[int] = 1
-    reshuffle: ClassVar[str] = "per_epoch"
-    disable_dropout: ClassVar[bool] = True
-    shared_prompts: ClassVar[bool] = False
-    computes_groups: ClassVar[bool] = False
+    # Not fields: what the trainer does where an algorithm has no option of this name.
+    kl_estimator = "k1"
+    mask_truncated_completions = False
+    num_mini_batches = 1
+    reshuffle = "per_epoch"
+    disable_dropout = True
+    shared_prompts = False
+
+    @property
+    def computes_groups(self) -> bool:
+        """Whether log-probs and updates compute a prompt once for all responses to it."""
+        return False
 
     @property
     def epochs_per_update(self) -> int:

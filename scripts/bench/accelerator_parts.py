@@ -281,7 +281,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from rlhf_jax import models
-    from rlhf_jax.algorithms.response_logprobs import response_hidden, response_logprobs
+    from rlhf_jax.algorithms.response_logprobs import logprobs_from_hidden
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
     from rlhf_jax.models.context import Context
@@ -303,8 +303,9 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
         context = Context(decoder, attn_implementation=variant.attn_implementation)
 
         def loss(params: Any, model: Any = variant) -> Any:
-            hidden = response_hidden(model, params, tokens, mask, new, config)
-            return response_logprobs(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
+            options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
+            hidden = model.hidden(params, tokens, mask, last=new + 1, **options)[:, :-1]
+            return logprobs_from_hidden(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
 
         def alone(q: Any, k: Any, v: Any, d: Any, context: Any = context) -> Any:
             out, pull = jax.vjp(lambda q, k, v: row_attention(context, q, k, v, jnp.asarray(mask)), q, k, v)

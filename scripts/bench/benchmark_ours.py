@@ -33,7 +33,7 @@ from benchmark_case import (
 )
 from jax.errors import JaxRuntimeError
 
-from rlhf_jax.algorithms import actor_critic, microbatch, rollout_metrics
+from rlhf_jax.algorithms import groups, microbatch, response_logprobs
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config import validation, values
@@ -148,25 +148,20 @@ def prefill_only(stage) -> Runner:
 def forward_pass(stage, role: str) -> Callable:
     """Jitted forward pass of 'reference' (log-probabilities) or 'value': (params, rollout, experience) -> array."""
     config, models = stage.config, stage.models
-    length = config.response_length
-
-    def ppo_rows(rows, params):
-        tokens, mask = rows
-        model = models.value.model if role == "value" and models.value else models.reference.model
-        hidden = actor_critic.response_hidden(model, params, tokens, mask, length, config)
-        if role == "value":
-            return model.scalars(params, hidden)
-        return actor_critic.response_logprobs(model, params, hidden, tokens[:, -length:], config.temperature)[0]
+    network = models.value if role == "value" and models.value else models.reference
 
     def run(params, rollout, experience):
-        if stage.name == "ppo":
-            rows, chunk = actor_critic.full_sequence(rollout), config.rollout_batch_size
-            return map_in_chunks(lambda part: ppo_rows(part, params), rows, chunk)
-        rows = experience if stage.shares_prompts else rollout_metrics.split_groups(experience)
-        groups, size = rows.lengths.shape
-        chunk = microbatch.groups_per_chunk(config.rollout_batch_size, size, groups)
-        model = models.reference.model
-        return map_in_chunks(lambda part: actor_critic.group_logprobs(model, params, part, config)[0], rows, chunk)
+        def forward(rows):
+            network_now = network.replace(params=params)
+            if role == "value":
+                hidden = response_logprobs.response_hidden(network_now, rows, config)
+                return network.model.scalars(params, hidden).reshape(rows.response.shape)
+            return response_logprobs.response_logprobs(network_now, rows, config)[0]
+
+        rows = experience if stage.shares_prompts else groups.split_groups(experience)
+        count, size = rows.lengths.shape
+        chunk = microbatch.groups_per_chunk(config.rollout_batch_size, size, count)
+        return map_in_chunks(forward, rows, chunk)
 
     return jax.jit(run)
 

@@ -97,7 +97,7 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
     ppo = {"loss_aggregation": "token_mean_micro", "whiten_ddof": 1, "score_position": "after_eos"}
     rloo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "policy_loss": "clipped"}
     grpo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "loss_aggregation": "token_mean_micro"}
-    own = {"ppo": ppo, "rloo": rloo, "grpo": grpo}[run.trainer] | {"eos_penalty_mode": "subtract", "metrics": "trl"}
+    own = {"ppo": ppo, "rloo": rloo, "grpo": grpo}[run.trainer] | {"eos_penalty_mode": "subtract"}
     # `evaluate` evaluates all policies in the same way; a run itself only trains.
     quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     folder = str(work / "runs" / run.name)

@@ -32,7 +32,7 @@ import compiling
 import scaling
 import slices
 
-from rlhf_jax.algorithms import actor_critic
+from rlhf_jax.algorithms import response_logprobs
 from rlhf_jax.config import GRPOConfig, RLOOConfig
 from rlhf_jax.dry_run import memory, topologies
 from rlhf_jax.generate import Decoding
@@ -67,7 +67,7 @@ _UNROLLED = -(-(PROMPT + RESPONSE) // attention.SEGMENTS)
 PIECES = {
     "update, as it is": Piece("update"),
     "attention in unrolled blocks": Piece("update", patch=(attention, "QUERY_BLOCK", _UNROLLED)),
-    "logits of whole rows": Piece("update", patch=(actor_critic, "LOGIT_ENTRIES", 10**12)),
+    "logits of whole rows": Piece("update", patch=(response_logprobs, "LOGIT_ENTRIES", 10**12)),
     "`--gradient_checkpointing false`": Piece("update", {"gradient_checkpointing": False}),
     "`--micro_batch_tokens`, one row a device": Piece(
         "update", {"micro_batch_size": None}, {"micro_batch_tokens": PROMPT + RESPONSE}

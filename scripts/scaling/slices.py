@@ -36,7 +36,7 @@ import jax
 import scaling
 
 from rlhf_jax import UserError, data, models
-from rlhf_jax.algorithms import actor_critic
+from rlhf_jax.algorithms import response_logprobs
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
@@ -168,7 +168,7 @@ def sampler_bytes(stage: Any) -> int:
 
 def logits(model: models.Model, rows: int, positions: int) -> dict[str, int]:
     """Bytes a device of the float32 logits of a micro-batch, and of the block that is computed at a time."""
-    chunk, block = actor_critic.logit_block(rows, positions, model)
+    chunk, block = response_logprobs.logit_block(rows, positions, model)
     entry = 4 * model.config.vocab_size / model.layout.mesh.size
     return {"whole": int(rows * positions * entry), "block": int(chunk * block * entry)}
 

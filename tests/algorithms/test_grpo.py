@@ -4,6 +4,7 @@ The forward pass is patched out on both sides: the params are the log-probabilit
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,17 @@ from hypothesis import strategies as st
 
 from rlhf_jax import advantages as adv
 from rlhf_jax import models
-from rlhf_jax.algorithms import group_policy_gradient as gpg
-from rlhf_jax.algorithms import grpo
-from rlhf_jax.algorithms.rollout_metrics import reward_metrics
+from rlhf_jax.algorithms import grpo, microbatch
+from rlhf_jax.algorithms import policy_gradient as pg
+from rlhf_jax.algorithms.groups import without_absent
 from rlhf_jax.config import GRPOConfig
-from rlhf_jax.types import GroupExperience, Rollout, TrainState
+from rlhf_jax.types import Experience, Rollout, TrainState
 from tests.helpers import trl_grpo
-from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
 from tests.helpers.arrays import distance, flat
 from tests.helpers.optional import optional
 from tests.helpers.properties import near
+from tests.parity import trl_steps
 
 torch = optional("torch")
 P, G, T = 4, 2, 5
@@ -42,17 +44,17 @@ def config(**options):
     return dataclasses.replace(PLAIN, **options)
 
 
-def rows_of_params(model, params, rows, config, dropout_keys=None, entropy_gradient=False):
+def rows_of_params(network, rows, config, *, critic=None, dropout_keys=None, entropy_gradient=False):
     """In place of a forward pass: the first token of a response is its row in the params."""
-    row = rows.response[:, :, 0]
+    row, params = rows.response[:, :, 0], network.params
     entropies = params["entropies"][row]
-    return params["logps"][row], entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
+    return params["logps"][row], entropies if entropy_gradient else jax.lax.stop_gradient(entropies), None
 
 
 @pytest.fixture(autouse=True)
 def no_forward_pass(monkeypatch):
-    for module in (grpo, gpg):
-        monkeypatch.setattr(module, "group_logprobs", rows_of_params)
+    for module in (grpo, pg):
+        monkeypatch.setattr(module, "response_logprobs", rows_of_params)
 
 
 def arrays_of(seed, *, spread=0.3, of_tokens=False, empty=True):
@@ -83,11 +85,12 @@ def grouped(x, size=G):
 
 def experience_of(arrays, lengths, c, with_old=True):
     ref = grouped(arrays["ref_per_token_logps"]) if c.beta else None
-    return GroupExperience(
+    return Experience(
         prompt_tokens=jnp.ones((P, 1), jnp.int32),
         prompt_lengths=jnp.ones(P, jnp.int32),
         response=grouped(np.tile(np.arange(B)[:, None], (1, T))),
         mask=jnp.ones((P, G, T), bool),
+        trained_mask=grouped(np.arange(T)[None] < lengths[:, None]),
         lengths=grouped(lengths),
         logprobs=grouped(arrays["old_per_token_logps"]) if with_old else None,
         advantages=grouped(arrays["advantages"]),
@@ -96,16 +99,36 @@ def experience_of(arrays, lengths, c, with_old=True):
     )
 
 
-def our_step(arrays, lengths, c, *, with_old=True, share=None, entropy_coef=None):
-    """(gradients, sums by micro-batch, metrics) of a minibatch."""
+def our_step(arrays, lengths, c, *, with_old=True, share=None, entropy_coef=None, experience=None):
+    """(gradients, tally, metrics) of a minibatch."""
+    if experience is None:
+        experience = experience_of(arrays, lengths, c, with_old)
+    share = jnp.sum(experience.trained_mask).astype(jnp.float32) if share is None else share
+    gradients, tally, _ = pg.minibatch_gradients(
+        MODELS,
+        params_of(arrays),
+        experience,
+        config=c,
+        objective=grpo.OBJECTIVE,
+        batch_tokens=share,
+        entropy_coef=entropy_coef,
+    )
+    return gradients["policy"], tally, grpo.step_metrics(tally, c)
+
+
+def in_trls_order(arrays, lengths, c, *, with_old=True, share=None, entropy_coef=None):
+    """(gradients, tally, metrics) as TRL's: means over micro-batches, each by itself (tests/parity/trl_steps.py)."""
     experience = experience_of(arrays, lengths, c, with_old)
-    loss_fn, micros, _ = grpo.by_micro_batch(MODELS, experience, c, share=share, entropy_coef=entropy_coef)
-    parts = []
-    for index in range(micros.lengths.shape[0]):
-        item = (jax.tree.map(lambda x, index=index: x[index], micros), None)
-        parts.append(jax.grad(loss_fn, has_aux=True)(params_of(arrays), item, index))
-    gradients, (sums, extremes) = jax.tree.map(lambda *x: sum(x), *parts)
-    return gradients["policy"], sums, grpo.step_metrics(sums, extremes, T, c)
+    alone, count = trl_steps.single(c), B // (c.micro_batch_size or B)
+    share = jnp.sum(experience.trained_mask).astype(jnp.float32) if share is None else share
+    options = {"share": share / count, "entropy_coef": entropy_coef}
+    groups = P // count
+    parts = [jax.tree.map(lambda x, i=i: x[i * groups : (i + 1) * groups], experience) for i in range(count)]
+    found = [our_step(arrays, lengths, alone, experience=part, **options) for part in parts]
+    gradients = jax.tree.map(lambda *x: sum(x) / count, *[gradients for gradients, _, _ in found])
+    tally = functools.reduce(microbatch.merge, [tally for _, tally, _ in found])
+    each = {name: np.array([metrics[name] for *_, metrics in found]) for name in found[0][2]}
+    return gradients, tally, trl_steps.mean_of_micro_batches(each, c)
 
 
 def trl_step(made, arrays, lengths, c, *, with_old=True, items=None):
@@ -163,7 +186,6 @@ def loss_options(draw, loss_type):
         **options,
         loss_type=loss_type,
         importance_sampling_clip_max=1.5,
-        metrics="trl",
         loss_aggregation="token_mean_micro",
     )
 
@@ -178,7 +200,11 @@ def test_the_loss_its_gradients_and_its_metrics_are_trls(loss_type):
         made = trl_grpo.trainer(c, count)
         wanted, loss = trl_step(made, arrays, lengths, c, with_old=with_old, items=items)
         share = jnp.float32(items / c.num_mini_batches)
-        gradients, _, metrics = our_step(arrays, lengths, c, with_old=with_old, share=share)
+        gradients, _, metrics = in_trls_order(arrays, lengths, c, with_old=with_old, share=share)
+        ours, _, found = our_step(arrays, lengths, c, with_old=with_old, share=share)  # what training computes
+        near(found["loss"], loss, 1e-5)
+        for name in gradients:
+            near(ours[name], gradients[name], 1e-5)
         near(metrics["loss"], loss, 1e-5)
         for name, gradient in wanted.items():
             near(gradients[name], gradient, 1e-5)
@@ -205,16 +231,14 @@ def test_the_metric_of_each_loss_is_logged():
 def test_the_adaptive_entropy_coefficient_moves_as_trls_does(size):
     """Over six optimizer steps, whose entropies lie on both sides of the target."""
     options = {"entropy_coef": 0.02, "entropy_coef_delta": 0.04, "entropy_coef_max": 0.09, "entropy_target": 1.0}
-    c = config(
-        use_adaptive_entropy=True, micro_batch_size=size, loss_aggregation="token_mean_micro", metrics="trl", **options
-    )
+    c = config(use_adaptive_entropy=True, micro_batch_size=size, loss_aggregation="token_mean_micro", **options)
     made, control = trl_grpo.trainer(c, B // (size or B)), jnp.asarray(grpo.initial_entropy_control(c))
     seen = []
     for step, scale in enumerate([0.1, 0.2, 0.3, 5.0, 7.0, 6.0, 0.1]):
         arrays, lengths = arrays_of(step)
         arrays["entropies"] = (scale * arrays["entropies"]).astype(np.float32)
         wanted, loss = trl_step(made, arrays, lengths, c)
-        applied = gpg.applied_entropy_coef(control, c)
+        applied = pg.applied_entropy_coef(control, c)
         gradients, sums, metrics = our_step(arrays, lengths, c, entropy_coef=applied)
         near(metrics["loss"], loss, 1e-5)
         near(gradients["entropies"], wanted["entropies"], 1e-5)
@@ -230,14 +254,19 @@ def test_the_adaptive_entropy_coefficient_moves_as_trls_does(size):
 
 
 def rewards_of(each, weights, size, scorable=None, **more):
-    """`gpg.Rewards` of rewards [B, F], NaN where a function returned None."""
+    """`pg.Rewards` of rewards [B, F], NaN where a function returned None."""
     each, weights = jnp.asarray(each, jnp.float32), jnp.asarray(weights, jnp.float32)
     scores, applies = adv.combine_rewards(each, weights)
     rows = scores.shape[0]
     none = jnp.zeros((rows, T))
     fields = {
         "scores": scores,
+        "response_scores": scores,
+        "raw": scores,
         "dense": none,
+        "kl_coef": jnp.float32(0),
+        "values": None,
+        "present": jnp.ones(rows, bool),
         "each": each,
         "weights": tuple(weights.tolist()),
         "kl": none,
@@ -247,7 +276,7 @@ def rewards_of(each, weights, size, scorable=None, **more):
         "lengths": jnp.full(rows, T, jnp.int32),
         "group_size": size,
     }
-    return gpg.Rewards(**{**fields, **more})
+    return pg.Rewards(**{**fields, **more})
 
 
 @pytest.mark.parametrize(
@@ -258,7 +287,7 @@ def rewards_of(each, weights, size, scorable=None, **more):
 )
 def test_advantages_are_trls_whatever_the_functions_leave_out(options):
     """None for some functions, for all of them, for all responses but one; rewards that are all equal."""
-    c = config(metrics="trl", **options)
+    c = config(**options)
 
     @few
     @given(
@@ -276,8 +305,7 @@ def test_advantages_are_trls_whatever_the_functions_leave_out(options):
         near(made.advantages, wanted, 1e-3 if equal else 2e-5)
         there = np.asarray(rewards.scorable)
         assert not np.asarray(made.advantages)[~there].any()
-        scores, present = rewards.scores, jnp.ones(B, bool)
-        metrics = reward_metrics(scores, scores, rewards.scorable, present, size, c, made.deviations)
+        metrics = trl_steps.with_zero_std(grpo.OBJECTIVE).rollout_metrics(rewards, made, c)
         near(metrics["frac_reward_zero_std"], equal_rows.double().mean(), 1e-6)
 
     run()
@@ -406,7 +434,7 @@ def test_truncated_responses_are_in_the_baseline_but_not_trained_on():
     made, metrics = made_of(c)
     plain, _ = made_of(dataclasses.replace(c, mask_truncated_completions=False))
     np.testing.assert_array_equal(made.advantages, plain.advantages)
-    np.testing.assert_array_equal(made.lengths.reshape(B), np.where(ENDED, LENGTHS, 0))
+    np.testing.assert_array_equal(made.trained_mask.reshape(B, T), INSIDE & ENDED[:, None])
     arrays, _ = arrays_of(0)
     logr = (arrays["ref_per_token_logps"] - arrays["logps"])[INSIDE & ENDED[:, None]]
     near(metrics["objective/kl"], -logr.sum() / B, 1e-5)
@@ -525,15 +553,9 @@ def program(c):
 
     def run(state, experience, rates):
         orders = jnp.tile(jnp.array([[2, 0, 3, 1]]), (c.num_iterations, 1))
-        return grpo.update_steps(
-            MODELS,
-            state,
-            experience,
-            config=c,
-            optimizer=at_rates(optax.identity(), rates),
-            key=jax.random.key(0),
-            orders=orders,
-        )
+        optimizer = at_rates(optax.identity(), rates)
+        state, _, steps = update_in_order(grpo, MODELS, state, experience, config=c, optimizer=optimizer, orders=orders)
+        return state, steps
 
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -586,13 +608,11 @@ def test_absent_rows_change_nothing(loss_type):
     arrays, lengths = arrays_of(6)
     whole = experience_of(arrays, lengths, c)
     padded = jax.tree.map(lambda x: jnp.concatenate([x, x[-2:]]), whole)
-    padded = padded.replace(lengths=padded.lengths.at[P:].set(-1), advantages=padded.advantages.at[P:].set(0))
+    padded = without_absent(padded, jnp.arange(P + 2) < P)
     results = []
     for experience in (whole, padded):
-        loss_fn, micros, _ = grpo.by_micro_batch(MODELS, experience, c)
-        item = (jax.tree.map(lambda x: x[0], micros), None)
-        gradients, (sums, extremes) = jax.grad(loss_fn, has_aux=True)(params_of(arrays), item, 0)
-        results.append((gradients, grpo.step_metrics(sums, extremes, T, c)))
+        gradients, _, found = our_step(arrays, lengths, c, experience=experience)
+        results.append((gradients, found))
     (gradients, metrics), (others, found) = results
     assert distance(others, gradients) < 1e-6
     for name, value in metrics.items():
@@ -657,27 +677,12 @@ def test_an_update_is_compiled_once():
     assert run._cache_size() == 1 and int(state.step) == 3
 
 
-def test_micro_batches_may_each_have_a_token_count_of_their_own():
-    c = config(micro_batch_size=G, loss_type="dapo", metrics="trl")
-    arrays, lengths = arrays_of(4)
-    experience, params = experience_of(arrays, lengths, c), params_of(arrays)
-
-    def losses_of(share):
-        loss_fn, micros, _ = grpo.by_micro_batch(MODELS, experience, c, share=jnp.asarray(share))
-        parts = [jax.tree.map(lambda x, i=i: x[i], micros) for i in range(micros.lengths.shape[0])]
-        return np.array([loss_fn(params, (part, None), i)[0] for i, part in enumerate(parts)])
-
-    once = losses_of(1.0)
-    own = np.arange(2.0, 2 + len(once), dtype=np.float32)
-    near(losses_of(own), once / own, 1e-6)
-
-
 def test_eval_metrics_are_those_of_a_step_at_rate_0():
-    c = config(micro_batch_size=G, metrics="trl", **EVERYTHING)
+    c = config(micro_batch_size=G, **EVERYTHING)
     arrays, lengths = arrays_of(4)
     experience = experience_of(arrays, lengths, c)
     seen = grpo.eval_metrics(with_params(MODELS, params_of(arrays)), experience, config=c)
     _, stats = program(c)(fresh_state(c, arrays), experience, jnp.zeros(1))
     of_updates = {"grad_norm", "entropy_coef", "nonfinite/causes", "nonfinite/steps_applied"}
-    for name in set(stats) - of_updates - {"ratios", "val/ratio_error"}:
+    for name in set(stats) - of_updates - {"val/ratio_error"}:
         near(seen[name], stats[name][0], 1e-5)

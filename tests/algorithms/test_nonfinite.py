@@ -9,12 +9,13 @@ import optax
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import actor_critic, nonfinite, ppo, reward_model, rloo, sft
+from rlhf_jax.advantages import value_mask
+from rlhf_jax.algorithms import nonfinite, ppo, response_logprobs, reward_model, rloo, sft
 from rlhf_jax.algorithms.optimizer import apply_gradients, scale_by_adamw, user_optimizer
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.data import DemoBatch, PairBatch
-from rlhf_jax.types import Experience, GroupExperience, TrainState
-from tests.helpers.algorithms import at_rates, models_of, with_params
+from rlhf_jax.types import Experience, TrainState
+from tests.helpers.algorithms import at_rates, models_of, update_in_order, with_params
 from tests.helpers.arrays import same_bits
 from tests.helpers.models_common import random_params
 
@@ -237,46 +238,60 @@ def reward_case(monkeypatch):
 
 
 def ppo_case(monkeypatch):
-    real = ppo.evaluate_actor_critic
+    real = ppo.response_logprobs
 
-    def evaluate(models, tokens, *rest):
-        logprobs, entropy, values = real(models, tokens, *rest)
-        return logprobs, entropy, spoiled(values, tokens)
+    def response_logprobs(network, rows, *rest, **options):
+        logprobs, entropy, values = real(network, rows, *rest, **options)
+        return logprobs, entropy, spoiled(values, rows.prompt_tokens)
 
-    monkeypatch.setattr(ppo, "evaluate_actor_critic", evaluate)
-    mask = jnp.concatenate([jnp.ones((B, C), bool), INSIDE], axis=1)
-    arrays = {name: floats(B, T, seed=i) for i, name in enumerate(("values", "advantages", "returns"))}
-    batch = Experience(tokens(B, C + T), mask, LENGTHS, jnp.where(INSIDE, jnp.float32(-4), 1.0), **arrays)
+    monkeypatch.setattr(ppo, "response_logprobs", response_logprobs)
+    arrays = {name: floats(B, 1, T, seed=i) for i, name in enumerate(("values", "advantages", "returns"))}
+    batch = Experience(
+        tokens(B, C),
+        jnp.full(B, C),
+        tokens(B, 1, T),
+        mask=INSIDE[:, None],
+        trained_mask=INSIDE[:, None],
+        lengths=LENGTHS[:, None],
+        logprobs=jnp.full((B, 1, T), -4.0, jnp.float32),
+        value_mask=value_mask(LENGTHS, T)[:, None],
+        **arrays,
+    )
     rows = jnp.tile(jnp.arange(B), (2, 1))
 
     def update(state, batch):
-        return ppo.update(MODELS, state, batch, config=PPO, orders=rows, **OPTIONS)
+        return update_in_order(ppo, MODELS, state, batch, config=PPO, orders=rows, **OPTIONS)[:2]
 
-    return None, update, batch, lambda batch, row, n: batch.replace(tokens=batch.tokens.at[row, 0].set(n))
+    def spoil(batch, row, number):
+        return batch.replace(prompt_tokens=batch.prompt_tokens.at[row, 0].set(number))
+
+    return None, update, batch, spoil
 
 
 def rloo_case(monkeypatch):
-    real = rloo.group_logprobs
+    real = rloo.response_logprobs
 
-    def group_logprobs(model, params, rows, *rest):
-        logprobs, entropy = real(model, params, rows, *rest)
-        return spoiled(logprobs, rows.prompt_tokens), entropy
+    def response_logprobs(network, rows, *rest, **options):
+        logprobs, *others = real(network, rows, *rest, **options)
+        return spoiled(logprobs, rows.prompt_tokens), *others
 
-    monkeypatch.setattr(rloo, "group_logprobs", group_logprobs)
+    monkeypatch.setattr(rloo, "response_logprobs", response_logprobs)
     p = B // G
     lengths = jnp.maximum(LENGTHS, 1).reshape(p, G)
-    batch = GroupExperience(
+    inside = jnp.arange(T)[None, None] < lengths[..., None]
+    batch = Experience(
         tokens(p, C),
         jnp.full(p, C),
         tokens(p, G, T),
-        jnp.arange(T)[None, None] < lengths[..., None],
-        lengths,
-        jnp.full((p, G, T), -4.0, jnp.float32),
-        floats(p, G),
+        mask=inside,
+        trained_mask=inside,
+        lengths=lengths,
+        logprobs=jnp.full((p, G, T), -4.0, jnp.float32),
+        advantages=floats(p, G),
     )
 
     def update(state, batch):
-        return rloo.update(MODELS, state, batch, config=RLOO, orders=jnp.arange(p)[None], **OPTIONS)
+        return update_in_order(rloo, MODELS, state, batch, config=RLOO, orders=jnp.arange(p)[None], **OPTIONS)[:2]
 
     def spoil(batch, row, number):
         return batch.replace(prompt_tokens=batch.prompt_tokens.at[row // G, 0].set(number))
@@ -343,7 +358,7 @@ def test_an_experience_that_is_not_finite_is_not_learned_from(name, quantities, 
             assert same_bits(learned(after), learned(before)) and int(after.nonfinite) == 1, (field, wrong)
             assert nonfinite.cause_names(int(found["nonfinite/causes"])) == [cause]
     if name == "ppo":  # nobody reads what stands outside the response
-        beyond = {field: getattr(clean, field).at[0, -1].set(jnp.nan) for field in cases}
+        beyond = {field: getattr(clean, field).at[0, 0, -1].set(jnp.nan) for field in cases}
         after, found = step(before, clean.replace(**beyond))
         assert int(found["nonfinite/causes"]) == 0 and all_finite(learned(after))
 
@@ -378,7 +393,7 @@ def own_logprobs(name, batch):
     """The behaviour policy is the one that begins, so that approxkl is 0 at the first step."""
     params = start(None).params
     if name == "ppo":
-        whole = with_params(MODELS, params)
-        logprobs = jax.jit(lambda e: actor_critic.evaluate_actor_critic(whole, e.tokens, e.mask, T, PPO)[0])(batch)
-        return jnp.where(INSIDE, logprobs, jnp.float32(1))
-    return jax.jit(lambda e: actor_critic.group_logprobs(MODEL, params["policy"], e, RLOO)[0])(batch)
+        policy, config = with_params(MODELS, params).policy, PPO
+    else:
+        policy, config = response_logprobs.Network(MODEL, params["policy"]), RLOO
+    return jax.jit(lambda e: response_logprobs.response_logprobs(policy, e, config)[0])(batch)

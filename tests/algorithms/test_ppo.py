@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms import actor_critic, ppo, reward_model
+from rlhf_jax.algorithms import policy_gradient as pg
+from rlhf_jax.algorithms import ppo, response_logprobs, reward_model
 from rlhf_jax.algorithms.optimizer import make_optimizer, scale_by_adamw
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.generate import Sampling, generate
@@ -110,7 +111,7 @@ def test_rewards_are_minus_kl_plus_the_score_after_eos(world):
     experience, metrics = experience_of(world, config)
     _, _, rollout, scores = world
     # With gamma = lam = 1 a return is the sum of the rewards from there on: its first column holds them all.
-    total = np.asarray(experience.returns[:, 0])
+    total = np.asarray(experience.returns[:, 0, 0])
     expected = np.asarray(scores)
     short = np.asarray(rollout.lengths) > 0
     kl = float(metrics["objective/kl"])
@@ -123,7 +124,7 @@ def test_rewards_are_minus_kl_plus_the_score_after_eos(world):
 def test_a_response_without_eos_is_penalised(world, mode, expected):
     _, _, rollout, scores = world
     config = dataclasses.replace(CONFIG, eos_penalty_mode=mode)
-    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS,), config))
+    out = np.asarray(pg.penalize_missing_eos(scores, rollout, (EOS,), config))
     missing = np.array([True, False, False, True, False, False, False, False])
     if mode == "subtract":
         np.testing.assert_allclose(out - np.asarray(scores), -1.0 * missing, atol=1e-6)
@@ -135,9 +136,9 @@ def test_any_of_several_stop_ids_counts_as_eos(world):
     _, _, rollout, scores = world
     row, inside = np.asarray(rollout.response), np.arange(T)[None] < np.asarray(rollout.lengths)[:, None]
     other = next(int(i) for i in np.unique(row[inside]) if i != EOS)
-    out = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS, other), CONFIG))
+    out = np.asarray(pg.penalize_missing_eos(scores, rollout, (EOS, other), CONFIG))
     missing = ~(np.isin(row, (EOS, other)) & inside).any(axis=1)
-    alone = np.asarray(ppo.penalize_missing_eos(scores, rollout, (EOS,), CONFIG))
+    alone = np.asarray(pg.penalize_missing_eos(scores, rollout, (EOS,), CONFIG))
     np.testing.assert_allclose(out - np.asarray(scores), -1.0 * missing, atol=1e-6)
     assert (out >= alone).all() and (out > alone).any()
 
@@ -145,7 +146,7 @@ def test_any_of_several_stop_ids_counts_as_eos(world):
 def test_filler_eos_after_the_end_is_not_an_eos(world):
     _, _, rollout, scores = world
     # Row 0 has length 0 and is filled with eos: it must be punished.
-    out = ppo.penalize_missing_eos(scores, rollout, (EOS,), CONFIG)
+    out = pg.penalize_missing_eos(scores, rollout, (EOS,), CONFIG)
     np.testing.assert_allclose(out[0], scores[0] - 1.0, rtol=1e-6)
 
 
@@ -168,18 +169,19 @@ def test_micro_batches_never_change_the_result(world):
 
 
 def test_prompts_cut_to_their_length_never_change_the_result(world, monkeypatch):
-    """Micro-batches of like length in three widths, against whole ones; and judged as they are learned from."""
+    """Micro-batches of similar length in three widths, against whole ones; and judged as they are learned from."""
     plain, cut = (
         dataclasses.replace(CONFIG, micro_batch_size=2, length_buckets=buckets, num_mini_batches=1)
         for buckets in ((C,), (3, 5, C))
     )
-    widths, evaluate = set(), ppo.evaluate_actor_critic
+    widths, evaluate = set(), response_logprobs.response_logprobs
 
-    def seen(models, tokens, *rest):
-        widths.add(tokens.shape[1])
-        return evaluate(models, tokens, *rest)
+    def seen(network, rows, *rest, **options):
+        widths.add(rows.prompt_tokens.shape[1] + T)
+        return evaluate(network, rows, *rest, **options)
 
-    monkeypatch.setattr(ppo, "evaluate_actor_critic", seen)
+    for module in (pg, ppo):
+        monkeypatch.setattr(module, "response_logprobs", seen)
     wanted, judged = experience_of(world, plain)
     assert widths == {C + T}
     experience, found = experience_of(world, cut)
@@ -205,34 +207,45 @@ def test_trls_mean_of_micro_means_does_depend_on_them(world):
     assert distance(a.params, b.params) > 1e-4
 
 
-def test_what_a_token_weighs_by_hand():
-    """Two micro-batches of two rows of lengths 2, 0 and 3, 1 in 4 columns; values have one column more."""
-    lengths = jnp.array([[2, 0], [3, 1]], jnp.int32)
+@pytest.mark.parametrize(
+    "aggregation, policy, value",
+    [
+        ("token_mean", [1 / 6, 1 / 6], [1 / 10, 1 / 10]),
+        ("token_mean_micro", [1 / 4, 1 / 4], [1 / 8, 1 / 8]),
+        ("seq_mean", [1 / 8, 1 / 4], [1 / 12, 1 / 4]),
+    ],
+)
+def test_what_a_token_weighs_by_hand(aggregation, policy, value):
+    """The first of two micro-batches of two rows, lengths 2, 0 and 3, 1 in 4 columns; values have one column more."""
+    config = dataclasses.replace(CONFIG, loss_aggregation=aggregation)
+    counts = pg.Counts(*map(jnp.float32, (4, 6, 6, 10, 6)), size=4, micro_batches=2)
+    lengths = jnp.array([2, 0])
+    masks = adv.response_mask(lengths, 4)[:, None], adv.value_mask(lengths, 4)[:, None]
+    for mask, total, wanted in zip(masks, (counts.tokens, counts.values), (policy, value)):
+        weights = ppo.token_weights(mask, total, counts, config)
+        np.testing.assert_allclose(jnp.broadcast_to(weights, (2, 1, 1)).reshape(2), wanted, rtol=1e-6)
 
-    def weights(aggregation, position="after_eos"):
-        config = dataclasses.replace(CONFIG, loss_aggregation=aggregation, score_position=position)
-        found = ppo.loss_weights(lengths, 4, config)
-        assert found["count"].tolist() == [6, 6] and found["micros"].tolist() == [2, 2]
-        assert found["policy"].shape == found["value"].shape == (2, 2, 4)
-        return [np.asarray(found[name][:, :, 0]) for name in ("policy", "value")]
 
-    policy, value = weights("token_mean")
-    np.testing.assert_allclose([policy, value], [np.full((2, 2), 1 / 6), np.full((2, 2), 1 / 10)], rtol=1e-6)
-    policy, value = weights("token_mean_micro")
-    np.testing.assert_allclose(policy, [[1 / 4] * 2, [1 / 8] * 2], rtol=1e-6)
-    np.testing.assert_allclose(value, [[1 / 8] * 2, [1 / 12] * 2], rtol=1e-6)
-    policy, value = weights("seq_mean")
-    np.testing.assert_allclose(policy, [[1 / 8, 1 / 4], [1 / 12, 1 / 4]], rtol=1e-6)
-    np.testing.assert_allclose(value, [[1 / 12, 1 / 4], [1 / 16, 1 / 8]], rtol=1e-6)
-    policy, value = weights("token_mean", "eos")
-    np.testing.assert_allclose(value, policy, rtol=0)
+def test_a_mean_of_micro_batch_means_is_the_mean_of_their_losses_alone(world):
+    """token_mean_micro is what TRL computes: each micro-batch by itself, then the mean."""
+    config = dataclasses.replace(CONFIG, loss_aggregation="token_mean_micro", num_mini_batches=1, micro_batch_size=2)
+    experience, _ = experience_of(world, config)
+    rest = {"objective": ppo.OBJECTIVE, "batch_tokens": jnp.float32(1)}
+    together, tally, _ = pg.minibatch_gradients(MODELS, world[0], experience, config=config, **rest)
+    alone = dataclasses.replace(config, loss_aggregation="token_mean")
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 2], experience) for i in range(0, B, 2)]
+    each = [pg.minibatch_gradients(MODELS, world[0], part, config=alone, **rest) for part in parts]
+    mean = jax.tree.map(lambda *x: sum(x) / len(x), *[grads for grads, _, _ in each])
+    assert distance(together, mean) < 1e-5
+    losses = [float(tally.sums["loss/policy_avg"]) for _, tally, _ in each]
+    np.testing.assert_allclose(tally.sums["loss/policy_avg"], np.mean(losses), rtol=1e-4, atol=1e-6)
 
 
 def test_the_kl_of_a_response_is_the_sum_over_its_own_tokens(world):
     params, ref, rollout, _ = world
     config = dataclasses.replace(CONFIG, rollout_batch_size=None)
     _, found = experience_of(world, config)
-    kl = jax.jit(lambda p, r: actor_critic.token_kl(with_params(MODELS, p, r), rollout, config).sum(axis=1))(
+    kl = jax.jit(lambda p, r: response_logprobs.token_kl(with_params(MODELS, p, r), rollout, config).sum(axis=1))(
         params, ref
     )
     assert kl.shape == (B,) and float(kl[0]) == 0.0  # an empty response
@@ -261,8 +274,8 @@ def test_what_stands_after_the_end_changes_nothing(world):
     clean, _ = experience_of(world)
     other, _ = experience_of((params, ref, noisy, scores))
     for name in ("logprobs", "advantages", "returns"):
-        inner = jnp.where(inside, getattr(clean, name), 0.0)
-        assert distance(jnp.where(inside, getattr(other, name), 0.0), inner) < 2e-5, name
+        inner, found = (jnp.where(inside, getattr(x, name)[:, 0], 0.0) for x in (clean, other))
+        assert distance(found, inner) < 2e-5, name
     config = dataclasses.replace(CONFIG, score_position="eos")
     clean, _ = experience_of(world, config)
     other, _ = experience_of((params, ref, noisy, scores), config)
@@ -283,7 +296,7 @@ def test_the_ratio_error_is_that_of_the_worst_token(world):
     params, _, rollout, _ = world
     experience, _ = experience_of(world)
     row = int(jnp.argmax(rollout.lengths))
-    off = experience.replace(logprobs=experience.logprobs.at[row, 1].add(0.5))
+    off = experience.replace(logprobs=experience.logprobs.at[row, 0, 1].add(0.5))
     config = dataclasses.replace(CONFIG, num_mini_batches=1, micro_batch_size=2)
     _, metrics = run_update(params, off, config)
     assert float(metrics["val/first_ratio_error"]) == pytest.approx(1 - np.exp(-0.5), rel=1e-4)
@@ -297,7 +310,7 @@ def test_eos_itself_gets_credit(world):
     config = dataclasses.replace(CONFIG, score_position="eos", kl_coef=0.0, missing_eos_penalty=None, lam=0.0)
     experience, _ = experience_of((params, ref, rollout, scores), config)
     last = np.asarray(rollout.lengths) - 1
-    at_end = np.asarray(experience.advantages)[np.arange(B), last]
+    at_end = np.asarray(experience.advantages)[np.arange(B), 0, last]
     assert (at_end[np.asarray(rollout.ended)] > 0.5).all()
     assert (at_end[~np.asarray(rollout.ended)] < -0.5).all()
 
@@ -312,7 +325,7 @@ def test_dense_rewards_land_where_they_were_given(world):
     assert float(found["objective/scores"]) == pytest.approx(summed.mean() + 1, rel=1e-5)
     experience, _ = experience_of((params, ref, rollout, jnp.zeros(B)), config, dense)
     expected = np.cumsum(np.where(inside, dense, 0.0)[:, ::-1], axis=1)[:, ::-1]
-    np.testing.assert_allclose(np.asarray(experience.returns)[:, 0], expected[:, 0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(experience.returns)[:, 0, 0], expected[:, 0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_kl_controller_moves_toward_its_target():
@@ -364,7 +377,7 @@ def test_the_same_update_twice_is_bit_equal(world):
 
 
 def test_each_epoch_has_a_shuffle_of_its_own():
-    shuffles = np.asarray(ppo.permutations(jax.random.key(0), 4, 16))
+    shuffles = np.asarray(pg.permutations(jax.random.key(0), 4, 16, PPOConfig.reshuffle))
     assert (np.sort(shuffles, axis=1) == np.arange(16)[None]).all()
     assert len({tuple(row) for row in shuffles}) == 4
 
@@ -397,7 +410,7 @@ def test_an_option_that_is_off_is_in_no_program(world):
     off = dataclasses.replace(CONFIG, kl_loss_estimator="k1", entropy_coef=0, kl_loss_coef=0, lr_scheduler_kwargs={})
     (one, experience), (other, _) = (program_text(world, c, make_optimizer(c, 10, 4)) for c in (CONFIG, off))
     assert one == other
-    assert experience.ref_logprobs is None and len(jax.tree.leaves(experience)) == 7
+    assert experience.ref_logprobs is None and len(jax.tree.leaves(experience)) == 11
     on = dataclasses.replace(CONFIG, dual_clip=3.0)
     assert program_text(world, on, make_optimizer(on, 10, 4))[0] != one
 
@@ -428,29 +441,34 @@ def test_the_whole_loss_and_its_gradient_written_out(world, aggregation, estimat
         kl_loss_estimator=estimator,
     )
     experience, _ = experience_of(world, config)
-    lengths = experience.lengths
+    lengths = experience.lengths[:, 0]
     inside = adv.response_mask(lengths, T)
+    old, advantages, old_values, returns = (
+        getattr(experience, name)[:, 0] for name in ("logprobs", "advantages", "values", "returns")
+    )
+    rollout = world[2]
+    prompt_mask = jnp.arange(C)[None] >= (C - rollout.prompt_lengths)[:, None]
+    tokens = jnp.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
+    mask = jnp.concatenate([prompt_mask, rollout.response_mask], axis=1)
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), world[0])
     ref = world[1]
 
     def chosen_and_all(policy):
-        logits = MODEL.logits(policy, MODEL.hidden(policy, experience.tokens, experience.mask)[:, -T - 1 : -1])
+        logits = MODEL.logits(policy, MODEL.hidden(policy, tokens, mask)[:, -T - 1 : -1])
         logprobs = jax.nn.log_softmax(logits / (config.temperature + 1e-7))
-        return jnp.take_along_axis(logprobs, experience.tokens[:, -T:, None], axis=2)[..., 0], logprobs
+        return jnp.take_along_axis(logprobs, tokens[:, -T:, None], axis=2)[..., 0], logprobs
 
     def written_out(params):
         new, every = chosen_and_all(params["policy"])
-        values = MODEL.scalars(
-            params["value"], MODEL.hidden(params["value"], experience.tokens, experience.mask)[:, -T - 1 : -1]
-        )
-        a, ratio = experience.advantages, jnp.exp(new - experience.logprobs)
+        values = MODEL.scalars(params["value"], MODEL.hidden(params["value"], tokens, mask)[:, -T - 1 : -1])
+        a, ratio = advantages, jnp.exp(new - old)
         token = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.95, 1.1))
         token = jnp.where((a < 0) & (token > -1.2 * a), -1.2 * a, token)
         gap = chosen_and_all(ref)[0] - new
         kl = jnp.exp(gap) - 1 - gap if estimator == "k3" else gap**2 / 2
         token = token + 0.7 * kl + 0.3 * (jnp.exp(every) * every).sum(axis=2)
-        near = jnp.clip(values, experience.values - config.cliprange_value, experience.values + config.cliprange_value)
-        value = 0.5 * jnp.maximum((values - experience.returns) ** 2, (near - experience.returns) ** 2)
+        near = jnp.clip(values, old_values - config.cliprange_value, old_values + config.cliprange_value)
+        value = 0.5 * jnp.maximum((values - returns) ** 2, (near - returns) ** 2)
 
         def mean(x, mask):
             x = jnp.where(mask, x, 0.0)
@@ -460,14 +478,14 @@ def test_the_whole_loss_and_its_gradient_written_out(world, aggregation, estimat
 
         return mean(token, inside) + config.vf_coef * mean(value, adv.value_mask(lengths, T))
 
-    weights = ppo.loss_weights(lengths[None], T, config)
-    scale = jax.tree.map(lambda x: x[0], weights)
+    _, counts = pg.update_parts(MODELS, experience, config)
     ours = jax.jit(
         jax.value_and_grad(
-            lambda p: ppo.loss_and_metrics(with_params(MODELS, p), experience, scale, config), has_aux=True
+            lambda p: ppo.loss_and_metrics(with_params(MODELS, p), experience, counts, config), has_aux=True
         )
     )
-    (loss, (metrics, _)), gradient = ours(params)
+    (loss, (tally, _)), gradient = ours(params)
+    metrics = tally.sums
     wanted, wanted_gradient = jax.jit(jax.value_and_grad(written_out))(params)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert distance(gradient, wanted_gradient) < 1e-4
@@ -495,7 +513,7 @@ def test_advantages_and_returns_have_lambdas_of_their_own(world):
 
 def built_in_update(models, config):
     """The jitted update by `make_optimizer`, and a fresh state of params."""
-    optimizer = make_optimizer(config, 10, ppo.steps_per_update(config))
+    optimizer = make_optimizer(config, 10, pg.steps_per_update(config))
 
     def run(state, experience, key):
         return ppo.update(models, state, experience, config=config, optimizer=optimizer, key=key)

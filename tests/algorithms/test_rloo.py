@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax.algorithms import group_policy_gradient as gpg
+from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms import rloo
-from rlhf_jax.algorithms.rollout_metrics import split_groups
+from rlhf_jax.algorithms.groups import split_groups
 from rlhf_jax.config import RLOOConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.types import Rollout, TrainState
-from tests.helpers.algorithms import at_rates, models_of, scored, with_params
+from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
 from tests.helpers.arrays import distance, flat
 from tests.helpers.models_common import PAD, reference, reference_inputs
 from tests.helpers.optional import optional
@@ -93,20 +93,26 @@ def update_program(c, models):
     def run(state, experience, orders, rates, key):
         # Plain gradient descent: Adam would make rounding visible where a gradient is near 0.
         optimizer = at_rates(optax.identity(), rates)
-        return rloo.update_steps(models, state, experience, config=c, optimizer=optimizer, key=key, orders=orders)
+        state, _, steps = update_in_order(
+            rloo, models, state, experience, config=c, optimizer=optimizer, key=key, orders=orders
+        )
+        return state, steps
 
     return jax.jit(run)
+
+
+def fresh_state(params, step=0, ref=None):
+    zero, empty = jnp.int32(0), optax.identity().init(params)
+    return TrainState(params, empty, jnp.int32(step), zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0), ref)
 
 
 def run_update(c, experience, params=None, *, rates=None, orders=None, ref=None, key=None, models=None, step=0):
     """(state, metrics of each step) after plain gradient descent from `params`, by default those that sampled."""
     _, plain_models, (policy, *_), _ = world()
-    params = {"policy": policy if params is None else params}
-    zero, empty = jnp.int32(0), optax.identity().init(params)
-    state = TrainState(params, empty, jnp.int32(step), zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0), ref)
+    state = fresh_state({"policy": policy if params is None else params}, step, ref)
     if orders is None:
         orders = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
-    rates = jnp.ones(gpg.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
+    rates = jnp.ones(pg.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
     key = jax.random.key(0) if key is None else key
     return update_program(c, models or plain_models)(state, experience, orders, rates, key)
 
@@ -240,10 +246,16 @@ UNSCORED = np.where(np.isin(np.arange(B), [1, 3, 4, 9, 10, 11]), np.nan, SCORES)
     ids=["plain", "clipped", "truncated", "normalized"],
 )
 def test_a_step_equals_trls_on_the_same_weights(options, scores):
-    c = config(metrics="trl", **options)
+    c = config(**options)
     advantages, loss, wanted = trl_step(c, scores)
     experience, metrics = experience_of(c, scores, ~np.isnan(scores))
-    np.testing.assert_allclose(experience.advantages.reshape(-1), advantages.numpy(), rtol=2e-5, atol=2e-5)
+    # TRL's of truncated responses give no gradient, but count in its loss.
+    trained = ENDED | (not c.mask_truncated_completions)
+    advantages = torch.where(torch.tensor(trained), advantages, 0.0).numpy()
+    np.testing.assert_allclose(experience.advantages.reshape(-1), advantages, rtol=2e-5, atol=2e-5)
+    if not trained.all():
+        del wanted["loss"], wanted["clip_ratio/low_min"], wanted["clip_ratio/high_max"]
+    del wanted["frac_reward_zero_std"]  # of rewards after the KL: tests/parity
     gradient = torch_gradient(world()[0][2], loss)
     found, stats = gradient_of(c, experience, world()[2][2])
     assert distance(found, gradient) < 1e-5
@@ -366,11 +378,10 @@ def test_a_group_of_one_has_no_advantage_but_all_metrics():
 def test_a_group_of_equal_rewards_has_no_advantage_and_counts_as_one_of_no_deviation(options):
     scores = np.where(np.arange(B) < 2 * G, np.repeat([12345.678, 0.1, 0, 0], G), SCORES).astype(np.float32)
     assert (scores[:G].sum() - scores[0]) / 2 - scores[0] or scores[:G].sum() / G != scores[0]  # rounding shows
-    for metrics in ("correct", "trl"):
-        experience, found = experience_of(config(beta=0.0, metrics=metrics, **options), scores, ref=False)
-        advantages = np.asarray(experience.advantages)
-        assert not advantages[:2].any() and advantages[2:].all()
-        assert found["frac_reward_zero_std"] == 0.5
+    experience, found = experience_of(config(beta=0.0, **options), scores, ref=False)
+    advantages = np.asarray(experience.advantages)
+    assert not advantages[:2].any() and advantages[2:].all()
+    assert found["frac_reward_zero_std"] == 0.5
 
 
 def test_rewards_that_the_eos_penalty_makes_equal_count_as_equal():
@@ -382,10 +393,9 @@ def test_rewards_that_the_eos_penalty_makes_equal_count_as_equal():
     assert metrics["frac_reward_zero_std"] == 0.25
 
 
-@pytest.mark.parametrize("metrics", ["correct", "trl"])
 @pytest.mark.parametrize("token_level_kl", [False, True], ids=["sequences", "tokens"])
-def test_absent_rows_change_no_metric(metrics, token_level_kl):
-    c = config(metrics=metrics, token_level_kl=token_level_kl, beta=0.3)
+def test_absent_rows_change_no_metric(token_level_kl):
+    c = config(token_level_kl=token_level_kl, beta=0.3)
     _, models, (_, _, moved), rollout = world()
     padded = jax.tree.map(lambda x: jnp.concatenate([x, x[-G:]]), rollout)
     padded = padded.replace(lengths=padded.lengths.at[B:].set(-1))
@@ -406,29 +416,20 @@ def test_the_samplers_log_probabilities_are_taken_when_asked():
     assert_close(metrics["objective/entropy"], -given.sum(1).mean())
 
 
-def test_trls_metrics_differ_where_trl_dilutes_them():
+def test_metrics_are_over_the_tokens_and_rows_that_count():
+    """Where TRL counts padding, or rewards after the KL penalty (docs/numerics.md)."""
     scores = np.repeat([1.0, 2.0, 3.0, 4.0], G) + np.where(np.arange(B) < G, SCORES, 0)
-    found = {}
-    for metrics in ("correct", "trl"):
-        c = config(metrics=metrics, micro_batch_size=2 * G, beta=0.3)
-        experience, of_rollout = experience_of(c, scores)
-        found[metrics] = {**of_rollout, **gradient_of(c, experience, world()[2][2])[1]}
-    correct, trl = found["correct"], found["trl"]
-    assert correct["frac_reward_zero_std"] == 0.75 and trl["frac_reward_zero_std"] == 0
-    outside = (~INSIDE).sum(1).mean()
-    assert_close(trl["objective/entropy"], correct["objective/entropy"] - outside)
+    c = config(micro_batch_size=2 * G, beta=0.3)
+    experience, found = experience_of(c, scores)
+    found = {**found, **gradient_of(c, experience, world()[2][2])[1]}
+    assert found["frac_reward_zero_std"] == 0.75
     logprobs, entropy = (x.detach().numpy() for x in torch_logprobs(world()[0][2], world()[3]))
-    assert_close(correct["entropy"], entropy[INSIDE].mean())
-    halves = [entropy[: B // 2][INSIDE[: B // 2]].mean(), entropy[B // 2 :][INSIDE[B // 2 :]].mean()]
-    assert_close(trl["entropy"], np.mean(halves))
+    assert_close(found["entropy"], entropy[INSIDE].mean())
     with torch.no_grad():
-        ratio = np.exp(logprobs - torch_logprobs(world()[0][0], world()[3])[0].numpy())
-    assert_close(correct["val/ratio"], ratio[INSIDE].mean())
-    assert_close(trl["val/ratio"], np.where(INSIDE, ratio, 1).mean())
-    assert correct["val/num_eos_tokens"] == ENDED.sum()
-    assert trl["val/num_eos_tokens"] == (np.asarray(world()[3].response) == EOS).sum()
-    for name in ("loss", "kl", "reward", "reward_std", "grad_norm", "policy/approxkl_avg"):
-        assert_close(correct[name], trl[name], name)
+        old = torch_logprobs(world()[0][0], world()[3])[0].numpy()
+    assert_close(found["objective/entropy"], -np.where(INSIDE, old, 0).sum(1).mean())
+    assert_close(found["val/ratio"], np.exp(logprobs - old)[INSIDE].mean())
+    assert found["val/num_eos_tokens"] == ENDED.sum()
 
 
 # --------------------------------------------------------------------------------------------------------- the update
@@ -458,7 +459,7 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
         for name, values in stats.items():
             if name.startswith("loss"):  # sums of terms of both signs, which may all but cancel in one of the steps
                 assert distance(others[name], values) < 1e-5
-            elif name not in ("ratios", "val/ratio_error"):
+            elif name != "val/ratio_error":
                 np.testing.assert_allclose(others[name], values, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
@@ -523,16 +524,21 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     assert distance(flat(state.params), flat(policy)) < 1e-6
     for name in ("loss", "grad_norm", "entropy", "policy/approxkl_avg", "val/ratio"):
         np.testing.assert_allclose(stats[name], [found[name][0] for found in alone], rtol=1e-4, atol=1e-6, err_msg=name)
-    means = gpg.mean_over_steps(stats, c)
-    assert_close(means["loss"], np.mean(stats["loss"]))
-    assert_close(means["val/ratio_var"], np.var(stats["val/ratio"], ddof=1))
-    assert means["val/first_ratio_error"] == stats["val/ratio_error"][0] < 1e-5 < stats["val/ratio_error"][3]
-    assert "ratios" not in means
+    _, means = rloo.update(
+        world()[1],
+        fresh_state({"policy": world()[2][0]}),
+        experience,
+        config=c,
+        optimizer=at_rates(optax.identity(), jnp.asarray(rates, jnp.float32)),
+        key=jax.random.key(0),
+    )
+    assert means["val/first_ratio_error"] < 1e-5 < means["val/ratio_error"] and means["val/ratio_var"] > 0
+    assert means["loss"].shape == () and "ratio_error" not in means
 
 
 def test_the_order_of_groups_is_that_of_the_batch_or_new_each_pass():
-    once = np.asarray(gpg.permutations(jax.random.key(0), 3, 16, "once"))
-    again = np.asarray(gpg.permutations(jax.random.key(0), 3, 16, "per_epoch"))
+    once = np.asarray(pg.permutations(jax.random.key(0), 3, 16, "once"))
+    again = np.asarray(pg.permutations(jax.random.key(0), 3, 16, "per_epoch"))
     assert (np.sort(once) == np.arange(16)).all() and (np.sort(again) == np.arange(16)).all()
     assert (once == once[0]).all() and len({tuple(row) for row in again}) == 3
 
@@ -568,14 +574,14 @@ def test_a_dropout_mask_belongs_to_a_row_and_to_a_key():
     assert distance(gradient_of(other, lone, key=keys[0], models=dropping)[0], first) < 1e-5
 
 
-@pytest.mark.parametrize("options", [{}, {"metrics": "trl", "micro_batch_size": G, "token_level_kl": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": G, "token_level_kl": True}], ids=str)
 def test_eval_metrics_are_those_of_a_step_at_rate_0(options):
     c = config(beta=0.3, epsilon=0.02, **options)
     _, models, (_, _, moved), _ = world()
     experience, _ = experience_of(c)
     seen = evaluation(models, c)(moved, experience)
     _, stats = run_update(c, experience, moved, rates=[0.0])
-    learned = {"grad_norm", "ratios", "val/ratio_error", "nonfinite/causes", "nonfinite/steps_applied"}
+    learned = {"grad_norm", "val/ratio_error", "nonfinite/causes", "nonfinite/steps_applied"}
     assert set(stats) - set(seen) == learned
     for name, value in seen.items():
         assert_close(value, stats[name][0], name)

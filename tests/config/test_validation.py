@@ -30,7 +30,6 @@ IMPOSSIBLE = [
         PPOConfig(micro_batch_tokens=4096, loss_aggregation="token_mean_micro"),
         "micro_batch_tokens with loss_aggregation 'token_mean_micro': .* which rows share a micro-batch",
     ),
-    (RLOOConfig(micro_batch_tokens=4096, metrics="trl"), "micro_batch_tokens with metrics 'trl'"),
     (PPOConfig(rollout_batch_size=100), "rollout_batch_size 100 = 5.12 rounds.*64 or 128"),
     (PPOConfig(rollout_batch_size=1024), "rollout_batch_size 1024 = 0.5 rounds.*rollout_batch_size 512"),
     (PPOConfig(response_length=0), "response_length is 0; it must be at least 1"),

@@ -16,7 +16,7 @@ def update_on(algo: str, shape: tuple[int, int, int]) -> dict:
     import numpy as np
     import optax
 
-    from rlhf_jax.algorithms import ppo, rloo, token_budget
+    from rlhf_jax.algorithms import microbatch, ppo, rloo
     from rlhf_jax.config import PPOConfig, RLOOConfig
     from rlhf_jax.models import custom_shape
     from rlhf_jax.parallel import sharding
@@ -24,7 +24,7 @@ def update_on(algo: str, shape: tuple[int, int, int]) -> dict:
     from tests.helpers.algorithms import at_rates, models_of, scored, with_params
     from tests.helpers.arrays import flat
 
-    token_budget.RESPONSE_WIDTHS = (2, 1)
+    microbatch.RESPONSE_WIDTHS = (2, 1)
     data, fsdp, tensor = shape
     mesh = sharding.make_mesh(*shape, devices=jax.devices()[: data * fsdp * tensor])
     model, group = custom_shape("1x32x4", 61, 128), 1 if algo == "ppo" else 2

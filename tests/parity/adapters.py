@@ -44,7 +44,7 @@ class Start:
 
     Attributes:
       policy, ref: models.
-      base: see `actor_critic.Models`.
+      base: see `response_logprobs.Models`.
       params, ref_params: of the policy that is trained, and of the reference; {}: the base alone.
       where: the folder of the adapter that is trained; None without adapters.
       final: that of what it became.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.algorithms import actor_critic, sft
+from rlhf_jax.algorithms import response_logprobs, sft
 from tests.helpers.arrays import distance, normal, same_bits
 from tests.helpers.children import child, last_line
 
@@ -47,7 +47,7 @@ def test_logits_in_blocks_give_the_same_numbers_and_gradients(monkeypatch, tempe
     tokens = jax.random.randint(jax.random.key(2), (6, 5), 0, 11)
 
     def loss(kernel, hidden):
-        logprobs, entropy = actor_critic.response_logprobs(Head(11), kernel, hidden, tokens, temperature)
+        logprobs, entropy = response_logprobs.logprobs_from_hidden(Head(11), kernel, hidden, tokens, temperature)
         return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy), (logprobs, entropy)
 
     def run():
@@ -62,26 +62,26 @@ def test_logits_in_blocks_give_the_same_numbers_and_gradients(monkeypatch, tempe
     logits = np.asarray(hidden @ kernel, np.float64) / (temperature + 1e-7)
     exact = np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), np.array(tokens)[..., None], -1)
     assert distance(whole[0][1][0], exact[..., 0]) < 1e-6
-    monkeypatch.setattr(actor_critic, "LOGIT_POSITIONS", positions)
-    monkeypatch.setattr(actor_critic, "LOGIT_ENTRIES", entries)
+    monkeypatch.setattr(response_logprobs, "LOGIT_POSITIONS", positions)
+    monkeypatch.setattr(response_logprobs, "LOGIT_ENTRIES", entries)
     for found, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(whole)):
         assert distance(found, wanted) < 1e-6
-    assert actor_critic.logit_block(6, 5, Head(11)) == block
+    assert response_logprobs.logit_block(6, 5, Head(11)) == block
     assert (largest, widest()) == (6 * 5 * 11, math.prod(block) * 11)
 
 
 @pytest.mark.parametrize("rows, positions, block", [(1, 1024, (1, 1024)), (8, 53, (8, 53)), (64, 53, (16, 53))])
 def test_small_vocabularies_are_computed_in_whole_rows_of_up_to_1024_positions(rows, positions, block):
     for vocabulary in (260, 50_304, 51_200):
-        assert actor_critic.logit_block(rows, positions, Head(vocabulary)) == block
+        assert response_logprobs.logit_block(rows, positions, Head(vocabulary)) == block
 
 
 @pytest.mark.parametrize("vocabulary", [128_256, 151_936, 262_144])
 @pytest.mark.parametrize("rows, positions", [(1, 1023), (64, 53), (16, 2048), (3, 7)])
 def test_a_block_of_a_large_vocabulary_fits_the_budget_and_is_nearly_as_large(vocabulary, rows, positions):
-    chunk, block = actor_critic.logit_block(rows, positions, Head(vocabulary))
-    assert rows % chunk == 0 and chunk * block * vocabulary <= actor_critic.LOGIT_ENTRIES
-    assert (chunk, block) == (rows, positions) or chunk * block * vocabulary > actor_critic.LOGIT_ENTRIES / 2.1
+    chunk, block = response_logprobs.logit_block(rows, positions, Head(vocabulary))
+    assert rows % chunk == 0 and chunk * block * vocabulary <= response_logprobs.LOGIT_ENTRIES
+    assert (chunk, block) == (rows, positions) or chunk * block * vocabulary > response_logprobs.LOGIT_ENTRIES / 2.1
 
 
 def test_the_loss_of_demonstrations_is_computed_in_blocks_too(monkeypatch):
@@ -95,7 +95,7 @@ def test_the_loss_of_demonstrations_is_computed_in_blocks_too(monkeypatch):
         return jax.jit(jax.value_and_grad(loss))(params)
 
     whole = run()
-    monkeypatch.setattr(actor_critic, "LOGIT_ENTRIES", 3 * 11)
+    monkeypatch.setattr(response_logprobs, "LOGIT_ENTRIES", 3 * 11)
     assert distance(run(), whole) < 1e-6 and not same_bits(run(), whole)
 
 
@@ -107,12 +107,12 @@ def test_memory_falls_with_the_block(monkeypatch, gradient):
     tokens = jnp.zeros((rows, positions), jnp.int32)
 
     def loss(kernel, hidden):
-        logprobs, entropy = actor_critic.response_logprobs(Head(vocabulary), kernel, hidden, tokens, 1.0)
+        logprobs, entropy = response_logprobs.logprobs_from_hidden(Head(vocabulary), kernel, hidden, tokens, 1.0)
         return logprobs.sum() + entropy.sum()
 
     def temporary(entries):
-        monkeypatch.setattr(actor_critic, "LOGIT_POSITIONS", 10**9)
-        monkeypatch.setattr(actor_critic, "LOGIT_ENTRIES", entries)
+        monkeypatch.setattr(response_logprobs, "LOGIT_POSITIONS", 10**9)
+        monkeypatch.setattr(response_logprobs, "LOGIT_ENTRIES", entries)
         function = jax.jit(jax.grad(loss, argnums=(0, 1)) if gradient else lambda *args: loss(*args))
         return function.lower(kernel, hidden).compile().memory_analysis().temp_size_in_bytes
 
@@ -143,17 +143,17 @@ def on_a_mesh(mesh, entries):
     rows = sharding.shard_batch((normal(1, 8, 20, 32), tokens), where)
 
     def loss(params, hidden, tokens):
-        logprobs, entropy = actor_critic.response_logprobs(model, params, hidden, tokens, 0.7)
+        logprobs, entropy = response_logprobs.logprobs_from_hidden(model, params, hidden, tokens, 0.7)
         return jnp.sum(jnp.sin(logprobs)), (logprobs, entropy)
 
-    actor_critic.LOGIT_ENTRIES = entries
+    response_logprobs.LOGIT_ENTRIES = entries
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, *rows).compile()
     text = compiled.as_text()
     (_, outputs), grads = compiled(params, *rows)
     numbers = {"outputs": outputs, "grads": grads["backbone"]["embed_in"]["embedding"]}
     numbers = {name: [x.tolist() for x in jax.tree.leaves(sharding.fetch(value))] for name, value in numbers.items()}
     sent = sum(c.sent * c.times for c in hlo.collectives(text, 1))
-    return {**numbers, "block": actor_critic.logit_block(8, 20, model), "sent": sent}
+    return {**numbers, "block": response_logprobs.logit_block(8, 20, model), "sent": sent}
 
 
 def all_equations(jaxpr):
@@ -168,7 +168,7 @@ def all_equations(jaxpr):
 
 @pytest.mark.processes
 def test_blocks_on_a_mesh_give_the_numbers_of_one_call():
-    found = last_line(child("tests.algorithms.test_actor_critic", devices=4, optimized=True))
+    found = last_line(child("tests.algorithms.test_response_logprobs", devices=4, optimized=True))
     for mesh in MESHES:
         whole, blocks = (found[f"{mesh} {entries}"] for entries in (10**9, 640 * 8))
         assert whole["block"] == [8, 20] and blocks["block"] != whole["block"]
