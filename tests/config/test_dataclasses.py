@@ -32,6 +32,7 @@ def test_every_field_has_a_line_of_meaning():
 # Functions that read options for whoever calls them.
 READERS = {"sampling_options": {*sampling_options(PPOConfig()), "generation_kwargs"}}
 READERS["remat"] = {"gradient_checkpointing", "gradient_checkpointing_policy"}
+READERS["epochs_per_update"] = {"num_ppo_epochs", "num_iterations"}
 
 
 def test_every_field_is_read_somewhere():
