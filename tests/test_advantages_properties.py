@@ -1,44 +1,24 @@
 """advantages.py, value and gradient, against torch and TRL's own functions, in float32 and float64, on any arrays."""
 
-import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rlhf_jax import advantages as adv
-from tests.helpers.properties import near, same, with_gradients
+from tests.helpers import properties
+from tests.helpers.properties import arrays, few, masks, near, same, seeds
 
 torch = pytest.importorskip("torch")
-few = settings(max_examples=25, deadline=None)
+precision = properties.precision
 B, T = 3, 5
 PAD = 9
-numbers = st.floats(-4, 4, width=32, allow_subnormal=False)  # exact in both precisions
-
-
-def arrays(*shape):
-    return hnp.arrays(np.float64, shape, elements=numbers)
-
-
-def masks(*shape):
-    return hnp.arrays(bool, shape)
-
-
-seeds = st.integers(0, 2**31)
-lengths = hnp.arrays(np.int32, B, elements=st.integers(0, T))
-
-
-@pytest.fixture(params=["float32", "float64"])
-def precision(request):
-    """(dtype, tolerance), under x64 for float64; torch is at float64, where TRL divides counts too."""
-    torch.set_default_dtype(torch.float64)
-    with jax.enable_x64(True) if request.param == "float64" else contextlib.nullcontext():
-        yield np.dtype(request.param), {"float32": 1e-5, "float64": 1e-12}[request.param]
-    torch.set_default_dtype(torch.float32)
+lengths_of_rows = hnp.arrays(np.int32, B, elements=st.integers(0, T))
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +27,12 @@ def trl():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         return pytest.importorskip("trl.experimental.ppo.ppo_trainer")
+
+
+@pytest.fixture(scope="module")
+def nanstd():
+    """TRL's own."""
+    return pytest.importorskip("trl.trainer.utils").nanstd
 
 
 # ------------------------------------------------------------------------------------------------- cuts and their masks
@@ -75,53 +61,39 @@ def test_a_response_is_cut_where_trl_cuts_it(trl, tokens, stop):
 
 
 @few
-@given(lengths)
+@given(lengths_of_rows)
 def test_masks_of_any_length_are_trls_of_a_response_padded_there(trl, lengths):
     """Length 0 too, which no stop token gives: a response that starts with padding."""
     index = torch.arange(T).repeat(B, 1)
     last = trl.first_true_indices(index >= torch.tensor(lengths)[:, None]) - 1
     np.testing.assert_array_equal(adv.response_mask(lengths, T), ~(index > last[:, None]))
     np.testing.assert_array_equal(adv.value_mask(lengths, T), ~(index > last[:, None] + 1))
-    assert adv.response_mask(lengths, T).sum(1).tolist() == lengths.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------- masked statistics
 
 
 @pytest.mark.parametrize("axis", [None, 1])
-def test_masked_means_and_their_gradients_are_trls(trl, precision, axis):
-    ours = with_gradients(lambda x, mask: adv.masked_mean(x, mask, axis))
-
-    @few
-    @given(arrays(B, T), masks(B, T))
-    def run(x, mask):
-        assume(mask.sum(axis).min() > 0)
-        same(ours, lambda x, mask: trl.masked_mean(x, mask, axis), [x], mask, precision=precision)
-
-    run()
+@few
+@given(arrays(B, T), masks(B, T))
+def test_masked_means_and_their_gradients_are_trls(trl, precision, axis, x, mask):
+    assume(mask.sum(axis).min() > 0)
+    same(adv.masked_mean, lambda x, mask: trl.masked_mean(x, mask, axis), [x], mask, precision=precision, axis=axis)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_masked_variances_and_their_gradients_are_trls(trl, precision, ddof):
-    ours = with_gradients(lambda x, mask: adv.masked_var(x, mask, ddof))
-
-    @few
-    @given(arrays(B, T), masks(B, T))
-    def run(x, mask):
-        assume(mask.sum() > 1)
-        same(ours, lambda x, mask: trl.masked_var(x, mask, ddof == 1), [x], mask, precision=precision)
-
-    run()
-
-
-def spread(x, mask, ddof):
-    """sqrt(var + 1e-8) of what is chosen: whitening divides rounding errors by it."""
-    return np.sqrt(x[mask].var(ddof=ddof) + 1e-8)
+@few
+@given(arrays(B, T), masks(B, T))
+def test_masked_variances_and_their_gradients_are_trls(trl, precision, ddof, x, mask):
+    assume(mask.sum() > 1)
+    same(adv.masked_var, lambda x, mask: trl.masked_var(x, mask, ddof == 1), [x], mask, precision=precision, ddof=ddof)
 
 
 @pytest.mark.parametrize("shift_mean", [True, False], ids=["centred", "mean kept"])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_whitening_and_its_gradient_are_trls(trl, precision, ddof, shift_mean):
+@few
+@given(arrays(B, T), masks(B, T), seeds)
+def test_whitening_and_its_gradient_are_trls(trl, precision, ddof, shift_mean, x, mask, seed):
     def theirs(x, mask):
         if ddof == 1:
             white = trl.masked_whiten(x, mask, shift_mean)
@@ -130,68 +102,62 @@ def test_whitening_and_its_gradient_are_trls(trl, precision, ddof, shift_mean):
             white = (x - mean) * torch.rsqrt(trl.masked_var(x, mask, False) + 1e-8) + (0 if shift_mean else mean)
         return torch.where(mask, white, 0)
 
-    ours = with_gradients(lambda x, mask: adv.masked_whiten(x, mask, shift_mean=shift_mean, ddof=ddof))
-
-    @few
-    @given(arrays(B, T), masks(B, T), seeds)
-    def run(x, mask, seed):
-        assume(mask.sum() > 1)
-        deviation = spread(x, mask, ddof)
-        assume(deviation > 1e-2)
-        scale = np.linalg.norm(x) / deviation
-        size = scale * max(1, 1 / deviation)
-        same(ours, theirs, [x], mask, precision=precision, seed=seed, scale=size, gradient_scale=size)
-
-    run()
-
-
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_what_is_whitened_has_mean_0_and_variance_1_whatever_its_place_and_scale(precision, ddof):
-    dtype, tolerance = precision
-    whiten = jax.jit(lambda x, mask: adv.masked_whiten(x, mask, ddof=ddof))
-    keeping = jax.jit(lambda x, mask: adv.masked_whiten(x, mask, ddof=ddof, shift_mean=False))
-
-    @few
-    @given(arrays(B, T), masks(B, T), st.floats(0.5, 4), st.floats(-3, 3))
-    def run(x, mask, factor, shift):
-        assume(mask.sum() > 1 and spread(x, mask, ddof) > 0.1)
-        white = np.asarray(whiten(x.astype(dtype), mask), np.float64)
-        assert not white[~mask].any()
-        bound = tolerance * np.linalg.norm(x) / spread(x, mask, ddof)
-        assert abs(white[mask].mean()) <= bound
-        # 1e-8 is added to the variance: that much and more is missing.
-        assert abs(white[mask].var(ddof=ddof) - 1) <= bound + 1e-8 / 0.1**2
-        kept = np.asarray(keeping(x.astype(dtype), mask), np.float64)
-        near(kept[mask] - white[mask], np.full(mask.sum(), x[mask].mean()), tolerance, np.linalg.norm(kept))
-        moved = whiten((factor * x + shift).astype(dtype), mask)
-        near(moved, white, 10 * tolerance + 1e-8 / 0.1**2, 10 * np.linalg.norm(x))
-
-    run()
+    assume(mask.sum() > 1)
+    deviation = np.sqrt(x[mask].var(ddof=ddof) + 1e-8)  # whitening divides rounding errors by it
+    assume(deviation > 1e-2)
+    size = np.linalg.norm(x) / deviation * max(1, 1 / deviation)
+    options = {"precision": precision, "seed": seed, "scale": size, "gradient_scale": size}
+    same(adv.masked_whiten, theirs, [x], mask, **options, ddof=ddof, shift_mean=shift_mean)
 
 
 # ------------------------------------------------------------------------------------------------------- KL and rewards
 
 
-def test_the_adaptive_coefficient_is_that_of_ziegler_et_al(precision):
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@few
+@given(arrays(B, T), arrays(B, T))
+def test_estimates_of_the_kl_and_their_gradients_are_torchs(precision, estimator, logprobs, ref):
+    """ppo_trainer.py:773-774; k2 is Schulman's."""
+
+    def theirs(logprobs, ref):
+        logr = ref - logprobs
+        return {"k1": -logr, "k2": logr**2 / 2, "k3": (logr.exp() - 1) - logr}[estimator]
+
+    same(adv.kl_penalty, theirs, [logprobs, ref], precision=precision, estimator=estimator)
+
+
+@few
+@given(arrays(2, 7))
+def test_k1_and_k3_are_the_kl_on_average_and_k3_is_never_negative(precision, logits):
+    """The expectation is a sum over the whole vocabulary: nothing is sampled."""
     dtype, tolerance = precision
-    step = jax.jit(lambda coef, kl, target, n: adv.adaptive_kl(coef, kl, target=target, horizon=10000, n_steps=n))
+    policy, ref = (x.numpy() for x in torch.tensor(logits).log_softmax(-1))
+    weights, kl = np.exp(policy), (np.exp(policy) * (policy - ref)).sum()
+    k1, k2, k3 = (
+        np.asarray(adv.kl_penalty(policy.astype(dtype), ref.astype(dtype), name), np.float64)
+        for name in ("k1", "k2", "k3")
+    )
+    for estimate in (k1, k3):
+        assert abs((weights * estimate).sum() - kl) <= tolerance * max(kl, (weights * np.abs(estimate)).sum(), 1)
+    assert (k2 >= 0).all() and (k3 >= 0).all()
+    assert kl < 1e-3 or (k1 < 0).any()  # so much for k1
 
-    @few
-    @given(st.floats(0.01, 1), st.floats(0, 40), st.floats(0.5, 10), st.integers(1, 512))
-    def run(coef, kl, target, n):
-        error = torch.clamp(torch.tensor(kl, dtype=torch.float64) / target - 1, -0.2, 0.2)
-        new = step(dtype.type(coef), dtype.type(kl), target, n)
-        assert new.dtype == dtype
-        near(new, coef * (1 + error.numpy() * n / 10000), tolerance, 0)
-        near(step(dtype.type(coef), dtype.type(target), target, n), coef, tolerance, 0)
 
-    run()
+@few
+@given(st.floats(0.01, 1), st.floats(0, 40), st.floats(0.5, 10), st.integers(1, 512))
+def test_the_adaptive_coefficient_is_that_of_ziegler_et_al(precision, coef, kl, target, n):
+    dtype, tolerance = precision
+    error = np.clip(kl / target - 1, -0.2, 0.2)
+    new = adv.adaptive_kl(dtype.type(coef), dtype.type(kl), target=target, horizon=10000, n_steps=n)
+    assert new.dtype == dtype
+    near(new, coef * (1 + error * n / 10000), tolerance, 0)
 
 
 @pytest.mark.parametrize("position", ["after_eos", "eos"])
-def test_scores_and_their_gradients_land_in_one_column(precision, position):
+@few
+@given(arrays(B, T), arrays(B), lengths_of_rows, seeds)
+def test_scores_and_their_gradients_land_in_the_column_of_trl(precision, position, rewards, scores, lengths, seed):
     """after_eos: ppo_trainer.py:775-779, with TRL's `sequence_lengths`, one less than a length."""
-    ours = with_gradients(lambda rewards, scores, lengths: adv.place_scores(rewards, scores, lengths, position))
 
     def theirs(rewards, scores, lengths):
         last = lengths.long() - 1
@@ -200,168 +166,152 @@ def test_scores_and_their_gradients_land_in_one_column(precision, position):
         placed[torch.arange(B), after if position == "after_eos" else last.clamp(min=0)] += scores
         return placed
 
-    @few
-    @given(arrays(B, T), arrays(B), lengths, seeds)
-    def run(rewards, scores, lengths, seed):
-        same(ours, theirs, [rewards, scores], lengths, precision=precision, seed=seed)
+    same(adv.place_scores, theirs, [rewards, scores], lengths, precision=precision, seed=seed, position=position)
 
-    run()
+
+@few
+@given(seeds, masks(4, 3), arrays(3))
+def test_combined_rewards_are_trls(precision, seed, applies, weights):
+    """rloo_trainer.py:1549-1561."""
+    rewards = np.where(applies, np.random.default_rng(seed).normal(size=applies.shape), np.nan)
+    total, scorable = adv.combine_rewards(rewards.astype(precision[0]), weights.astype(precision[0]))
+    theirs = torch.tensor(rewards)
+    near(total, (theirs * torch.tensor(weights)[None]).nansum(dim=1), precision[1])
+    np.testing.assert_array_equal(scorable, ~theirs.isnan().all(dim=1))
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
 
 
-def test_gae_and_its_gradients_are_trls(precision):
-    """ppo_trainer.py:787-796, on responses that end anywhere."""
-    ours = with_gradients(lambda rewards, values: adv.gae(rewards, values, gamma=0.9, lam=0.8)[0])
-    returns = jax.jit(lambda rewards, values: adv.gae(rewards, values, gamma=0.9, lam=0.8)[1])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@few
+@given(arrays(B, T), arrays(B, T), lengths_of_rows, arrays(B, elements=st.sampled_from([0.0, 0.5, 0.95, 1.0])), seeds)
+def test_gae_and_its_gradients_are_trls(precision, gamma, rewards, values, lengths, lam, seed):
+    """ppo_trainer.py:787-796, on responses that end anywhere, with a lambda for each row as in VAPO."""
 
-    def theirs(rewards, values):
+    def theirs(rewards, values, lam):
         last, reversed_ = 0, []
         for t in reversed(range(T)):
             following = values[:, t + 1] if t < T - 1 else 0.0
-            last = rewards[:, t] + 0.9 * following - values[:, t] + 0.9 * 0.8 * last
+            last = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * last
             reversed_.append(last)
         return torch.stack(reversed_[::-1], axis=1)
 
-    @few
-    @given(arrays(B, T), arrays(B, T), lengths, seeds)
-    def run(rewards, values, lengths, seed):
-        inside = np.arange(T)[None] < lengths[:, None]
-        given = [np.where(inside, rewards, 0), np.where(inside, values, 0)]
-        same(ours, theirs, given, precision=precision, seed=seed)
-        wanted = theirs(*map(torch.tensor, given)).numpy() + given[1]
-        near(returns(*(x.astype(precision[0]) for x in given)), wanted, precision[1])
+    inside = np.arange(T)[None] < lengths[:, None]
+    given_arrays = [np.where(inside, rewards, 0), np.where(inside, values, 0)]
+    options = {"precision": precision, "seed": seed, "gamma": gamma}
+    (returns,) = same(gae, theirs, given_arrays, lam, **options)
+    near(returns, theirs(*map(torch.tensor, (*given_arrays, lam))).numpy() + given_arrays[1], precision[1])
 
-    run()
+
+def gae(rewards, values, lam, gamma):
+    return adv.gae(rewards, values, gamma=gamma, lam=lam)
+
+
+@few
+@given(hnp.arrays(np.int32, B, elements=st.integers(1, 60)), st.sampled_from([0.05, 0.3, 2.0]))
+def test_a_length_adaptive_lambda_is_that_of_vapo(precision, lengths, alpha):
+    wanted = (1 - 1 / (alpha * torch.tensor(lengths, dtype=torch.float64))).clamp(0, 1)
+    near(adv.length_adaptive_lam(lengths, alpha), wanted, 1e-6)  # of integers: float32 in both precisions
+
+
+@few
+@given(arrays(B, T), st.sampled_from([1.0, 0.9, 0.0]), seeds)
+def test_returns_to_go_and_their_gradients_are_the_recursion(precision, rewards, gamma, seed):
+    def theirs(rewards):
+        columns = [rewards[:, -1]]
+        for column in range(T - 2, -1, -1):
+            columns.append(rewards[:, column] + gamma * columns[-1])
+        return torch.stack(columns[::-1], dim=1)
+
+    same(adv.return_to_go, theirs, [rewards], precision=precision, seed=seed, scale=4.0 * T, gamma=gamma)
 
 
 @pytest.mark.parametrize("position", ["after_eos", "eos"])
-def test_columns_after_the_longest_response_change_no_advantage(precision, position):
+@few
+@given(seeds, lengths_of_rows)
+def test_columns_after_the_longest_response_change_no_advantage(precision, position, seed, lengths):
     """From KL to whitened advantages in T columns and in T + 3. After eos a response that fills T has no column left
     for its score, so that there it must be shorter."""
     dtype, tolerance = precision
-
-    @jax.jit
-    def chain(kl, values, scores, lengths):
-        inside, valued = adv.response_mask(lengths, kl.shape[1]), adv.value_mask(lengths, kl.shape[1])
-        seen = valued if position == "after_eos" else inside
-        placed = adv.place_scores(jnp.where(inside, -0.1 * kl, 0), scores, lengths, position)
-        placed = jnp.where(seen, placed, 0)
-        rewards = adv.masked_whiten(placed, seen, shift_mean=False)
-        advantages, returns = adv.gae(rewards, jnp.where(seen, values, 0), gamma=0.97, lam=0.9)
-        return adv.masked_whiten(advantages, inside), jnp.where(seen, returns, 0)
-
-    @few
-    @given(seeds, lengths)
-    def run(seed, lengths):
-        rng = np.random.default_rng(seed)
-        lengths = np.minimum(lengths, T - 1) if position == "after_eos" else lengths
-        assume(lengths.sum() > 2)
-        kl, values = rng.normal(size=(2, B, T)).astype(dtype)
-        scores = rng.normal(size=B).astype(dtype)
-        short = chain(kl, values, scores, lengths)
-        noise = rng.normal(size=(2, B, 3)).astype(dtype)
-        wide = chain(*(np.concatenate([x, n], axis=1) for x, n in zip((kl, values), noise)), scores, lengths)
-        for one, other in zip(short, wide, strict=True):
-            near(other[:, :T], one, 10 * tolerance, 1 / np.std(short[0]) if np.std(short[0]) else 1)
-            assert not np.asarray(other[:, T:]).any()
-
-    run()
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(lengths, T - 1) if position == "after_eos" else lengths
+    assume(lengths.sum() > 2)
+    kl, values = rng.normal(size=(2, B, T)).astype(dtype)
+    scores = rng.normal(size=B).astype(dtype)
+    short = chain(kl, values, scores, lengths, position)
+    noise = rng.normal(size=(2, B, 3)).astype(dtype)
+    wide = chain(*(np.concatenate([x, n], axis=1) for x, n in zip((kl, values), noise)), scores, lengths, position)
+    for one, other in zip(short, wide, strict=True):
+        near(other[:, :T], one, 10 * tolerance, 1 / np.std(short[0]) if np.std(short[0]) else 1)
+        assert not np.asarray(other[:, T:]).any()
 
 
-def random_groups(seed, keep):
-    """rewards [P, G], NaN where not kept."""
-    return np.where(keep, np.random.default_rng(seed).normal(size=keep.shape), np.nan)
+@functools.partial(jax.jit, static_argnames="position")
+def chain(kl, values, scores, lengths, position):
+    inside, valued = adv.response_mask(lengths, kl.shape[1]), adv.value_mask(lengths, kl.shape[1])
+    seen = valued if position == "after_eos" else inside
+    placed = adv.place_scores(jnp.where(inside, -0.1 * kl, 0), scores, lengths, position)
+    rewards = adv.masked_whiten(jnp.where(seen, placed, 0), seen, shift_mean=False)
+    advantages, returns = adv.gae(rewards, jnp.where(seen, values, 0), gamma=0.97, lam=0.9)
+    return adv.masked_whiten(advantages, inside), jnp.where(seen, returns, 0)
 
 
-def test_leave_one_out_is_trls_and_every_group_sums_to_0(precision):
-    """rloo_trainer.py:1584-1606, any rewards missing."""
-    dtype, tolerance = precision
-    leave_one_out = jax.jit(adv.leave_one_out)
-
-    @few
-    @given(seeds, masks(4, 3))
-    def run(seed, keep):
-        rewards = random_groups(seed, keep)
-        there = torch.tensor(rewards)
-        counts = (~there.isnan()).sum(dim=1, keepdim=True)
-        baselines = (torch.nansum(there, dim=1, keepdim=True) - there) / (counts - 1)
-        wanted = torch.where((counts > 1) & torch.tensor(keep), there - baselines, 0)
-        found = leave_one_out(rewards.astype(dtype), keep)
-        assert found.dtype == dtype
-        near(found, wanted, tolerance)
-        near(found.sum(1), np.zeros(4), tolerance)
-        complete = np.nan_to_num(rewards)
-        near(adv.leave_one_out(complete.astype(dtype)), (complete - complete.mean(1, keepdims=True)) * 1.5, tolerance)
-
-    run()
-
-
-def test_a_baseline_knows_neither_its_own_reward_nor_one_that_is_missing(precision):
-    dtype, tolerance = precision
-    jacobian = jax.jit(jax.jacobian(lambda x, keep: x - adv.leave_one_out(x, keep)))
-
-    @few
-    @given(seeds, masks(4))
-    def run(seed, keep):
-        found = np.asarray(jacobian(np.random.default_rng(seed).normal(size=4).astype(dtype), keep))
-        others = keep[None] & keep[:, None] & ~np.eye(4, dtype=bool)
-        learned = keep & (keep.sum() > 1)
-        near(found[learned], (others / max(keep.sum() - 1, 1))[learned], tolerance)
-        # Without an advantage there is nothing to learn: x - 0.
-        near(found[~learned], np.eye(4)[~learned], tolerance)
-
-    run()
-
-
-def test_normalised_and_combined_rewards_are_trls(trl, precision):
-    """rloo_trainer.py:1549-1561 and 1602-1603, with TRL's own `nanstd`."""
-    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
-    dtype, tolerance = precision
-    normalize, combine = jax.jit(lambda x, keep: adv.normalize(x, keep, 1e-4)), jax.jit(adv.combine_rewards)
-
-    @few
-    @given(seeds, masks(4, 3), arrays(3))
-    def run(seed, keep, weights):
-        rewards = random_groups(seed, keep)
-        there = torch.tensor(rewards)
-        total, scorable = combine(rewards.astype(dtype), weights.astype(dtype))
-        near(total, (there * torch.tensor(weights)[None]).nansum(dim=1), tolerance)
-        np.testing.assert_array_equal(scorable, ~there.isnan().all(dim=1))
-        assume(keep.sum() > 1 and nanstd(there) > 1e-2)
-        wanted = torch.nan_to_num((there - there.nanmean()) / (nanstd(there) + 1e-4), nan=0.0)
-        found, divisor = normalize(rewards.astype(dtype), keep)
-        near(found, wanted, tolerance, 1 / float(nanstd(there)))
-        near(divisor, nanstd(there) + 1e-4, tolerance)
-
-    run()
-
-
-def test_what_was_exclusive_cumsum_is_the_whole_less_what_is_to_come(precision):
-    ours = with_gradients(adv.exclusive_cumsum)
-
+@few
+@given(arrays(B, 2, T), seeds)
+def test_what_was_exclusive_cumsum_is_the_whole_less_what_is_to_come(precision, costs, seed):
     def theirs(costs):
         return costs.sum(-1, keepdim=True) - costs.flip(-1).cumsum(-1).flip(-1)
 
-    @few
-    @given(arrays(B, 2, T), seeds)
-    def run(costs, seed):
-        scale = np.linalg.norm(costs)
-        size = max(scale, 1)
-        same(ours, theirs, [costs], precision=precision, seed=seed, scale=size, gradient_scale=size)
-        assert not np.asarray(adv.exclusive_cumsum(costs.astype(precision[0])))[..., 0].any()
-
-    run()
+    size = max(np.linalg.norm(costs), 1)
+    same(adv.exclusive_cumsum, theirs, [costs], precision=precision, seed=seed, scale=size, gradient_scale=size)
+    assert not np.asarray(adv.exclusive_cumsum(costs.astype(precision[0])))[..., 0].any()
 
 
-# ------------------------------------------------------------------------------------------------------- groups of GRPO
+# --------------------------------------------------------------------------------------------------------------- groups
 
 
-def test_the_mean_and_the_deviation_of_a_group_and_their_gradients_are_trls(precision):
-    """With TRL's own `nanstd`, any rewards missing, as far as torch's gradients are numbers."""
-    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
-    mean, std = with_gradients(adv.group_mean), with_gradients(adv.group_std)
+@few
+@given(arrays(4, 3), masks(4, 3), seeds)
+def test_leave_one_out_and_its_gradients_are_trls_and_every_group_sums_to_0(precision, rewards, keep, seed):
+    """rloo_trainer.py:1584-1606, any rewards missing."""
+
+    def theirs(rewards, keep):
+        rewards = torch.where(keep, rewards, torch.nan)
+        counts = (~rewards.isnan()).sum(dim=1, keepdim=True)
+        baselines = (torch.nansum(rewards, dim=1, keepdim=True) - rewards) / (counts - 1)
+        return torch.where((counts > 1) & keep, rewards - baselines, 0)
+
+    def torchs(rewards, keep):
+        """Its gradient is NaN where a reward is: of the other groups and rewards."""
+        counts = keep.sum(dim=1, keepdim=True)
+        others = (torch.where(keep, rewards, 0).sum(dim=1, keepdim=True) - rewards) / (counts - 1).clamp(min=1)
+        return torch.where((counts > 1) & keep, rewards - others, 0)
+
+    near(torchs(*map(torch.tensor, (rewards, keep))), theirs(*map(torch.tensor, (rewards, keep))), 1e-12)
+    same(adv.leave_one_out, torchs, [rewards], keep, precision=precision, seed=seed)
+    dtype, tolerance = precision
+    near(adv.leave_one_out(rewards.astype(dtype), keep).sum(1), np.zeros(4), tolerance, max(np.linalg.norm(rewards), 1))
+    near(adv.leave_one_out(rewards.astype(dtype)), adv.leave_one_out(rewards.astype(dtype), np.ones((4, 3), bool)), 0)
+
+
+@few
+@given(seeds, masks(4, 3))
+def test_normalised_advantages_are_trls(nanstd, precision, seed, keep):
+    """rloo_trainer.py:1602-1603."""
+    values = np.where(keep, np.random.default_rng(seed).normal(size=keep.shape), np.nan)
+    theirs = torch.tensor(values)
+    assume(keep.sum() > 1 and nanstd(theirs) > 1e-2)
+    found, divisor = adv.normalize(values.astype(precision[0]), keep, 1e-4)
+    wanted = torch.nan_to_num((theirs - theirs.nanmean()) / (nanstd(theirs) + 1e-4), nan=0.0)
+    near(found, wanted, precision[1], 1 / float(nanstd(theirs)))
+    near(divisor, nanstd(theirs) + 1e-4, precision[1])
+
+
+@few
+@given(seeds, masks(4, 3))
+def test_the_mean_and_the_deviation_of_a_group_and_their_gradients_are_trls(nanstd, precision, seed, keep):
+    """grpo_trainer.py:2749-2767, any rewards missing, as far as torch's gradients are numbers."""
 
     def std_of_kept(rewards, keep):
         return torch.stack([nanstd(row[kept], dim=0, keepdim=True) for row, kept in zip(rewards, keep)])
@@ -369,67 +319,82 @@ def test_the_mean_and_the_deviation_of_a_group_and_their_gradients_are_trls(prec
     def mean_of_kept(rewards, keep):
         return torch.stack([row[kept].mean(0, keepdim=True) for row, kept in zip(rewards, keep)])
 
-    @few
-    @given(seeds, masks(4, 3))
-    def run(seed, keep):
-        rewards = np.random.default_rng(seed).normal(size=keep.shape)
-        keep = keep | np.array([True, False, True])  # a deviation of one is NaN in torch
-        same(mean, mean_of_kept, [rewards], keep, precision=precision, seed=seed)
-        smallest = min(np.std(row[kept]) for row, kept in zip(rewards, keep))
-        assume(smallest > 1e-2)
-        same(std, std_of_kept, [rewards], keep, precision=precision, seed=seed, gradient_scale=1 / smallest)
-
-    run()
+    rewards = np.random.default_rng(seed).normal(size=keep.shape)
+    keep = keep | np.array([True, False, True])  # a deviation of one is NaN in torch
+    same(adv.group_mean, mean_of_kept, [rewards], keep, precision=precision, seed=seed)
+    smallest = min(np.std(row[kept]) for row, kept in zip(rewards, keep))
+    assume(smallest > 1e-2)
+    same(adv.group_std, std_of_kept, [rewards], keep, precision=precision, seed=seed, gradient_scale=1 / smallest)
 
 
-def test_rewards_that_a_group_does_not_keep_are_never_read(precision):
+@pytest.mark.parametrize("size, functions", [(1, 1), (3, 1), (3, 2)])
+@few
+@given(seeds, st.sampled_from([0.3, 0.7, 1.0]))
+def test_normalizing_each_reward_is_trls(nanstd, precision, size, functions, seed, share):
+    """grpo_trainer.py:2783-2788."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.normal(size=(3, size, functions))
+    grouped = torch.tensor(np.where(rng.random(rewards.shape) < share, rewards, np.nan))
+    weights = rng.normal(size=functions)
+    mean = grouped.nanmean(dim=1, keepdim=True)
+    std = nanstd(grouped, dim=1, keepdim=True) if size > 1 else torch.zeros_like(mean)
+    assume(not (std < 1e-2).any() or size == 1)
+    wanted = ((grouped - mean) / (std + 1e-4) * torch.tensor(weights)).nansum(dim=2)
     dtype, tolerance = precision
-    functions = [jax.jit(f) for f in (adv.group_mean, adv.group_std)]
-
-    @few
-    @given(seeds, masks(4, 3), st.sampled_from([np.nan, np.inf, -7.0]))
-    def run(seed, keep, poison):
-        rewards = np.random.default_rng(seed).normal(size=keep.shape)
-        for function in functions:
-            clean = function(np.where(keep, rewards, 0).astype(dtype), keep)
-            dirty = function(np.where(keep, rewards, poison).astype(dtype), keep)
-            assert clean.dtype == dtype and np.isfinite(clean).all()
-            np.testing.assert_array_equal(clean, dirty)
-
-    run()
+    found = adv.normalize_each_reward(grouped.numpy().astype(dtype), ~grouped.isnan().numpy(), weights.astype(dtype))
+    assert found.dtype == dtype
+    near(found, wanted, 100 * tolerance)  # as far as rewards are close to each other
 
 
-def test_normalized_rewards_forget_place_and_scale_of_each_function(precision):
-    dtype, tolerance = precision
-    normalize = jax.jit(lambda *given: adv.normalize_each_reward(*given, eps=0.0))
+# ----------------------------------------------------------------------------------------------------------- any array
 
-    @few
-    @given(seeds, st.floats(0.5, 4), st.floats(-4, 4))
-    def run(seed, scale, place):
-        rng = np.random.default_rng(seed)
-        rewards, applies = rng.normal(size=(2, 4, 2)), np.ones((2, 4, 2), bool)
-        assume(rewards.std(axis=1).min() > 0.1)
-        weights = rng.normal(size=2).astype(dtype)
-        plain = normalize(rewards.astype(dtype), applies, weights)
-        moved = np.stack([scale * rewards[..., 0] + place, rewards[..., 1]], axis=2)
-        assert plain.dtype == dtype
-        near(normalize(moved.astype(dtype), applies, weights), plain, 50 * tolerance)
-        near(plain.sum(axis=1), np.zeros(2), 10 * tolerance)
-
-    run()
+MASKED = {
+    "masked_mean": adv.masked_mean,
+    "masked_var": adv.masked_var,
+    "masked_whiten": adv.masked_whiten,
+    "leave_one_out": adv.leave_one_out,
+    "group_mean": adv.group_mean,
+    "group_std": adv.group_std,
+    "normalize": lambda x, keep: adv.normalize(x, keep, 1e-4)[0],
+    "normalize_each_reward": lambda x, keep: adv.normalize_each_reward(x[..., None], keep[..., None], np.ones(1)),
+}
+DEVIATIONS = ("group_std", "normalize", "normalize_each_reward")  # one of 0 has no gradient
 
 
-def test_returns_to_go_and_their_gradients_are_the_recursion(precision):
-    @few
-    @given(arrays(B, T), st.sampled_from([1.0, 0.9, 0.0]), seeds)
-    def run(rewards, gamma, seed):
-        def theirs(rewards):
-            columns = [rewards[:, -1]]
-            for column in range(T - 2, -1, -1):
-                columns.append(rewards[:, column] + gamma * columns[-1])
-            return torch.stack(columns[::-1], dim=1)
+@pytest.mark.parametrize("name", MASKED)
+@few
+@given(seeds, masks(4, 3), st.sampled_from([np.nan, np.inf, -7.0]))
+def test_what_is_not_kept_is_never_read_and_has_no_gradient(precision, name, seed, keep, poison):
+    x = np.random.default_rng(seed).normal(size=keep.shape)
+    clean, dirty = (squares(np.where(keep, x, value).astype(precision[0]), keep, name) for value in (0, poison))
+    for one, other in zip(clean, dirty, strict=True):
+        assert one.dtype == precision[0]
+        np.testing.assert_array_equal(one, other)
+    assert np.isfinite(dirty[0]) and not np.asarray(dirty[1])[~keep].any()
+    assert np.isfinite(dirty[1]).all() or name in DEVIATIONS
 
-        same(returns[gamma], theirs, [rewards], precision=precision, seed=seed, scale=4.0 * T)
 
-    returns = {gamma: with_gradients(lambda x, g=gamma: adv.return_to_go(x, g)) for gamma in (1.0, 0.9, 0.0)}
-    run()
+@functools.partial(jax.jit, static_argnames="name")
+def squares(x, keep, name):
+    """The sum of squares of what the function gives, and its gradient."""
+    return jax.value_and_grad(lambda x: jnp.square(MASKED[name](x, keep)).sum())(x)
+
+
+UNMASKED = {
+    "kl_penalty k1": lambda x, keep: adv.kl_penalty(x, x[::-1]),
+    "kl_penalty k2": lambda x, keep: adv.kl_penalty(x, x[::-1], "k2"),
+    "kl_penalty k3": lambda x, keep: adv.kl_penalty(x, x[::-1], "k3"),
+    "adaptive_kl": lambda x, keep: adv.adaptive_kl(x[0, 0], x[0, 1], target=0.3, horizon=1000, n_steps=7),
+    "place_scores": lambda x, keep: adv.place_scores(x, x[:, 0], jnp.array([0, 1, 2, 3])),
+    "gae": lambda x, keep: adv.gae(x, x[::-1], gamma=0.9, lam=0.95),
+    "gae of a lambda a row": lambda x, keep: adv.gae(x, x[::-1], gamma=0.9, lam=jnp.linspace(0, 1, 4)),
+    "combine_rewards": lambda x, keep: adv.combine_rewards(x, x[0]),
+    "return_to_go": lambda x, keep: adv.return_to_go(x, 0.9),
+    "exclusive_cumsum": lambda x, keep: adv.exclusive_cumsum(x),
+}
+
+
+@pytest.mark.parametrize("name", [*MASKED, *UNMASKED])
+def test_half_precision_is_widened_before_anything_is_summed(name):
+    rng = np.random.default_rng(0)
+    properties.widens({**MASKED, **UNMASKED}[name], [rng.normal(size=(4, 500)), rng.random((4, 500)) < 0.7])

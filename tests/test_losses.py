@@ -33,20 +33,6 @@ def test_logprobs_survive_extreme_logits():
     close(losses.logprobs_from_logits(logits[:1], jnp.array([1])), [-2e4])
 
 
-def test_logprobs_and_entropy_ignore_a_shift_of_the_logits():
-    logits, tokens = normal(0, 4, 9), np.arange(4)
-    close(losses.logprobs_from_logits(logits + 64, tokens), losses.logprobs_from_logits(logits, tokens), 2e-5)
-    close(losses.entropy_from_logits(logits + 64), losses.entropy_from_logits(logits), 2e-5)
-
-
-def test_half_precision_logits_are_summed_in_float32():
-    logits, tokens = normal(0, 3, 500), np.arange(3)
-    half = jnp.asarray(logits, jnp.bfloat16)
-    got = losses.logprobs_from_logits(half, tokens)
-    assert got.dtype == jnp.float32
-    close(got, losses.logprobs_from_logits(half.astype(jnp.float32), tokens))
-
-
 def test_entropy_is_that_of_a_uniform_of_a_sure_and_of_a_cut_distribution():
     close(losses.entropy_from_logits(jnp.zeros(8)), np.log(8))
     close(losses.entropy_from_logits(jnp.array([1e4, 0.0, 0.0])), 0.0)
@@ -56,30 +42,46 @@ def test_entropy_is_that_of_a_uniform_of_a_sure_and_of_a_cut_distribution():
     assert np.isfinite(gradient).all()
 
 
-def test_entropy_is_the_mean_surprise():
-    logits = normal(1, 5)
-    logprobs = losses.logprobs_from_logits(np.tile(logits, (5, 1)), np.arange(5))
-    close(losses.entropy_from_logits(logits), -(np.exp(logprobs) * logprobs).sum())
-
-
 # ---------------------------------------------------------------------------------------------------------- PPO
 
 
-def test_policy_loss_by_hand():
+def test_policy_losses_by_hand_with_an_upper_clip_of_their_own_and_a_bound_of_the_ratio():
     ratio = np.array([1.5, 0.5, 1.5, 0.5, 1.1])
     advantages = np.array([1.0, 1.0, -1.0, -1.0, 2.0])
-    got, clipped, r = losses.policy_loss_terms(np.log(ratio) - 3, np.full(5, -3.0), advantages, cliprange=0.2)
+
+    def terms(**options):
+        return losses.policy_loss_terms(np.log(ratio) - 3, np.full(5, -3.0), advantages, **options)
+
+    got, clipped, r = terms(cliprange=0.2)
     close(got, [-1.2, -0.5, 1.5, 0.8, -2.2], 1e-5)
     assert clipped.tolist() == [True, False, False, True, False]
     close(r, ratio, 1e-5)
+    close(terms(cliprange=0.2, cliprange_high=0.3)[0], [-1.3, -0.5, 1.5, 0.8, -2.2], 1e-5)
+    got, clipped, r = terms(cliprange=0.2, cliprange_high=0.3, delta=1.4)
+    close(got, [-1.3, -0.5, 1.4, 0.8, -2.2], 1e-5)
+    assert clipped.tolist() == [True, False, False, True, False]
+    close(r, ratio, 1e-5)
+    # A bound below the clip bounds that side too.
+    got, clipped, _ = terms(cliprange=0.2, cliprange_high=0.3, delta=1.25)
+    close(got, [-1.25, -0.5, 1.3, 0.8, -2.2], 1e-5)
+    assert clipped.tolist() == [False, False, True, True, False]
 
 
-def test_an_upper_clip_of_its_own():
-    got, clipped, _ = losses.policy_loss_terms(
-        np.log([1.25, 1.5]), np.zeros(2), np.ones(2), cliprange=0.2, cliprange_high=0.28
-    )
-    close(got, [-1.25, -1.28])
-    assert clipped.tolist() == [False, True]
+def test_one_ratio_a_row_meets_the_advantages_of_its_tokens_and_one_advantage_the_ratios_of_its_row():
+    ratio, advantages = np.array([[1.1], [0.9]]), np.array([[1.0, 2.0], [3.0, 4.0]])
+    terms = functools.partial(losses.policy_loss_terms, cliprange=0.2)
+    found, _, ratios = terms(np.log(ratio), np.zeros((2, 1)), advantages)
+    close(found, [[-1.1, -2.2], [-2.7, -3.6]])
+    close(ratios, ratio)
+    found, _, _ = terms(np.log(np.broadcast_to(ratio, (2, 2))), np.zeros((2, 2)), advantages[:, :1])
+    close(found, [[-1.1, -1.1], [-2.7, -2.7]])
+
+
+def test_a_bounded_ratio_has_no_gradient_beyond_its_bound():
+    def loss(logprobs):
+        return losses.policy_loss_terms(logprobs, np.zeros(3), -np.ones(3), cliprange=0.2, delta=1.4)[0].sum()
+
+    close(jax.grad(loss)(np.log([0.5, 1.3, 1.5])), [0.0, 1.3, 0.0])
 
 
 def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone():
@@ -114,24 +116,43 @@ def test_an_importance_ratio_is_bounded_and_a_clipped_one_has_gradient_zero_howe
     np.testing.assert_allclose(ratio, wanted, rtol=1e-5, atol=1e-38)
     np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-38)
 
-    def ppo(x, advantage):
-        return losses.policy_loss_terms(x, jnp.float32(0), jnp.float32(advantage), cliprange=0.2)[0]
+    def loss(x, advantage, delta):
+        return losses.policy_loss_terms(x, jnp.float32(0), jnp.float32(advantage), cliprange=0.2, delta=delta)[0]
 
-    def grpo(x, advantage):
-        options = {"epsilon": 0.2, "epsilon_high": 0.2, "delta": 4.0}
-        return losses.clipped_ratio_loss_terms(losses.importance_ratio(x), jnp.float32(advantage), **options)
-
-    for loss, advantage, value in ((ppo, 1.0, -1.2), (grpo, 1.0, -1.2), (grpo, -1.0, 4.0)):
-        found, gradient = jax.value_and_grad(loss)(jnp.float32(90.0), advantage)
+    for advantage, delta, value in ((1.0, None, -1.2), (1.0, 4.0, -1.2), (-1.0, 4.0, 4.0)):
+        found, gradient = jax.value_and_grad(loss)(jnp.float32(90.0), advantage, delta)
         np.testing.assert_allclose(found, value, rtol=1e-6)
         assert gradient == 0
-    assert jax.grad(ppo)(jnp.float32(90.0), -1.0) > 1e34  # not clipped: the norm of the gradient ends the run
+    assert jax.grad(loss)(jnp.float32(90.0), -1.0, None) > 1e34  # not clipped: the gradient's norm ends the run
 
 
 def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient():
     logprobs, advantages, mask = normal(0, 2, 3), normal(1, 2, 3), np.array([[1, 1, 0], [1, 0, 0]], bool)
     gradient = jax.grad(losses.clipped_policy_loss)(logprobs, logprobs, advantages, mask, cliprange=0.2)
     close(gradient, -advantages * mask / 3)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("gap", [0.1, -0.3])
+def test_on_the_edge_of_the_clip_the_policy_gradient_lies_between_those_of_its_sides(gap, advantage):
+    """Both branches of the maximum are equal there, so that it is a convention: torch takes -A r whole, JAX a part.
+    Nothing is clipped yet, and no ratio but a made-up one falls on the edge."""
+    ratio = float(losses.importance_ratio(gap))
+
+    def loss(new):
+        clip = abs(ratio - 1)  # exact, for the ratio is between 1/2 and 2
+        terms, clipped, _ = losses.policy_loss_terms(new, 0.0, advantage, cliprange=clip)
+        return terms, clipped
+
+    (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(gap)
+    close(value, -advantage * ratio)
+    assert not clipped and 0 < gradient / (-advantage * ratio) <= 1 + 1e-6
+
+
+def test_the_loss_of_reinforce_by_hand():
+    logprobs, advantages = np.array([-1.0, -0.5]), np.array([2.0, -3.0])
+    close(losses.reinforce_loss_terms(logprobs, advantages), [2.0, -1.5])
+    close(jax.grad(lambda x: losses.reinforce_loss_terms(x, advantages).sum())(logprobs), [-2.0, 3.0])
 
 
 def test_value_loss_by_hand():
@@ -149,49 +170,20 @@ def test_clipped_values_have_no_gradient():
     close(gradient, np.array([-0.9, 0.0, 1.0]) / 3)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_what_is_masked_out_is_never_read(poison):
-    mask = np.array([[True, True, False], [True, False, False]])
-    arrays = [normal(seed, 2, 3) for seed in range(3)]
-    dirty = [np.where(mask, x, np.float32(poison)) for x in arrays]
-    for function, options in (
-        (losses.clipped_policy_loss, {"cliprange": 0.2}),
-        (losses.clipped_value_loss, {"cliprange_value": 0.2}),
-    ):
-        grad = jax.value_and_grad(lambda x, y, z, f=function, o=options: f(x, y, z, mask, **o), argnums=(0, 1, 2))
-        for got, wanted in zip(jax.tree.leaves(grad(*dirty)), jax.tree.leaves(grad(*arrays)), strict=True):
-            close(got, wanted)
+@pytest.mark.parametrize("side", [1.0, -1.0])
+@pytest.mark.parametrize("target", [3.0, -3.0])
+def test_on_the_edge_of_the_clip_the_value_gradient_lies_between_those_of_its_sides(side, target):
+    value = 1.0 + 0.25 * side
+    loss = functools.partial(losses.value_loss_terms, cliprange_value=0.25)
+    (found, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(value, 1.0, target)
+    close(found, 0.5 * (value - target) ** 2)
+    assert not clipped and 0 < gradient / (value - target) <= 1 + 1e-6
 
 
 def test_an_empty_mask_costs_nothing():
     x, mask = normal(0, 2, 3), np.zeros((2, 3), bool)
     assert float(losses.clipped_policy_loss(x, x, x, mask, cliprange=0.2)) == 0
     assert float(losses.clipped_value_loss(x, x, x, mask, cliprange_value=0.2)) == 0
-
-
-def test_terms_over_a_global_count_add_up_to_the_loss_however_rows_are_cut():
-    logprobs, old, advantages = (normal(seed, 4, 3) for seed in range(3))
-    mask = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]], bool)
-    whole = losses.clipped_policy_loss(logprobs, old, advantages, mask, cliprange=0.2)
-    parts = 0.0
-    for rows in (slice(0, 1), slice(1, 3), slice(3, 4)):
-        terms, _, _ = losses.policy_loss_terms(logprobs[rows], old[rows], advantages[rows], cliprange=0.2)
-        parts += np.where(mask[rows], terms, 0).sum() / mask.sum()
-    close(parts, whole)
-
-
-def test_the_loss_depends_neither_on_padding_nor_on_the_order_of_rows():
-    logprobs, old, advantages = (normal(seed, 4, 3) for seed in range(3))
-    mask = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]], bool)
-    order = [2, 0, 3, 1]
-    for function, options in (
-        (losses.clipped_policy_loss, {"cliprange": 0.2}),
-        (losses.clipped_value_loss, {"cliprange_value": 0.2}),
-    ):
-        wanted = function(logprobs, old, advantages, mask, **options)
-        wide = [np.pad(x, ((0, 0), (0, 2))) for x in (logprobs, old, advantages, mask)]
-        close(function(*wide, **options), wanted)
-        close(function(*(x[order] for x in (logprobs, old, advantages, mask)), **options), wanted)
 
 
 # --------------------------------------------------------------------------------------------- group policy gradients
@@ -206,29 +198,6 @@ def test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_and_one_for_an_emp
     )
     found = losses.sequence_log_ratio(np.log(ratios), mask.astype(bool))
     close(np.exp(found), [[4.0], [1.0], [81 ** (1 / 3)]], 1e-5)
-
-
-def test_a_clipped_ratio_by_hand_with_and_without_a_bound():
-    ratio, advantages = np.array([1.5, 0.5, 1.5, 0.5, 1.1]), np.array([1.0, 1.0, -1.0, -1.0, 2.0])
-    clip = {"epsilon": 0.2, "epsilon_high": 0.3}
-    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip), [-1.3, -0.5, 1.5, 0.8, -2.2])
-    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip, delta=1.4), [-1.3, -0.5, 1.4, 0.8, -2.2])
-    # A bound below the clip bounds that side too.
-    close(losses.clipped_ratio_loss_terms(ratio, advantages, **clip, delta=1.25), [-1.25, -0.5, 1.3, 0.8, -2.2])
-
-
-def test_one_ratio_a_row_meets_the_advantages_of_its_tokens():
-    found = losses.clipped_ratio_loss_terms(
-        np.array([[1.1], [0.9]]), np.array([[1.0, 2.0], [3.0, 4.0]]), epsilon=0.2, epsilon_high=0.2
-    )
-    close(found, [[-1.1, -2.2], [-2.7, -3.6]])
-
-
-def test_a_bounded_ratio_has_no_gradient_beyond_its_bound():
-    def loss(ratio):
-        return losses.clipped_ratio_loss_terms(ratio, -np.ones(3), epsilon=0.2, epsilon_high=0.2, delta=1.4).sum()
-
-    close(jax.grad(loss)(np.array([0.5, 1.3, 1.5])), [0.0, 1.0, 0.0])
 
 
 def test_a_capped_ratio_weights_the_log_probability_and_has_no_gradient():
@@ -373,13 +342,6 @@ def test_sampler_ratios_by_hand():
     close(ratio("token_mask", 1.0, 1.0), [[0, 0, 1], [0, 0, 1]])  # the bounds themselves are kept
 
 
-def test_sampler_ratios_read_nothing_masked_out():
-    learner, mask = np.array([[0.0, np.nan], [np.inf, np.nan]]), np.array([[True, False], [False, False]])
-    for mode in ("token_truncate", "sequence_mask"):
-        found = losses.sampler_ratio(learner, np.zeros((2, 2)), mask, mode=mode, clip_max=3.0)
-        assert (np.asarray(found) == 1).all()
-
-
 @pytest.mark.parametrize("mode", ["", "token", "mask", "sequence_clip", "tokens_mask", "token-mask"])
 def test_an_unknown_mode_of_the_sampler_ratio_is_named(mode):
     with pytest.raises(ValueError, match=f"token_truncate, token_mask.* not '{mode}'"):
@@ -395,13 +357,6 @@ def test_pairwise_loss_by_hand_with_margin_and_centring():
     close(losses.pairwise_reward_loss(chosen, rejected), plain)
     close(losses.pairwise_reward_loss(chosen, rejected, jnp.array([1.0, 0.0])), [np.log(2), np.log(2)])
     close(losses.pairwise_reward_loss(chosen, rejected, center_coefficient=0.1), plain + [0.9, 0.0])
-
-
-def test_pairwise_loss_and_its_gradient_stay_finite_far_out():
-    chosen, rejected = jnp.array([1e4, -1e4]), jnp.array([-1e4, 1e4])
-    close(losses.pairwise_reward_loss(chosen, rejected), [0.0, 2e4])
-    gradient = jax.grad(lambda c: losses.pairwise_reward_loss(c, rejected).sum())(chosen)
-    close(gradient, [0.0, -1.0])
 
 
 def test_cross_entropy_by_hand_and_zero_where_masked_out():
