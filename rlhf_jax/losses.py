@@ -16,9 +16,6 @@ import jax.numpy as jnp
 
 from rlhf_jax.types import Array
 
-INVALID_LOGPROB = 1.0
-"""Replaces the log-probability of a position without a token: on both sides, so that the ratio is 1 and the KL 0."""
-
 
 def _float(x: Array) -> Array:
     """At least float32: half precision is widened before anything is summed."""
@@ -146,8 +143,7 @@ def clipped_policy_loss(
     mask = jnp.asarray(mask)
     chex.assert_type(mask, bool)
     chex.assert_equal_shape([logprobs, old_logprobs, advantages, mask])
-    logprobs, old_logprobs = (jnp.where(mask, _float(x), INVALID_LOGPROB) for x in (logprobs, old_logprobs))
-    advantages = jnp.where(mask, _float(advantages), 0)
+    logprobs, old_logprobs, advantages = (jnp.where(mask, _float(x), 0) for x in (logprobs, old_logprobs, advantages))
     losses, _, _ = policy_loss_terms(
         logprobs, old_logprobs, advantages, cliprange=cliprange, cliprange_high=cliprange_high
     )

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_jax.parallel import multihost
 
@@ -25,6 +25,22 @@ ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "
 
 # Options that name files or folders, or something on the hub.
 PATHS = ("*_path", "*dataset_name", "datasets", "adapters", "more_reward_models", "reward_funcs")
+
+
+class Removed(NamedTuple):
+    """An option of earlier versions."""
+
+    value: Any  # what every run does now
+    reason: str
+
+
+REMOVED = {"metrics": Removed("correct", "It was removed: runs log what was metrics='correct'.")}
+
+
+def is_removed(name: str, value: Any) -> bool:
+    """Whether an option is one of earlier versions, at a value that changes nothing now."""
+    removed = REMOVED.get(name)
+    return removed is not None and removed.value == value
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
@@ -65,6 +81,8 @@ def differences(
         if matches(name.split(".")[-1], may_differ):
             continue
         if name in old and name in new and matches(name, PATHS) and same_files(old[name], new[name]):
+            continue
+        if name not in new and is_removed(name.split(".")[-1], old[name]):
             continue
         before, after = (json.dumps(c[name]) if name in c else "(no such option)" for c in (old, new))
         if before != after:

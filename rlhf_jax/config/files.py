@@ -17,12 +17,10 @@ from typing import Any
 from rlhf_jax import storage
 from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, PolicyConfig, config_types, stage_name
+from rlhf_jax.config.diff import REMOVED, is_removed
 from rlhf_jax.config.values import checked_types, field_types, nearest, stage_type
 from rlhf_jax.errors import UserError
 from rlhf_jax.utils.text import parse_json, short_repr
-
-REMOVED = {"metrics": ("correct", "It was removed: runs log what was metrics='correct'.")}
-"""Options of earlier versions: (the value that changes nothing now, what to say of another)."""
 
 # --- config.json
 
@@ -85,7 +83,7 @@ def _from_dict(config_type: type, data: dict[str, Any], prefix: str) -> Any:
     """The dataclass with these fields, nested ones too; values of any type."""
     hints, fields = field_types(config_type), {}
     for name, value in data.items():
-        if name not in hints and name in REMOVED and value == REMOVED[name][0]:
+        if name not in hints and is_removed(name, value):
             continue
         if name not in hints:
             raise UserError(f"unknown field {prefix}{name}.{_hint_for_unknown(name, config_type)}")
@@ -244,7 +242,7 @@ def _explain(path: pathlib.Path, error: BaseException) -> str:
 def _hint_for_unknown(field: str, config_type: type) -> str:
     """' It is num_generations here.' for one of TRL's names, else the nearest fields of the config."""
     if field in REMOVED:
-        return f" {REMOVED[field][1]}"
+        return f" {REMOVED[field].reason}"
     stage = next((name for name, stage_config in STAGES.items() if stage_config is config_type), None)
     answer = trl_options.answer(field, stage) if stage else None
     if answer is None:

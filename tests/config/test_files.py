@@ -1,6 +1,7 @@
 """Configs in and out of files, and pipelines."""
 
 import dataclasses
+import json
 import runpy
 
 import pytest
@@ -13,6 +14,7 @@ from rlhf_jax.config import (
     RLOOConfig,
     SFTConfig,
     batch_sizes,
+    diff,
     shipped,
     stages_of,
     validation,
@@ -69,6 +71,17 @@ def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
     assert config_files.load_config(str(tmp_path)) == config == values.checked_types(config)
     pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
     assert pipeline == WITH_RLOO and pipeline.ppo is None
+
+
+def test_a_config_json_of_an_earlier_version_may_have_an_option_that_was_removed():
+    text = config_files.to_json(PPOConfig())
+    old = json.dumps({**json.loads(text), "metrics": "correct"})
+    assert config_files.from_json(old) == PPOConfig()
+    assert diff.differences(json.loads(old), json.loads(text)) == []
+    with pytest.raises(UserError, match="unknown field metrics. It was removed"):
+        config_files.from_json(old.replace("correct", "trl"))
+    changed = diff.differences(json.loads(old.replace("correct", "trl")), json.loads(text))
+    assert changed == ['metrics: "trl" -> (no such option)']
 
 
 def test_one_word_or_number_for_a_list_is_a_list_of_one():
