@@ -12,6 +12,7 @@ from tests.helpers.reward_server import Server
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", QUICK)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 if "HF_DATASETS_CACHE" not in os.environ:  # tokens of this session, for all workers and the processes they start
@@ -22,20 +23,26 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import pjit  # noqa: E402
 
+from tests.helpers import programs  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
-    """A compilation cache that the workers and the processes they start share: small runs recur in many tests."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    for name, value in {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.05,
-    }.items():
-        os.environ[name.upper()] = str(value)
-        jax.config.update(name, value)
+def compiled():
+    """A compilation cache that the workers, the processes they start and later sessions share.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, or none if empty.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = programs.folder()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def pytest_sessionstart(session):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        programs.remove_oldest()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,8 +17,8 @@ MAX_SIZE = 4 * 2**30  # bytes; the least recently used programs are evicted
 MIN_COMPILE_SECONDS = 0.3  # of a program that is cached
 
 
-def folder() -> pathlib.Path:
-    """~/.cache/rlhf_jax/compiled (or in XDG_CACHE_HOME), one folder for each jaxlib and processor.
+def folder(name: str = "rlhf_jax/compiled", *, flags: str = "") -> pathlib.Path:
+    """~/.cache/NAME (or in XDG_CACHE_HOME), one folder for each jaxlib, processor and `flags` of XLA.
 
     A program for the CPU holds instructions of the CPU it was compiled on, and machines may share a home directory.
     """
@@ -29,9 +29,9 @@ def folder() -> pathlib.Path:
         )
     except OSError:
         processor = platform.processor() + platform.platform()
-    mark = hashlib.sha256((platform.machine() + processor).encode()).hexdigest()[:12]
+    mark = hashlib.sha256((platform.machine() + processor + flags).encode()).hexdigest()[:12]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base, "rlhf_jax", "compiled", f"{importlib.metadata.version('jaxlib')}-{mark}")
+    return pathlib.Path(base, name, f"{importlib.metadata.version('jaxlib')}-{mark}")
 
 
 class CompileTimer:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.runtime import compile_cache
+from tests.helpers import programs
 from tests.helpers.paths import ROOT
 
 NAMES = (
@@ -80,6 +81,24 @@ def test_another_processor_has_a_folder_of_its_own(home, monkeypatch):
     own = compile_cache.folder()
     monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
     assert compile_cache.folder().parent == own.parent and compile_cache.folder() != own
+
+
+def test_other_flags_of_xla_have_a_folder_of_their_own(home):
+    folders = {compile_cache.folder(flags=flags) for flags in ("", "--xla_a=1", "--xla_a=2")}
+    assert len(folders) == 3 and compile_cache.folder() in folders
+    assert {path.parent for path in folders} == {home / "rlhf_jax" / "compiled"}
+    assert compile_cache.folder("another").parent == home / "another"
+
+
+def test_the_programs_of_tests_that_were_not_read_for_longest_are_removed(home):
+    paths = [home / programs.NAME / folder / f"{name}-cache" for folder, name in ("ax", "ay", "bz")]
+    for day, path in enumerate(paths, start=1):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (day * 86_400, day * 86_400))
+    os.utime(paths[0], (9 * 86_400, 86_400))  # read lately
+    programs.remove_oldest(250)
+    assert [path.exists() for path in paths] == [True, False, True]
 
 
 def test_the_second_start_of_a_command_finds_its_programs(tmp_path):
