@@ -90,9 +90,9 @@ def normalize_then_sum(rewards: pg.Rewards) -> Array:
     return jnp.where(total == 0, 0.0, normalized)
 
 
-def rollout_metrics(rewards: pg.Rewards, made: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
     """`reward...` of a rollout, and with kl_in_reward `kl`, the mean over tokens: [] float32 each."""
-    metrics = pg.group_metrics(rewards, made, config)
+    metrics = pg.group_metrics(rewards, result, config)
     kl = config.beta and config.kl_in_reward  # else the loss logs it
     return metrics | ({"kl": adv.masked_mean(rewards.kl, rewards.trained_mask)} if kl else {})
 
@@ -380,13 +380,13 @@ def tally_of(
         counted = mask if value.shape[1] > 1 else present
         value = jnp.where(counted, value, 0.0)
         sums[f"mean/{name}"], sums[f"count/{name}"] = jnp.sum(value), jnp.sum(counted).astype(jnp.float32)
-        values, there = extreme_of(value, counted)
-        least[name] = jnp.min(jnp.where(there, values, jnp.inf))
-        greatest[name] = jnp.max(jnp.where(there, values, -jnp.inf))
+        values, included = extreme_of(value, counted)
+        least[name] = jnp.min(jnp.where(included, values, jnp.inf))
+        greatest[name] = jnp.max(jnp.where(included, values, -jnp.inf))
 
     def row_means(value: Array, counted: Array) -> tuple[Array, Array]:
-        there = present[:, 0] & ((row_tokens > 0) | (value.shape[1] == 1))
-        return value.sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1), there
+        included = present[:, 0] & ((row_tokens > 0) | (value.shape[1] == 1))
+        return value.sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1), included
 
     for name, value in measured.items():
         count(name, value, row_means)

@@ -1,4 +1,4 @@
-"""Micro-batches: how a batch is cut into parts of rows or of tokens, and what is computed over all of them.
+"""Micro-batches: parts of a batch, by rows or by tokens, and sums, outputs and gradients over all of them.
 
 `MicroBatches.by_rows` cuts a batch into parts of as many rows, for `lax.scan`. `MicroBatches.by_tokens` cuts it into
 parts of at most `micro_batch_tokens` tokens, for `lax.while_loop`: rows of similar length share a part, and each part

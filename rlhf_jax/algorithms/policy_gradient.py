@@ -77,9 +77,9 @@ class Counts(NamedTuple):
     micro_batches: int | None
 
 
-def group_metrics(rewards: Rewards, made: Advantages, config) -> Metrics:
+def group_metrics(rewards: Rewards, result: Advantages, config) -> Metrics:
     """`reward`, `reward_std` and `frac_reward_zero_std` of a rollout."""
-    optimised = made.scores - made.penalty
+    optimised = result.scores - result.penalty
     return reward_metrics(rewards.raw, optimised, rewards.scorable, rewards.present, rewards.group_size)
 
 
@@ -258,7 +258,7 @@ def micro_batches(
 
     Args:
       rows: P groups of G.
-      config: micro_batch_tokens, length_buckets, loss_aggregation.
+      config: micro_batch_tokens, length_buckets.
       mesh: rows are sharded over it; None: one device.
       size: responses of a micro-batch, at least one group; None: all.
       columns: [P, G] int32, response columns that are computed; -1: the row is absent.

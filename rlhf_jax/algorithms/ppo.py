@@ -92,12 +92,12 @@ def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
     return 1.0 - adv.masked_var(returns - values, mask, ddof=0) / (adv.masked_var(returns, mask, ddof=0) + 1e-8)
 
 
-def rollout_metrics(rewards: pg.Rewards, made: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
     """Metrics of a rollout that only PPO has: [] float32 each."""
     return {
-        "objective/scores_std": jnp.sqrt(adv.masked_var(made.scores, rewards.present, ddof=0)),
+        "objective/scores_std": jnp.sqrt(adv.masked_var(result.scores, rewards.present, ddof=0)),
         "objective/kl_coef": rewards.kl_coef,
-        "val/explained_variance": explained_variance(made.values, made.returns, made.value_mask),
+        "val/explained_variance": explained_variance(result.values, result.returns, result.value_mask),
     }
 
 

@@ -60,9 +60,9 @@ def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
     return pg.Advantages(result, scores, penalty)
 
 
-def rollout_metrics(rewards: pg.Rewards, made: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
     """`reward...` of a rollout, and with a KL penalty `kl`, the mean over tokens: [] float32 each."""
-    metrics = pg.group_metrics(rewards, made, config)
+    metrics = pg.group_metrics(rewards, result, config)
     return metrics | ({"kl": adv.masked_mean(rewards.kl, rewards.trained_mask)} if config.beta else {})
 
 

@@ -35,7 +35,7 @@ def scored(rollout, scores, scorable=None, token_rewards=None, *, eos_id, group_
 
 @contextlib.contextmanager
 def replaced(module, name, function):
-    """The module with another function of that name, for what is traced inside."""
+    """Replaces a function of a module while the context is open; programs traced in it call the replacement."""
     real = getattr(module, name)
     setattr(module, name, function)
     try:

@@ -110,7 +110,7 @@ def update(
         after, _, each, tokens = step(models, state, micros, number=state.step * epochs * steps + number, **options)
         mask = micros.trained_mask[:, :, 0]
         log_ratio = jnp.where(mask, tokens["logprobs"] - micros.logprobs[:, :, 0], 0.0)
-        each |= {name: tokens["entropy"].mean(axis=(1, 2)) for name in ("policy/entropy_avg",)}
+        each["policy/entropy_avg"] = tokens["entropy"].mean(axis=(1, 2))
         each["val/ratio"] = jnp.exp(log_ratio).mean(axis=(1, 2))
         if "values" in tokens:  # PPO, which averages over all columns here too
             each["policy/approxkl_avg"] = 0.5 * jnp.square(log_ratio).mean(axis=(1, 2))
