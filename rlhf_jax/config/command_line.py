@@ -17,6 +17,7 @@ from rlhf_jax.config import trl_options
 from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.config.files import load_config, shipped_configs
 from rlhf_jax.config.presets import PRESETS, with_preset
+from rlhf_jax.config.removed import REMOVED
 from rlhf_jax.config.values import field_types, nearest, value_from_words, without_none
 from rlhf_jax.errors import UserError
 
@@ -145,6 +146,8 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
     if answers:
         reason = [*answers.values()][-1].text  # of the policy's stage, which most options are about
         raise UserError(f"--{name} is not supported. {reason}")
+    if name in REMOVED:
+        raise UserError(f"unknown option --{name}. {REMOVED[name].reason}")
     known = [*own, *(f"{key}.{field}" for key in present for field in field_types(STAGES[key]))]
     if like := [f"--{key}.{field}" for key in present if (field := trl_options.hint(name, field_types(STAGES[key])))]:
         raise UserError(f"unknown option --{name}. It is {' or '.join(like)} here.")
@@ -186,7 +189,9 @@ def _with_option(config: StageConfig, name: str, words: Sequence[str], prefix: s
 
 
 def _option_like(name: str, fields: Collection[str], prefix: str) -> str:
-    """' It is --lam here.' for a name of other libraries, else the options of nearly that name."""
+    """' It is --lam here.' for a name of other libraries, why an option was removed, or options of nearly that name."""
+    if name in REMOVED:
+        return f" {REMOVED[name].reason}"
     if known := trl_options.hint(name, fields):
         return f" It is --{prefix}{known} here."
     return nearest(name, [*fields, *(key for key, row in trl_options.RENAMED.items() if row.to in fields)])

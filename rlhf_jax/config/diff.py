@@ -6,8 +6,9 @@ import fnmatch
 import json
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from rlhf_jax.config.removed import is_removed
 from rlhf_jax.parallel import multihost
 
 # Not in config.json: how processes connect is not a property of the run, and differs between its processes.
@@ -25,22 +26,6 @@ ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "
 
 # Options that name files or folders, or something on the hub.
 PATHS = ("*_path", "*dataset_name", "datasets", "adapters", "more_reward_models", "reward_funcs")
-
-
-class Removed(NamedTuple):
-    """An option of earlier versions."""
-
-    value: Any  # what every run does now
-    reason: str
-
-
-REMOVED = {"metrics": Removed("correct", "It was removed: runs log what was metrics='correct'.")}
-
-
-def is_removed(name: str, value: Any) -> bool:
-    """Whether an option is one of earlier versions, at a value that changes nothing now."""
-    removed = REMOVED.get(name)
-    return removed is not None and removed.value == value
 
 
 def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:

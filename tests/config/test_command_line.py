@@ -189,6 +189,7 @@ def test_the_recipe_is_the_file_without_flags():
 
 BAD_FLAGS = [
     (["--kl_cof", "1"], "unknown option --kl_cof. Did you mean kl_coef"),
+    (["--metrics", "trl"], "unknown option --metrics. It was removed"),
     (["--zzz", "1"], "unknown option --zzz"),
     (["--gae_lambda", "1"], "unknown option --gae_lambda. It is --lam here"),
     (["--lora-rank", "8"], "unknown option --lora_rank. It is --lora_r here"),
@@ -226,6 +227,8 @@ BAD_PIPELINE_FLAGS = [
     (["--kl_coef", "1"], "3 stages, so name the stage: --ppo.kl_coef"),
     (["--learning_rate", "1"], "--sft.learning_rate or --reward.learning_rate or --ppo.learning_rate"),
     (["--kl_cof", "1"], "unknown option --kl_cof. Did you mean ppo.kl_coef"),
+    (["--metrics", "trl"], "unknown option --metrics. It was removed"),
+    (["--ppo.metrics", "trl"], "unknown option --ppo.metrics. It was removed"),
     (["--gae_lambda", "1"], "unknown option --gae_lambda. It is --ppo.lam here"),
     (["--lora_rank", "8"], "It is --sft.lora_r or --reward.lora_r or --ppo.lora_r here"),
     (["--ppo.lora_rank", "8"], "unknown option --ppo.lora_rank. It is --ppo.lora_r here"),
