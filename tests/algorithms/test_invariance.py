@@ -17,21 +17,23 @@ from hypothesis import strategies as st
 
 from rlhf_jax import models
 from rlhf_jax.algorithms import grpo, microbatch, ppo, reward_model, rloo
-from rlhf_jax.algorithms.response_logprobs import token_kl
+from rlhf_jax.algorithms.response_logprobs import Models, Network, token_kl
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import Experience, PromptBatch, Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
 from tests.helpers.arrays import flat
+from tests.helpers.bag_model import BagModel
 from tests.helpers.models_common import random_params
 
 V, C, T, B, G = 41, 4, 5, 8, 2
 EOS = 3
 MORE_C, MORE_T = 3, 2
-MODEL = models.custom_shape("1x16x2", V, 64)
+MODEL = BagModel(V)
 MODELS = models_of(MODEL, MODEL, MODEL)
-PARAMS = {"policy": random_params(MODEL, ("causal",), 0), "value": random_params(MODEL, ("scalar",), 1)}
-REF = random_params(MODEL, ("causal",), 2)
+DECODER = models.custom_shape("1x16x2", V, 64)
+PARAMS = {"policy": MODEL.init(jax.random.key(0)), "value": MODEL.init(jax.random.key(1), ("scalar",))}
+REF = MODEL.init(jax.random.key(2))
 few = settings(max_examples=10, deadline=None, derandomize=True)
 
 
@@ -344,7 +346,7 @@ def test_grpo_is_the_same_in_longer_buckets_smaller_micro_batches_and_without_sh
 def test_under_dropout_a_token_is_selected_by_the_entropy_that_its_loss_has():
     """The forward pass before a step drops what that step drops. With token_mean_micro there is only the step's own."""
     fields = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
-    dropping = models_of(dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, **fields)))
+    dropping = models_of(dataclasses.replace(DECODER, config=dataclasses.replace(DECODER.config, **fields)))
     config = GRPOConfig(batch_size=B, num_generations=G, num_iterations=2, entropy_coef=0.1, top_entropy_quantile=0.5)
     rng = np.random.default_rng(4)
     prompts = np.array([3, 1, 4, 2])
@@ -366,7 +368,7 @@ def test_under_dropout_a_token_is_selected_by_the_entropy_that_its_loss_has():
         def run(state, experience, orders):
             return update_in_order(grpo, dropping, state, experience, orders=orders, **options)
 
-        state, metrics, _ = quick_jit(run)(fresh_state({"policy": MOVED["policy"]}), experience, order)
+        state, metrics, _ = quick_jit(run)(fresh_state({"policy": random_params(DECODER)}), experience, order)
         return state.opt_state, metrics["loss"]
 
     orders = np.array([[2, 0, 3, 1], [1, 0, 2, 3]])
@@ -445,8 +447,9 @@ def test_groups_are_the_same_by_tokens(algorithm, config, together, two_widths):
 
 @quick_jit
 def scores_and_kl(rollout):
-    scores = reward_model.score_rollout(MODEL, PARAMS["value"], rollout, dtype=jnp.float32)
-    return scores, token_kl(with_params(MODELS, PARAMS, REF), rollout, OF_TOKENS).sum(axis=1)
+    scores = reward_model.score_rollout(DECODER, random_params(DECODER, ("scalar",)), rollout, dtype=jnp.float32)
+    policy, reference = (Network(DECODER, random_params(DECODER, seed=seed)) for seed in range(2))
+    return scores, token_kl(Models(policy, reference), rollout, OF_TOKENS).sum(axis=1)
 
 
 @few
@@ -464,7 +467,7 @@ def sampler(tokens):
 
     @quick_jit
     def run(prompts, seed, rows):
-        return generate(MODEL, PARAMS["policy"], prompts, jax.random.key(seed), sampling, rows=rows)
+        return generate(DECODER, random_params(DECODER), prompts, jax.random.key(seed), sampling, rows=rows)
 
     return lambda *given: jax.device_get(run(*given))
 

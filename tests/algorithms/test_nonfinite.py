@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax import models
 from rlhf_jax.advantages import value_mask
 from rlhf_jax.algorithms import nonfinite, ppo, response_logprobs, reward_model, rloo, sft
 from rlhf_jax.algorithms.optimizer import apply_gradients, scale_by_adamw, user_optimizer
@@ -17,6 +16,7 @@ from rlhf_jax.data import DemoBatch, PairBatch
 from rlhf_jax.types import Experience, TrainState
 from tests.helpers.algorithms import at_rates, models_of, update_in_order, with_params
 from tests.helpers.arrays import same_bits
+from tests.helpers.bag_model import BagModel
 from tests.helpers.models_common import random_params
 
 B = 8
@@ -183,7 +183,7 @@ def spoiled(x, tokens):
     return through(x + add, factor)
 
 
-MODEL = models.custom_shape("2x32x4", V, 64)
+MODEL = BagModel(V)
 MODELS = models_of(MODEL, MODEL, MODEL)
 OPTIONS = {"optimizer": AT_RATE, "key": jax.random.key(0)}
 COMMON = {"learning_rate": 1e-2, "on_nonfinite": "skip", "batch_size": B, "max_grad_norm": 1.0}

@@ -8,18 +8,18 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax import models
 from rlhf_jax.algorithms import ppo
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
 from tests.helpers.arrays import distance
+from tests.helpers.bag_model import BagModel
 from tests.helpers.models_common import assert_trees_equal, random_params
 
 V, C, N, T = 61, 5, 6, 7
 EOS = 3
 SCORABLE = np.array([True, False, True, True, False, True])
-MODEL = models.custom_shape("1x16x2", V, 64)
+MODEL = BagModel(V)
 MODELS = models_of(MODEL, MODEL, MODEL)
 
 

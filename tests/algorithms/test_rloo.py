@@ -1,8 +1,7 @@
-"""The RLOO step against TRL's own words in torch, against numbers by hand, and what it must not depend on."""
+"""The RLOO step against numbers by hand and gradients by torch, and what it must not depend on (TRL: tests/parity)."""
 
 import dataclasses
 import functools
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,21 @@ from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms import rloo
 from rlhf_jax.algorithms.groups import split_groups
 from rlhf_jax.config import RLOOConfig
-from rlhf_jax.models.io import hf
+from rlhf_jax.models import custom_shape
 from rlhf_jax.types import Rollout, TrainState
 from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
 from tests.helpers.arrays import distance, flat
-from tests.helpers.models_common import PAD, reference, reference_inputs
+from tests.helpers.bag_model import BagModel, torch_logits
+from tests.helpers.models_common import random_params
 from tests.helpers.optional import optional
 
 torch = optional("torch")
 P, G, C, T = 4, 3, 9, 6
-B, EOS = P * G, 3
+B, EOS, V = P * G, 3, 61
+MODEL = BagModel(V)
+MODELS = models_of(MODEL, MODEL)
+SAMPLED, REFERENCE = (MODEL.init(jax.random.key(seed)) for seed in range(2))
+MOVED = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(9), x.shape), SAMPLED)
 PROMPTS = np.array([9, 1, 5, 3])
 LENGTHS = np.array([1, 6, 6, 3, 4, 5, 6, 2, 6, 5, 1, 6])
 ENDED = np.array([1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0], bool)
@@ -37,28 +41,12 @@ def config(**options):
     return dataclasses.replace(PLAIN, **options)
 
 
-def load(torch_model):
-    with tempfile.TemporaryDirectory() as folder:
-        torch_model.save_pretrained(folder)
-        return hf.load(folder, kind="causal")
-
-
-@functools.cache
-def world():
-    """(torch policy, torch reference, torch policy after some learning, nets, their params, a rollout)."""
-    models = [reference("causal", 0), reference("causal", 1), reference("causal", 0)]
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in models[2].parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
-    loaded = [load(model) for model in models]
-    model = loaded[0][0]
-    params = [jax.tree.map(jnp.asarray, params) for _, params in loaded]
+def made_rollout():
     rng = np.random.default_rng(0)
-    prompts = np.repeat(rng.integers(4, PAD, (P, C)), G, axis=0)
-    response = np.where(INSIDE, rng.integers(4, PAD, (B, T)), EOS)
+    prompts = np.repeat(rng.integers(4, V, (P, C)), G, axis=0)
+    response = np.where(INSIDE, rng.integers(4, V, (B, T)), EOS)
     response[ENDED, LENGTHS[ENDED] - 1] = EOS
-    rollout = Rollout(
+    return Rollout(
         prompt_tokens=jnp.asarray(prompts, jnp.int32),
         prompt_lengths=jnp.asarray(np.repeat(PROMPTS, G), jnp.int32),
         response=jnp.asarray(response, jnp.int32),
@@ -67,25 +55,25 @@ def world():
         logprobs=jnp.asarray(np.where(INSIDE, rng.normal(size=(B, T)) - 3, 0), jnp.float32),
         response_mask=jnp.ones((B, T), bool),
     )
-    return models, models_of(model, model), params, rollout
+
+
+ROLLOUT = made_rollout()
 
 
 @functools.cache
-def experience_program(c, group, models):
-    def run(policy, ref_params, rollout, scores, scorable, dense):
+def experience_program(c, group):
+    def run(ref_params, rollout, scores, scorable, dense):
         size = c.num_generations if group is None else group
         batch = scored(rollout, scores, scorable, dense, eos_id=EOS, group_size=size)
-        return rloo.make_experience(with_params(models, {"policy": policy}, ref_params), batch, config=c)
+        return rloo.make_experience(with_params(MODELS, {"policy": SAMPLED}, ref_params), batch, config=c)
 
     return jax.jit(run)
 
 
 def experience_of(c, scores=SCORES, scorable=ALL, dense=None, *, ref=True, rollout=None, group=None):
-    _, models, (policy, ref_params, _), made = world()
     arrays = (jnp.asarray(scores, jnp.float32), jnp.asarray(scorable))
     dense = None if dense is None else jnp.asarray(dense, jnp.float32)
-    run = experience_program(c, group, models)
-    return run(policy, ref_params if ref else None, rollout or made, *arrays, dense)
+    return experience_program(c, group)(REFERENCE if ref else None, rollout or ROLLOUT, *arrays, dense)
 
 
 @functools.cache
@@ -106,27 +94,24 @@ def fresh_state(params, step=0, ref=None):
     return TrainState(params, empty, jnp.int32(step), zero, jnp.uint32(0), jnp.float32(0), jnp.uint32(0), ref)
 
 
-def run_update(c, experience, params=None, *, rates=None, orders=None, ref=None, key=None, models=None, step=0):
+def run_update(c, experience, params=None, *, rates=None, orders=None, ref=None, key=None, models=MODELS, step=0):
     """(state, metrics of each step) after plain gradient descent from `params`, by default those that sampled."""
-    _, plain_models, (policy, *_), _ = world()
-    state = fresh_state({"policy": policy if params is None else params}, step, ref)
+    state = fresh_state({"policy": SAMPLED if params is None else params}, step, ref)
     if orders is None:
         orders = jnp.tile(jnp.arange(experience.lengths.shape[0])[None], (c.num_iterations, 1))
     rates = jnp.ones(pg.steps_per_update(c)) if rates is None else jnp.asarray(rates, jnp.float32)
     key = jax.random.key(0) if key is None else key
-    return update_program(c, models or plain_models)(state, experience, orders, rates, key)
+    return update_program(c, models)(state, experience, orders, rates, key)
 
 
-def evaluation(models, c):
-    def run(policy, experience):
-        return rloo.eval_metrics(with_params(models, {"policy": policy}), experience, config=c)
-
-    return jax.jit(run)
+def evaluated(c, experience):
+    """Metrics of an evaluation of the policy that has moved."""
+    return jax.jit(functools.partial(rloo.eval_metrics, config=c))(with_params(MODELS, {"policy": MOVED}), experience)
 
 
 def gradient_of(c, experience, params=None, **options):
     """Of the first optimizer step, as one vector: what a rate of 1 takes off the params."""
-    before = world()[2][0] if params is None else params
+    before = SAMPLED if params is None else params
     state, stats = run_update(c, experience, params, **options)
     return flat(before) - flat(state.params["policy"]), {name: np.asarray(x)[0] for name, x in stats.items()}
 
@@ -137,9 +122,7 @@ def assert_close(found, wanted, name=""):
 
 def kl_by_hand(estimator="k1", keep=ALL):
     """[B, T] of the policy against its reference, from torch's log-probabilities."""
-    models, _, _, rollout = world()
-    with torch.no_grad():
-        logr = (torch_logprobs(models[1], rollout)[0] - torch_logprobs(models[0], rollout)[0]).numpy()
+    logr = (torch_logprobs(REFERENCE)[0] - torch_logprobs(SAMPLED)[0]).numpy()
     kl = {"k1": -logr, "k2": logr**2 / 2, "k3": np.exp(logr) - 1 - logr}[estimator]
     return np.where(INSIDE & keep[:, None], kl, 0)
 
@@ -153,117 +136,26 @@ def loo_by_hand(rewards, keep=ALL):
     return out
 
 
-# ------------------------------------------------------------------------------------------- TRL's trainer, in torch
+def torch_logprobs(params):
+    """(log-probabilities, entropies) [B, T] of the rollout."""
+    params = jax.tree.map(lambda x: torch.tensor(np.asarray(x)) if isinstance(x, jax.Array) else x, params)
+    prompts = np.arange(C)[None] >= (C - np.repeat(PROMPTS, G))[:, None]
+    tokens = np.concatenate([ROLLOUT.prompt_tokens, ROLLOUT.response], axis=1)
+    logits = torch_logits(params, tokens, np.concatenate([prompts, INSIDE], axis=1))[:, -T - 1 : -1]
+    logps = (logits / PLAIN.temperature).log_softmax(-1)
+    chosen = logps.gather(-1, torch.tensor(np.asarray(ROLLOUT.response)).long()[..., None])
+    return chosen[..., 0], -(logps.exp() * logps).sum(-1)
 
 
-def torch_logprobs(model, rollout, temperature=PLAIN.temperature):
-    """(log-probabilities, entropies) [B, T]: rloo_trainer.py:892-972."""
-    prompts = np.arange(C)[None] >= (C - np.asarray(rollout.prompt_lengths))[:, None]
-    tokens = np.concatenate([rollout.prompt_tokens, rollout.response], axis=1)
-    mask = np.concatenate([prompts, np.arange(T)[None] < np.asarray(rollout.lengths)[:, None]], axis=1)
-    logits = model(**reference_inputs(tokens, mask)).logits[:, :-1][:, -T:] / temperature
-    logps = logits.log_softmax(-1)
-    chosen = torch.tensor(np.asarray(rollout.response)).long()
-    return logps.gather(-1, chosen[..., None])[..., 0], -(logps.exp() * logps).sum(-1).detach()
-
-
-def torch_gradient(model, loss):
-    """As one vector in our order: the gradients make the trip that weights make."""
-    model.zero_grad()
-    loss.backward()
-    gradients = reference("causal", 0)
-    with torch.no_grad():
-        for target, source in zip(gradients.parameters(), model.parameters(), strict=True):
-            target.copy_(source.grad)
-    return flat(load(gradients)[1])
-
-
-def nanstd(x, dim=None):
-    count = (~x.isnan()).sum(dim=dim)
-    mean = x.nanmean() if dim is None else x.nanmean(dim=dim, keepdim=True)
-    factor = torch.where(count > 1, count / (count - 1), torch.nan)
-    return (((x - mean) ** 2).nanmean(dim=dim) * factor).sqrt()
-
-
-def trl_step(c, scores):
-    """rloo_trainer.py:1418-1606 and 1728-1779 for a policy that has moved since: (advantages, loss, metrics)."""
-    (behaviour, ref, policy), _, _, rollout = world()
-    mask = torch.tensor(INSIDE).float()
-    if c.mask_truncated_completions:
-        mask = mask * torch.tensor(ENDED)[:, None]
-    with torch.no_grad():
-        old, ref_logps = (torch_logprobs(model, rollout)[0] for model in (behaviour, ref))
-    rewards = raw = torch.tensor(scores)
-    if c.reward_clip_range:
-        rewards = rewards.clamp(min=c.reward_clip_range[0], max=c.reward_clip_range[1])
-    per_token_kl = old - ref_logps
-    rewards = rewards - c.beta * (per_token_kl * mask).sum(-1)
-    grouped = rewards.view(-1, G)
-    counts = (~torch.isnan(grouped)).sum(dim=1, keepdim=True)
-    baselines = (torch.nansum(grouped, dim=1, keepdim=True) - grouped) / (counts - 1)
-    advantages = rewards - baselines.view(-1)
-    if c.normalize_advantages:
-        advantages = (advantages - torch.nanmean(advantages)) / (nanstd(advantages) + 1e-4)
-    advantages = torch.nan_to_num(advantages, nan=0.0)
-    std = nanstd(grouped, 1)
-
-    logps, entropies = torch_logprobs(policy, rollout)
-    log_ratio = (logps * mask).sum(1) - (old * mask).sum(1)
-    coef_1 = torch.exp(log_ratio)
-    low, high = 1 - c.epsilon, 1 + (c.epsilon if c.epsilon_high is None else c.epsilon_high)
-    coef_2 = torch.clamp(coef_1, low, high)
-    loss = -torch.min(coef_1 * advantages, coef_2 * advantages).mean()
-    is_low, is_high = (coef_1 < low) & (advantages < 0), (coef_1 > high) & (advantages > 0)
-    metrics = {
-        "kl": (per_token_kl * mask).sum() / mask.sum(),
-        "reward": torch.nanmean(raw),
-        "reward_std": nanstd(raw),
-        "frac_reward_zero_std": torch.isclose(std, torch.zeros_like(std)).float().mean(),
-        "entropy": (entropies * mask).sum() / mask.sum(),
-        "clip_ratio/low_mean": is_low.float().mean(),
-        "clip_ratio/low_min": is_low.float().min(),
-        "clip_ratio/high_mean": is_high.float().mean(),
-        "clip_ratio/high_max": is_high.float().max(),
-        "clip_ratio/region_mean": (is_low | is_high).float().mean(),
-        "loss": loss.detach(),
-    }
-    return advantages, loss, metrics
+def reinforce_gradient(params, advantages):
+    """Of -mean over responses of sum_t A_t log pi_t, by torch, as one vector."""
+    leaves = jax.tree.map(lambda x: torch.tensor(np.asarray(x), requires_grad=True), params)
+    terms = torch_logprobs(leaves)[0] * torch.tensor(np.where(INSIDE, advantages, 0))
+    return flat(torch.autograd.grad(-terms.sum(1).mean(), jax.tree.leaves(leaves)))
 
 
 UNSCORED = np.where(np.isin(np.arange(B), [1, 3, 4, 9, 10, 11]), np.nan, SCORES)
 """One row of the first group, two of the second, all of the last."""
-
-
-@pytest.mark.parametrize("scores", [SCORES, UNSCORED], ids=["all scored", "some unscored"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reward_clip_range": (-0.5, 0.3), "beta": 0.5, "epsilon": 0.05, "epsilon_high": 0.3},
-        {"mask_truncated_completions": True, "beta": 0.2},
-        {"normalize_advantages": True, "epsilon": 0.02},
-    ],
-    ids=["plain", "clipped", "truncated", "normalized"],
-)
-def test_a_step_equals_trls_on_the_same_weights(options, scores):
-    c = config(**options)
-    advantages, loss, wanted = trl_step(c, scores)
-    experience, metrics = experience_of(c, scores, ~np.isnan(scores))
-    # TRL's of truncated responses give no gradient, but count in its loss.
-    trained = ENDED | (not c.mask_truncated_completions)
-    advantages = torch.where(torch.tensor(trained), advantages, 0.0).numpy()
-    np.testing.assert_allclose(experience.advantages.reshape(-1), advantages, rtol=2e-5, atol=2e-5)
-    if not trained.all():
-        del wanted["loss"], wanted["clip_ratio/low_min"], wanted["clip_ratio/high_max"]
-    del wanted["frac_reward_zero_std"]  # of rewards after the KL: tests/parity
-    gradient = torch_gradient(world()[0][2], loss)
-    found, stats = gradient_of(c, experience, world()[2][2])
-    assert distance(found, gradient) < 1e-5
-    assert_close(stats["grad_norm"], np.linalg.norm(gradient))
-    for name, value in wanted.items():
-        assert_close({**metrics, **stats}[name], value, name)
-    if options.get("epsilon"):
-        assert wanted["clip_ratio/region_mean"] > 0  # the case is worth its name
 
 
 # ---------------------------------------------------------------------------------------------- rewards to advantages
@@ -313,9 +205,9 @@ def test_truncated_responses_teach_nothing_and_stay_in_the_baseline_unless_asked
     np.testing.assert_allclose(experience.advantages.reshape(-1), np.where(ENDED, wanted, 0), rtol=1e-4, atol=1e-5)
     assert_close(metrics["kl"], kl.sum() / (INSIDE & ENDED[:, None]).sum())
     # Whatever a truncated response says, the gradient is the same.
-    plain, _ = gradient_of(c, experience, world()[2][2])
+    plain, _ = gradient_of(c, experience, MOVED)
     other = jnp.where(jnp.asarray(ENDED).reshape(P, G, 1), experience.response, 7)
-    changed, _ = gradient_of(c, experience.replace(response=other), world()[2][2])
+    changed, _ = gradient_of(c, experience.replace(response=other), MOVED)
     assert np.linalg.norm(plain) > 1e-3 and distance(changed, plain) < 1e-6
 
 
@@ -329,9 +221,9 @@ def test_a_row_without_a_score_is_never_read_and_gives_no_gradient():
     assert all(np.isfinite(x).all() for x in (*jax.tree.leaves(experience), *metrics.values()))
     assert_close(metrics["reward"], np.nanmean(UNSCORED))
     assert_close(metrics["reward_std"], np.nanstd(UNSCORED, ddof=1))
-    plain, _ = gradient_of(config(), experience, world()[2][2])
+    plain, _ = gradient_of(config(), experience, MOVED)
     other = jnp.where(jnp.asarray(there).reshape(P, G, 1), experience.response, 7)
-    changed, _ = gradient_of(config(), experience.replace(response=other), world()[2][2])
+    changed, _ = gradient_of(config(), experience.replace(response=other), MOVED)
     assert distance(changed, plain) < 1e-6
 
 
@@ -386,8 +278,8 @@ def test_a_group_of_equal_rewards_has_no_advantage_and_counts_as_one_of_no_devia
 
 def test_rewards_that_the_eos_penalty_makes_equal_count_as_equal():
     c = config(beta=0.0, missing_eos_penalty=1.0, eos_penalty_mode="replace", stop_token="eos")
-    rollout = world()[3]
-    endless = rollout.replace(response=rollout.response.at[:G].set(PAD - 1), lengths=rollout.lengths.at[:G].set(T))
+    response, lengths = ROLLOUT.response.at[:G].set(V - 1), ROLLOUT.lengths.at[:G].set(T)
+    endless = ROLLOUT.replace(response=response, lengths=lengths)
     experience, metrics = experience_of(c, ref=False, rollout=endless)
     assert not np.asarray(experience.advantages)[0].any() and np.asarray(experience.advantages)[1:].any()
     assert metrics["frac_reward_zero_std"] == 0.25
@@ -396,22 +288,20 @@ def test_rewards_that_the_eos_penalty_makes_equal_count_as_equal():
 @pytest.mark.parametrize("token_level_kl", [False, True], ids=["sequences", "tokens"])
 def test_absent_rows_change_no_metric(token_level_kl):
     c = config(token_level_kl=token_level_kl, beta=0.3)
-    _, models, (_, _, moved), rollout = world()
-    padded = jax.tree.map(lambda x: jnp.concatenate([x, x[-G:]]), rollout)
+    padded = jax.tree.map(lambda x: jnp.concatenate([x, x[-G:]]), ROLLOUT)
     padded = padded.replace(lengths=padded.lengths.at[B:].set(-1))
     scores, there = np.append(SCORES, [np.nan] * G), np.append(ALL, [False] * G)
-    look = evaluation(models, c)
     both = []
     for given in ({}, {"rollout": padded, "scores": scores, "scorable": there}):
         experience, found = experience_of(c, **given)
-        both.append({**found, **look(moved, experience)})
+        both.append({**found, **evaluated(c, experience)})
     wrong = {n: (float(both[1][n]), float(v)) for n, v in both[0].items() if abs(both[1][n] - v) > 1e-4 * abs(v) + 1e-6}
     assert not wrong, wrong
 
 
 def test_the_samplers_log_probabilities_are_taken_when_asked():
     experience, metrics = experience_of(config(old_logprobs="sampler"))
-    given = np.asarray(world()[3].logprobs)
+    given = np.asarray(ROLLOUT.logprobs)
     np.testing.assert_array_equal(experience.logprobs.reshape(B, T), given)
     assert_close(metrics["objective/entropy"], -given.sum(1).mean())
 
@@ -421,12 +311,11 @@ def test_metrics_are_over_the_tokens_and_rows_that_count():
     scores = np.repeat([1.0, 2.0, 3.0, 4.0], G) + np.where(np.arange(B) < G, SCORES, 0)
     c = config(micro_batch_size=2 * G, beta=0.3)
     experience, found = experience_of(c, scores)
-    found = {**found, **gradient_of(c, experience, world()[2][2])[1]}
+    found = {**found, **gradient_of(c, experience, MOVED)[1]}
     assert found["frac_reward_zero_std"] == 0.75
-    logprobs, entropy = (x.detach().numpy() for x in torch_logprobs(world()[0][2], world()[3]))
+    logprobs, entropy = (x.numpy() for x in torch_logprobs(MOVED))
     assert_close(found["entropy"], entropy[INSIDE].mean())
-    with torch.no_grad():
-        old = torch_logprobs(world()[0][0], world()[3])[0].numpy()
+    old = torch_logprobs(SAMPLED)[0].numpy()
     assert_close(found["objective/entropy"], -np.where(INSIDE, old, 0).sum(1).mean())
     assert_close(found["val/ratio"], np.exp(logprobs - old)[INSIDE].mean())
     assert found["val/num_eos_tokens"] == ENDED.sum()
@@ -444,8 +333,8 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
     experience, _ = experience_of(c)
     orders = jnp.array([[2, 0, 3, 1], [0, 1, 2, 3]])
     rows = (orders[:, :, None] * G + jnp.arange(G)[None, None]).reshape(2, B)
-    rates = [2e-3, 1e-3, 3e-3, 2e-3]
-    start = flat(world()[2][0])
+    rates = [2e-2, 1e-2, 3e-2, 2e-2]
+    start = flat(SAMPLED)
     state, stats = run_update(c, experience, rates=rates, orders=orders)
     moved = flat(state.params) - start
     lone = split_groups(experience)
@@ -463,25 +352,18 @@ def test_shared_prompts_learn_what_lone_ones_do_in_any_micro_batch(options):
                 np.testing.assert_allclose(others[name], values, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
-def reinforce_gradient(model, advantages):
-    """Of -mean over responses of sum_t A_t log pi_t, by torch."""
-    logps, _ = torch_logprobs(model, world()[3])
-    return torch_gradient(model, -(logps * torch.tensor(np.where(INSIDE, advantages, 0))).sum(1).mean())
-
-
 @pytest.mark.parametrize("token_level_kl", [False, True], ids=["sequences", "tokens"])
 @pytest.mark.parametrize("policy_loss", ["clipped", "reinforce"])
 def test_the_gradient_is_reinforces(policy_loss, token_level_kl):
     c = config(policy_loss=policy_loss, token_level_kl=token_level_kl, beta=0.5)
     experience, _ = experience_of(c)
     advantages = np.asarray(experience.advantages).reshape(B, -1) + np.zeros((B, T), np.float32)
-    (at_one, _, moved), params = world()[0], world()[2]
     found, stats = gradient_of(c, experience)
-    assert distance(found, reinforce_gradient(at_one, advantages)) < 1e-5
+    assert distance(found, reinforce_gradient(SAMPLED, advantages)) < 1e-5
     assert stats["val/ratio_error"] < 1e-5 and stats["policy/approxkl_avg"] < 1e-9
     # Once the policy has moved a ratio is not 1: only the loss without one keeps this gradient.
-    found, stats = gradient_of(c, experience, params[2])
-    gap = distance(found, reinforce_gradient(moved, advantages))
+    found, stats = gradient_of(c, experience, MOVED)
+    gap = distance(found, reinforce_gradient(MOVED, advantages))
     assert gap < 1e-5 if policy_loss == "reinforce" else gap > 1e-2
     assert policy_loss == "clipped" or stats["clip_ratio/region_mean"] == stats["policy/clipfrac_avg"] == 0
 
@@ -490,9 +372,8 @@ def test_the_gradient_is_reinforces(policy_loss, token_level_kl):
 def test_clipping_is_counted_on_its_side(token_level_kl):
     c = config(token_level_kl=token_level_kl, epsilon=0.02, epsilon_high=0.05)
     experience, _ = experience_of(c)
-    _, stats = gradient_of(c, experience, world()[2][2])
-    with torch.no_grad():
-        new, old = (torch_logprobs(world()[0][i], world()[3])[0].numpy() for i in (2, 0))
+    _, stats = gradient_of(c, experience, MOVED)
+    new, old = (torch_logprobs(params)[0].numpy() for params in (MOVED, SAMPLED))
     gap = np.where(INSIDE, new - old, 0)
     gap, counted = (gap, INSIDE) if token_level_kl else (gap.sum(1, keepdims=True), np.ones((B, 1), bool))
     advantages = np.asarray(experience.advantages).reshape(B, -1)
@@ -515,7 +396,7 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     orders, rates = jnp.array([[2, 0, 3, 1], [1, 3, 0, 2]]), [3e-3, 0.0, 7e-3, 5e-3]
     state, stats = run_update(c, experience, orders=orders, rates=rates)
     assert int(state.step) == 1 and int(state.episodes) == B and stats["loss"].shape == (4,)
-    policy, alone = world()[2][0], []
+    policy, alone = SAMPLED, []
     for rows, rate in zip(np.asarray(orders).reshape(4, 2), rates):
         part = jax.tree.map(lambda x, rows=rows: x[rows], experience)
         single, found = run_update(config(batch_size=B // 2, beta=0.3), part, policy, rates=[rate])
@@ -525,8 +406,8 @@ def test_each_optimizer_step_takes_its_minibatch_at_its_rate():
     for name in ("loss", "grad_norm", "entropy", "policy/approxkl_avg", "val/ratio"):
         np.testing.assert_allclose(stats[name], [found[name][0] for found in alone], rtol=1e-4, atol=1e-6, err_msg=name)
     _, means = rloo.update(
-        world()[1],
-        fresh_state({"policy": world()[2][0]}),
+        MODELS,
+        fresh_state({"policy": SAMPLED}),
         experience,
         config=c,
         optimizer=at_rates(optax.identity(), jnp.asarray(rates, jnp.float32)),
@@ -549,7 +430,7 @@ def test_the_reference_moves_after_every_third_optimizer_step(done, due):
     c = config(**options, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.25)
     experience, _ = experience_of(config(**options))
     rates = np.array([5e-3, 4e-3, 3e-3, 2e-3])
-    ref = wanted = world()[2][1]
+    ref = wanted = REFERENCE
     state, _ = run_update(c, experience, rates=rates, ref=ref, step=done)
     for number in due:
         reached, _ = run_update(config(**options), experience, rates=np.where(np.arange(4) < number, rates, 0))
@@ -560,27 +441,25 @@ def test_the_reference_moves_after_every_third_optimizer_step(done, due):
 
 
 def test_a_dropout_mask_belongs_to_a_row_and_to_a_key():
-    _, models, _, _ = world()
+    plain = custom_shape("1x16x2", V, 64)
     fields = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-    policy = models.policy.model
-    dropping = models_of(dataclasses.replace(policy, config=dataclasses.replace(policy.config, **fields)), policy)
+    dropping = models_of(dataclasses.replace(plain, config=dataclasses.replace(plain.config, **fields)))
     c, keys = config(beta=0.3), [jax.random.key(0), jax.random.key(1)]
-    lone = split_groups(experience_of(c)[0])
-    first, second = (gradient_of(c, lone, key=key, models=dropping)[0] for key in keys)
-    none, _ = gradient_of(dataclasses.replace(c, disable_dropout=True), lone, key=keys[0], models=dropping)
+    rest = split_groups(experience_of(c)[0]), random_params(plain)
+    first, second = (gradient_of(c, *rest, key=key, models=dropping)[0] for key in keys)
+    none, _ = gradient_of(dataclasses.replace(c, disable_dropout=True), *rest, key=keys[0], models=dropping)
     assert distance(second, first) > 0.1 and distance(none, first) > 0.1
-    assert distance(none, gradient_of(c, lone)[0]) < 1e-6
+    assert distance(none, gradient_of(c, *rest, models=models_of(plain))[0]) < 1e-6
     other = dataclasses.replace(c, micro_batch_size=3, length_buckets=(2, 3, 5))  # as wide as their prompts need
-    assert distance(gradient_of(other, lone, key=keys[0], models=dropping)[0], first) < 1e-5
+    assert distance(gradient_of(other, *rest, key=keys[0], models=dropping)[0], first) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": G, "token_level_kl": True}], ids=str)
 def test_eval_metrics_are_those_of_a_step_at_rate_0(options):
     c = config(beta=0.3, epsilon=0.02, **options)
-    _, models, (_, _, moved), _ = world()
     experience, _ = experience_of(c)
-    seen = evaluation(models, c)(moved, experience)
-    _, stats = run_update(c, experience, moved, rates=[0.0])
+    seen = evaluated(c, experience)
+    _, stats = run_update(c, experience, MOVED, rates=[0.0])
     learned = {"grad_norm", "val/ratio_error", "nonfinite/causes", "nonfinite/steps_applied"}
     assert set(stats) - set(seen) == learned
     for name, value in seen.items():
