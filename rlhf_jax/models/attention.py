@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.context import Context, DropoutSite, ScoreFunction
+from rlhf_jax.models.decoder_context import Context, DropoutSite, ScoreFunction
 from rlhf_jax.models.layers import Dense, norm
 from rlhf_jax.models.linear import COLUMN_PARALLEL, ROW_PARALLEL
 from rlhf_jax.models.rope import rotate

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.models.attention import causal_attention, causal_mask
-from rlhf_jax.models.context import Context, DecoderConfig, ScoreFunction
+from rlhf_jax.models.decoder_context import Context, DecoderConfig, ScoreFunction
 from rlhf_jax.parallel.sharding import Layout, fitting_axes
 from rlhf_jax.types import Array
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from rlhf_jax.models.context import ScoreFunction
+from rlhf_jax.models.decoder_context import ScoreFunction
 from rlhf_jax.types import Array, Params
 
 BLOCK = 128

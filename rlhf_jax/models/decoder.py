@@ -33,7 +33,7 @@ from rlhf_jax.models.cached_attention import (
     segment_sizes,
     write,
 )
-from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
+from rlhf_jax.models.decoder_context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import MLP, norm
 from rlhf_jax.models.rope import rotary_angles

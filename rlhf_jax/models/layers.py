@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.context import Context, DropoutSite
+from rlhf_jax.models.decoder_context import Context, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.linear import (
     COLUMN_PARALLEL,

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.decoder import Block
+from rlhf_jax.models.decoder_context import Context, DecoderConfig, Dropout, DropoutSite
 from rlhf_jax.models.initializers import normal
 from rlhf_jax.models.layers import Dense, norm
 from rlhf_jax.models.scan_layers import scan_layers

@@ -284,7 +284,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from rlhf_jax.algorithms.response_logprobs import logprobs_from_hidden
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
-    from rlhf_jax.models.context import Context
+    from rlhf_jax.models.decoder_context import Context
 
     small = args.small
     model, rows, length, new = shape_of(args)[0], 2, 40, 8

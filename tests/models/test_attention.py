@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.models import attention
-from rlhf_jax.models.context import ScoreFunction
+from rlhf_jax.models.decoder_context import ScoreFunction
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_attention, plain_causal
 

@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import attention, attention_kernels, custom_shape
-from rlhf_jax.models.context import Context, ScoreFunction
+from rlhf_jax.models.decoder_context import Context, ScoreFunction
 from rlhf_jax.parallel import sharding
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import splash, use_splash_on_cpu

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.models import attention, cached_attention
 from rlhf_jax.models.cached_attention import Segment, empty_segments, newest_positions, segment_sizes, write
-from rlhf_jax.models.context import ScoreFunction
+from rlhf_jax.models.decoder_context import ScoreFunction
 from tests.helpers.arrays import distance, normal
 
 SIZE = 8

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import HEADS, attention, custom_shape, decoder, lora, pythia
-from rlhf_jax.models.context import Context, Dropout, token_dropout
+from rlhf_jax.models.decoder_context import Context, Dropout, token_dropout
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES, decoder_config
 from rlhf_jax.models.rope import rotary_angles
 from tests.helpers.arrays import distance

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import attention, custom_shape, lora, scan_layers
-from rlhf_jax.models.context import ScoreFunction
+from rlhf_jax.models.decoder_context import ScoreFunction
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import plain_causal
 from tests.helpers.models_common import padded_rows, random_params

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.optimizer import learning_rate
 from rlhf_jax.models import Model
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from tests.parity.report import Report, distance
 
 WEIGHTS = 1e-4

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from rlhf_jax.models.families.declared_keys import NO_DEFAULT, declared_keys
 from rlhf_jax.models.rope import Rope, yarn_attention_factor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from rlhf_jax.models.families.hf_config import Reader, finish, sizes
 from rlhf_jax.models.tensor_table import Tensor
 

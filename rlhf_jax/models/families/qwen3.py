@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from rlhf_jax.models.families import qwen2
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.families.llama import common

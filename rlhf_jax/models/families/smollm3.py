@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.families.llama import common
 

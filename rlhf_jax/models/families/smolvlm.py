@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.models.context import DecoderConfig
+from rlhf_jax.models.decoder_context import DecoderConfig
 from rlhf_jax.models.families import image_text, llama
 from rlhf_jax.models.families.hf_config import Reader, finish
 from rlhf_jax.models.tensor_table import Tensor

@@ -30,7 +30,8 @@ from rlhf_jax.models.families.image_text import WRAPPERS, is_image_text, text_te
 from rlhf_jax.models.io import peft
 from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
 from rlhf_jax.models.io.shards import FileParam, HostParam, gather_to_host, read_all, read_shards
-from rlhf_jax.models.registry import FAMILIES, HEADS, Model
+from rlhf_jax.models.model import HEADS, Model
+from rlhf_jax.models.registry import FAMILIES
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.types import Params
 

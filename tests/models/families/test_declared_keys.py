@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from rlhf_jax.models import FAMILIES, Model, custom_shape
 from rlhf_jax.models.families import gpt_neox, hf_config
 from rlhf_jax.models.families.declared_keys import NO_DEFAULT, declared_keys
-from rlhf_jax.models.registry import FAMILIES, Model, custom_shape
 from tests.helpers.optional import optional
 
 transformers = optional("transformers")

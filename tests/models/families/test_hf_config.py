@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.models import Model
 from rlhf_jax.models.families.hf_config import warn_once
-from rlhf_jax.models.registry import Model
 from tests.helpers.optional import optional
 
 transformers = optional("transformers")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models import Model
-from rlhf_jax.models.context import Context, DecoderConfig
+from rlhf_jax.models.decoder_context import Context, DecoderConfig
 from rlhf_jax.models.layers import norm
 from rlhf_jax.models.rope import Rope
 from tests.helpers import families
