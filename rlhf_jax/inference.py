@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import data, storage
+from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault, text_messages
-from rlhf_jax.data.images import ImageProcessor, load_processor, plain_processor, read_row
+from rlhf_jax.data.images import ImageProcessor, read_row
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
@@ -25,30 +25,12 @@ from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
+from rlhf_jax.stages import open_models
+from rlhf_jax.stages.open_models import Source
 from rlhf_jax.types import Params, PromptBatch, Rollout
 
 POLICY_STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
-
-
-def processor_folder(path: str, revision: str | None) -> str:
-    """The folder of a checkpoint's files, of an adapter those of its base."""
-    return str(hf.resolve_base(hf.resolve(path, revision, weights=False), weights=False)[0])
-
-
-def open_processor(model: Any, tokenizer: Any, path: str | None, revision: str | None) -> ImageProcessor:
-    """The image processor of a model that reads images.
-
-    Args:
-      model: reads images.
-      tokenizer: of the model.
-      path, revision: of its checkpoint; None: a model from scratch, whose images are one tile.
-    """
-    vision = model.config.vision
-    options = {"image_token_id": model.config.image_token_id, "tokens": vision.tokens, "size": vision.image_size}
-    if path is None:
-        return plain_processor(tokenizer, **options)
-    return load_processor(processor_folder(path, revision), tokenizer, name=path, **options)
 
 
 def policy_folder(path: str) -> str:
@@ -117,13 +99,12 @@ class Policy:
         self.path, self.revision = policy_folder(str(path)), revision
         self.weights = weights or Weights(sharding.make_mesh())
         self.mesh, self.dtype = self.weights.mesh, jnp.dtype(dtype)
-        self.model = hf.load_model(self.path, revision=revision, images=images).on(self.mesh)
-        rows = self.model.config.vocab_size
-        source = (tokenizer, None) if tokenizer else (self.path, revision)
-        self.tokenizer = data.load_tokenizer(*source, vocab_size=rows)
+        source = Source(self.path, revision)
+        model, self.tokenizer, _ = open_models.open_model(source, tokenizer=tokenizer, with_images=images)
+        self.model = open_models.on_mesh(model, self.weights, "causal", self.path, dtype=dtype)
         self.processor: ImageProcessor | None = None
         if images:
-            self.processor = open_processor(self.model, self.tokenizer, self.path, revision)
+            self.processor = open_models.open_processor(self.model, self.tokenizer, source)
         self.params: Params | None = None
         self._sample = jax.jit(self._pure_sample, static_argnums=(4, 5))
 

@@ -78,7 +78,7 @@ def server():
 
 # Workers take whole files: a slow one that comes last would run alone.
 SLOWEST = """
-algorithms/rloo integration/hub stages/rollout_stage robustness/reward_failures parity/replay evaluate/run
+algorithms/rloo integration/hub stages/rollout robustness/reward_failures parity/replay evaluate/run
 stages/adapters algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work
 algorithms/invariance models/decoder generate/generate generate/slots
 """

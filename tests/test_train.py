@@ -33,6 +33,7 @@ from tests.helpers.runs import (
     compilations,
     lines,
     ppo_config,
+    rollout_of,
     sft_config,
     tensors,
     wordiness,
@@ -165,10 +166,9 @@ def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp
     size = sum(x.nbytes for x in jax.tree.leaves(stage.models.reference.params))
     assert size < 0.52 * sum(x.nbytes for x in jax.tree.leaves(policy))
     prompts = stage.train_data.batch(0, 0, 8)
-    state = stage.state
-    rollout, _ = stage.runner.generate_rollout(policy, prompts, seed=state.seed, step=state.step)
+    rollout = rollout_of(stage, prompts)
     # The reference is the policy's start: were it rounded otherwise than the forward pass rounds, a KL would show.
-    np.testing.assert_array_equal(stage.runner.token_kl(policy, rollout), 0)
+    np.testing.assert_array_equal(stage.programs.token_kl(policy, rollout), 0)
 
 
 def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, tmp_path):
@@ -189,7 +189,7 @@ def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(s
         for step in range(2):
             state, metrics, _ = stage.train_step(state, step)
         updates.append((jax.device_get(state.params), jax.device_get(metrics)))
-        assert stage.programs.experience._cache_size() == stage.programs.update._cache_size() == 1
+        assert stage.programs.jitted.experience._cache_size() == stage.programs.jitted.update._cache_size() == 1
         assert {x.sharding.memory_kind for x in jax.tree.leaves(stage.models.reference.params)} == waiting
     jax.tree.map(np.testing.assert_array_equal, *updates)
 

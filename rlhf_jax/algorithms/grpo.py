@@ -22,7 +22,8 @@ from rlhf_jax.algorithms import metrics as measures
 from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms.groups import group_rows
 from rlhf_jax.algorithms.microbatch import Tally
-from rlhf_jax.algorithms.response_logprobs import Models, response_logprobs
+from rlhf_jax.algorithms.networks import Models
+from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.types import Array, Experience, Metrics
 
 STD_EPSILON = 1e-4

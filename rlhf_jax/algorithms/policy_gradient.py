@@ -19,8 +19,9 @@ from rlhf_jax.algorithms import microbatch, nonfinite
 from rlhf_jax.algorithms.groups import group_rollout, group_rows, narrow, split_groups, without_absent
 from rlhf_jax.algorithms.metrics import objective_metrics, reward_metrics, sampling_metrics
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
+from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.algorithms.response_logprobs import Models, response_logprobs
+from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, ScoredRollout, TrainState
 
 

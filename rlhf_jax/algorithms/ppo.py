@@ -19,8 +19,9 @@ from rlhf_jax import losses
 from rlhf_jax.algorithms import metrics as measures
 from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms.microbatch import Tally
+from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import is_critic
-from rlhf_jax.algorithms.response_logprobs import Models, response_logprobs
+from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.types import Array, Experience, Metrics, TrainState
 
 # --- rewards to advantages

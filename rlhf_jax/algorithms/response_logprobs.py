@@ -1,15 +1,13 @@
-"""The models of an algorithm; log-probabilities, entropies and values of responses."""
+"""Log-probabilities, entropies and values of responses."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import flax
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import losses
 from rlhf_jax.algorithms import groups
+from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Experience, Images, Params, Rollout
@@ -18,56 +16,6 @@ LOGIT_POSITIONS = 1024
 """Most positions per device whose logits are held at a time, where the vocabulary is small."""
 LOGIT_ENTRIES = 50 * 2**20
 """Most logits per device at a time, 200 MiB of float32: 1,024 positions with Pythia's vocabulary, 345 with Qwen2's."""
-
-
-@flax.struct.dataclass
-class Network:
-    """A model and its params."""
-
-    model: Any = flax.struct.field(pytree_node=False)  # static: its config and functions
-    params: Params | None = None
-
-
-@flax.struct.dataclass
-class Models:
-    """The models that an algorithm reads.
-
-    Forward passes take `policy.params`, `value.params` and `reference.params` as whole params. An update gets the
-    trained params by TrainState instead, whose buffers it overwrites: there `policy.params` and `value.params` are
-    None until `with_trained` sets them.
-    """
-
-    policy: Network
-    reference: Network | None = None  # None: the algorithm has no KL penalty
-    value: Network | None = None  # None: there is no value model, or the policy carries the value head
-    base: Params | None = None  # frozen params that adapters are merged into: {"policy": ..., "value": ...}, where the
-    # value model has its own; None: the models are trained in full
-    mesh: Any = flax.struct.field(pytree_node=False, default=None)  # rows are sharded over it; None: one device
-
-    @property
-    def critic(self) -> Network:
-        """The network with the value head."""
-        return self.policy if self.value is None else self.value
-
-    def with_trained(self, trained: Params) -> Models:
-        """The same with whole params of all models, adapters merged.
-
-        Args:
-          trained: {"policy": ..., "value": ...} as in TrainState: params, or adapters where `base` is not None; without
-            "value" the value model stays without params.
-        """
-        policy = self.policy.replace(params=self._merge("policy", self.policy.model, trained["policy"]))
-        value, reference = self.value, self.reference
-        if value is not None and "value" in trained:
-            value = value.replace(params=self._merge("value", value.model, trained["value"]))
-        if reference is not None and reference.params is not None:
-            reference = reference.replace(params=self._merge("policy", reference.model, reference.params))
-        return self.replace(policy=policy, value=value, reference=reference, base=None)
-
-    def _merge(self, role: str, model: Any, params: Params) -> Params:
-        if self.base is None:
-            return params
-        return model.with_lora(self.base.get(role, self.base["policy"]), params)
 
 
 def response_logprobs(

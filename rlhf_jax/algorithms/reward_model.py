@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from rlhf_jax import losses
 from rlhf_jax.algorithms import microbatch, nonfinite
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
+from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
@@ -122,25 +123,17 @@ def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
 
 
 def update(
-    model,
-    state: TrainState,
-    batch,
-    *,
-    config,
-    optimizer: Optimizer,
-    key: Array,
-    base_params: Params | None = None,
+    network: Network, state: TrainState, batch, *, config, optimizer: Optimizer, key: Array
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of pairs: mean of -log sigmoid(chosen - rejected - margin), centred by option.
 
     Args:
-      model: with a scalar head; its params are state.params["model"].
+      network: with a scalar head, and its base; state.params["model"] are trained.
       state: donate it.
       batch: as in `pair_scores`, with margin [B].
       config: a RewardConfig.
       optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
-      base_params: frozen params that the adapters are merged into; None: the model is trained in full.
 
     Returns:
       (state, {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm"} [] float32,
@@ -155,8 +148,8 @@ def update(
         micro, keys = micro
         keys = jnp.concatenate([keys, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)])
         chosen, rejected = pair_scores(
-            model,
-            model.with_lora(base_params, params["model"]),
+            network.model,
+            network.with_trained(params["model"]).params,
             micro,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,

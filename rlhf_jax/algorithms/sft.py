@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from rlhf_jax import losses
 from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
+from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.types import Array, Images, Metrics, Params, TrainState
 
@@ -74,25 +75,17 @@ def token_losses(
 
 
 def update(
-    model,
-    state: TrainState,
-    batch,
-    *,
-    config,
-    optimizer: Optimizer,
-    key: Array,
-    base_params: Params | None = None,
+    network: Network, state: TrainState, batch, *, config, optimizer: Optimizer, key: Array
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of demonstrations: the mean loss over all their trained tokens.
 
     Args:
-      model: with a causal head; its params are state.params["model"].
+      network: with a causal head, and its base; state.params["model"] are trained.
       state: donate it.
       batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None, images.
       config: an SFTConfig.
       optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
-      base_params: frozen params that the adapters are merged into; None: the model is trained in full.
 
     Returns:
       (state, {"loss", "grad_norm"} and the metrics of `nonfinite.apply_if_finite`). If something is not finite, params
@@ -108,8 +101,8 @@ def update(
     def loss_fn(params, micro):
         tokens, lengths, mask, dropout_keys, segment_ids, images = micro
         per_token = token_losses(
-            model,
-            model.with_lora(base_params, params["model"]),
+            network.model,
+            network.with_trained(params["model"]).params,
             tokens,
             lengths,
             dtype=jnp.dtype(config.dtype),

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax import inference
 from rlhf_jax.config import StageConfig, stage_name
 from rlhf_jax.data import images
 from rlhf_jax.dry_run import topologies
@@ -26,7 +25,8 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import ALGORITHMS, build_models, context, open_stage, sft
+from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
+from rlhf_jax.stages.open_models import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +106,17 @@ def _trains_on_images(config: StageConfig) -> bool:
     if name != "sft" and name not in ALGORITHMS:
         return False
     path = config.model_name_or_path if name == "sft" else config.sft_model_path
-    if not context.reads_images(path, config.model_revision, config.scratch_model):
+    source = Source(path, config.model_revision, config.scratch_model)
+    if not source.reads_images:
         return False
     try:
         if name == "sft":
             sft.check_images(config)
         else:
-            build_models.check_images(config, ALGORITHMS[name])
-        if config.scratch_model is None:
-            folder = inference.processor_folder(path, config.model_revision)
-            hf.load_model(folder, images=True)
-            return images.has_processor(folder)
+            rollout_models.check_images(config, ALGORITHMS[name])
+        if source.shape is None:
+            hf.load_model(source.files, images=True)
+            return images.has_processor(source.files)
     except UserError:  # it trains on text
         return False
     return True
@@ -160,15 +160,15 @@ def programs(
     compile_fn = compile_fn or functools.partial(compile_program, options=options)
     compiled: list[Program] = []
 
-    def build(name: str, program: Any, *args: Any, resident: Any = ()) -> Any:
+    def build(name: str, program: Any, *args: Any, resident: Any = (), **arguments: Any) -> Any:
         if not only or name in only:
             others = resident_total - bytes_on_device(resident)
-            made = compile_fn(name, program.trace(*args), others)
+            made = compile_fn(name, program.trace(*args, **arguments), others)
             if not made.refused:  # XLA counts no arguments that a program does not read
                 made = dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
             compiled.append(made)
             on_compiled(compiled[-1])
-        return shard_shapes(program.eval_shape(*args), stage.mesh)
+        return shard_shapes(program.eval_shape(*args, **arguments), stage.mesh)
 
     stage.trace_programs(build)
     return compiled

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.algorithms.response_logprobs import Models, Network, token_kl
+from rlhf_jax.algorithms.networks import Models, Network
+from rlhf_jax.algorithms.response_logprobs import token_kl
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches, conversation_forms, row_texts
 from rlhf_jax.data.chat import text_of
@@ -20,7 +21,7 @@ from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
-from rlhf_jax.stages.build_programs import sampling_of
+from rlhf_jax.stages.programs import sampling_of
 from rlhf_jax.types import PromptBatch, Rollout
 
 

@@ -21,7 +21,7 @@ from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer
 from rlhf_jax.runtime.run_folder import template_date
-from rlhf_jax.stages import context
+from rlhf_jax.stages import open_models
 
 
 class PairEvaluation:
@@ -36,14 +36,16 @@ class PairEvaluation:
 
     def __init__(self, reward_config: RewardConfig, config: EvaluateConfig, weights: Weights):
         path, revision = reward_config.model_name_or_path, reward_config.model_revision
-        self.model = scorer.open_model(path, revision).on(weights.mesh)
+        model = scorer.open_model(path, revision)
+        self.model = open_models.on_mesh(model, weights, "scalar", path, dtype=reward_config.dtype)
         if config.pairs is not None and config.max_length is None:
             max_length = self.model.config.max_position_embeddings
             reward_config = dataclasses.replace(reward_config, max_length=max_length)
         self.reward_config, self.weights = reward_config, weights
         self.bins, self.batch_size = config.calibration_bins, config.batch_size
-        context.check_context(self.model, reward_config.max_length, "--max_length", path)
-        tokenizer = context.open_tokenizer(reward_config, path, self.model.config.vocab_size)
+        open_models.check_context(self.model, reward_config.max_length, "--max_length", path)
+        source, rows = open_models.Source(path, revision), self.model.config.vocab_size
+        tokenizer = open_models.open_tokenizer(reward_config.tokenizer_name_or_path, source, rows)
         if reward_config.run_dir is not None:
             tokenizer = dataclasses.replace(tokenizer, template_date=template_date(reward_config.run_dir))
         if config.pairs is None:

@@ -17,14 +17,15 @@ from rlhf_jax.evaluate import plan as planning
 from rlhf_jax.evaluate.answers import Answers, Sampler, add_scores, reference_answers, reference_texts
 from rlhf_jax.evaluate.judge import JudgeResult
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.inference import Policy, policy_folder
+from rlhf_jax.inference import Policy
 from rlhf_jax.models.io import generation_config
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import template_date
-from rlhf_jax.stages import context
-from rlhf_jax.stages.build_models import suppressed_ids
+from rlhf_jax.stages import open_models
+from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.rollout_models import suppressed_ids
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
@@ -40,17 +41,15 @@ class PolicyEvaluation:
 
     def __init__(self, config: EvaluateConfig, plan: planning.Plan, weights: Weights):
         self.config, self.plan, self.weights = config, plan, weights
-        self.images = False
+        rows, columns = self._load_rows(), (plan.prompts.prompt_column,)
+        source = Source(plan.policy.path, plan.policy.revision)
+        self.images = open_models.wants_images(source, rows, columns)
         self._open_policies()
         self.eos_ids = self._stop_ids() or self.policy.tokenizer.eos_ids
         date = None if plan.prompts.run_dir is None else template_date(plan.prompts.run_dir)
         tokenizer = dataclasses.replace(self.policy.tokenizer, template_date=date)
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
-        rows, columns = self._load_rows(), (plan.prompts.prompt_column,)
-        self.images = context.wants_images(policy_folder(plan.policy.path), plan.policy.revision, rows, columns)
-        if self.images:
-            self._open_policies()
         self.source = data.prompts_from_rows(rows, plan.prompts, tokenizer, self.policy.processor)
         self.references = self._load_references()
         has_references = bool(self.references) and plan.reference is not False
@@ -99,7 +98,7 @@ class PolicyEvaluation:
 
     def _check_context(self, model: Any, path: str) -> None:
         tokens = self.plan.prompts.query_length + self.plan.prompts.response_length
-        context.check_context(model, tokens, "--query_length + --response_length", path)
+        open_models.check_context(model, tokens, "--query_length + --response_length", path)
 
     def _load_rows(self) -> data.Rows:
         prompts_config = self.plan.prompts
@@ -140,7 +139,7 @@ class PolicyEvaluation:
             return None
         models = scoring.open_models(config, tokenizer, self.source.conversational)
         for model in models:
-            model.model = model.model.on(self.weights.mesh)
+            model.model = open_models.on_mesh(model.model, self.weights, "scalar", model.path, dtype=config.dtype)
             self._check_context(model.model, model.path)
         scorer = scoring.Scorer(config, tokenizer, models, [], self.weights.mesh)
         scorer.check_columns(tuple(self.source.columns([0])))

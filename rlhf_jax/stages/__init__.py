@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.config import stage_name
-from rlhf_jax.stages.algorithms import ALGORITHMS, Algorithm, policy_gradient_algorithm, register_algorithm
-from rlhf_jax.stages.base import Stage
+from rlhf_jax.stages.algorithm_registry import ALGORITHMS, Algorithm, policy_gradient_algorithm, register_algorithm
 from rlhf_jax.stages.reward import RewardTask
-from rlhf_jax.stages.rollout_stage import RolloutStage
+from rlhf_jax.stages.rollout import RolloutStage
 from rlhf_jax.stages.sft import SFTTask
+from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.supervised import SupervisedStage
 
 __all__ = [

@@ -1,27 +1,18 @@
-"""Adapters of a stage: their form by the options, their base params, and their files."""
+"""Adapters of a stage: their form by the options, what they start from, and their base params."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from rlhf_jax import storage
-from rlhf_jax.data import save_tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
-from rlhf_jax.models.io import hf, peft
-from rlhf_jax.models.io.generation_config import Generation
+from rlhf_jax.models.io import hf
 from rlhf_jax.models.quantization import Kind
-from rlhf_jax.parallel import multihost
-from rlhf_jax.stages.context import StageContext
+from rlhf_jax.stages.stage_context import StageContext
 from rlhf_jax.types import Params
-
-Origin = tuple[str, str | None]
-"""A checkpoint and its revision on the hub."""
 
 BASE, DEFAULT = "base", "default"
 _ALIASES = {"lm_head": "embed_out"}  # transformers 5's name of GPT-NeoX's head
@@ -124,14 +115,6 @@ def start_of(config, continues_adapter: bool) -> Start:
     return Start(path, revision, trained, None if reference == BASE else reference, paths)
 
 
-def origin_of(path: str | None, revision: str | None, images: bool = False) -> Origin | None:
-    """What an adapter may name as its base: the checkpoint at `path`; None for random weights, merged adapters, and,
-    without `images`, the text model of a checkpoint of images and text, in which PEFT would look for other names."""
-    if path is None or hf.is_adapter(path, revision) or not (images or hf.is_text_model(path, revision)):
-        return None
-    return path, revision
-
-
 def quantized_kind(config) -> Kind | None:
     """How the layers' frozen kernels are stored; None: in the compute dtype."""
     return "int8" if config.load_in_8bit else "nf4" if config.load_in_4bit else None
@@ -209,69 +192,3 @@ def describe_policy(opened: PolicyAdapters, form: lora.Lora, config) -> str:
     if config.ref_model_path is None:
         line += "; the reference is " + (f"adapter {start.reference} as it is now" if start.reference else "the base")
     return line
-
-
-def export(
-    context: StageContext,
-    folder: str,
-    name: str,
-    model: Model,
-    params: Params,
-    *,
-    generation: Generation | None,
-    base: Params,
-    origin: Origin | None,
-    tokenizer: Any,
-    source: str | None = None,
-) -> dict[str, str]:
-    """Writes a trained model: NAME/ with its adapter merged, and NAME_adapter/ the adapter; without export_merged NAME/
-    is the adapter. A base that is no checkpoint by itself is written to NAME_base/. Every process must call it.
-
-    Args:
-      context: of the stage.
-      folder: of the run.
-      name: 'policy', 'value' or 'reward_model'.
-      model: with `lora`.
-      params: the adapters.
-      generation: as `StageContext.save_checkpoint`.
-      base: the params that they are merged into.
-      origin: the checkpoint of the base; None: it has none.
-      tokenizer: written beside each.
-      source: as `StageContext.save_checkpoint`.
-
-    Returns:
-      {name: path} of the model to use further, and of the others.
-    """
-    paths, plain, dtype = {}, dataclasses.replace(model, lora=None), context.frozen_dtype
-    transform = context.weights.transform_placed
-    kind = "scalar" if generation is None else "causal"
-    files = {"generation": generation, "source": source}
-    if origin is None:
-        path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
-        wide = transform(plain, lambda base: lora.merge_lora(base, dtype), base)
-        wide = {**wide, "score": params["score"]} if kind == "scalar" else wide
-        context.save_checkpoint(path, plain, wide, tokenizer, **files)
-        del wide
-        # A run in a bucket exports to a temporary folder, which is uploaded.
-        where = context.config.run_dir
-        origin = (f"{where}/{name}_base" if storage.is_remote(where) else path), None
-    export_merged = context.config.export_merged
-    adapter = os.path.join(folder, f"{name}_adapter" if export_merged else name)
-    norm = None
-    if kind == "scalar" and "bias" in params["score"]:
-        # PEFT's classifier has no bias either: it goes into the bias of the last layer norm, if any, as in hf.save.
-        norm = model.with_lora(base, params)["backbone"]["final_layer_norm"]
-        norm = hf.fold_score_bias(norm, params["score"]) if "bias" in norm else None
-    peft.save(adapter, model, params, kind=kind, base=origin[0], revision=origin[1], norm=norm)
-    if multihost.is_main():
-        save_tokenizer(tokenizer, adapter)
-        if generation is not None:
-            generation.write(adapter)
-    multihost.wait_for_all("export of adapters")
-    if export_merged:
-        paths[f"{name}_adapter"], paths[name] = adapter, os.path.join(folder, name)
-        merged = transform(plain, lambda both: lora.merge_lora(model.with_lora(*both), dtype), (base, params))
-        context.save_checkpoint(paths[name], plain, merged, tokenizer, **files)
-    else:
-        paths[name] = adapter
-    return paths

@@ -18,7 +18,7 @@ from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages.runner import Runner
+from rlhf_jax.stages.programs import Programs
 from rlhf_jax.types import Array, Images, Params, Rollout, TrainState
 
 Completions = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -48,7 +48,7 @@ class RolloutEvaluator:
     """Samples and scores a policy; trains nothing.
 
     Attributes:
-      runner: generates, makes experience, computes KL.
+      programs: of the stage.
       scorer: the rewards of the run.
       tokenizer: the policy's.
       train_data, eval_sets: prompts; eval_sets by name.
@@ -58,7 +58,7 @@ class RolloutEvaluator:
         alone. On the mesh, like the state's seed: elsewhere the rollout would compile a second time.
     """
 
-    runner: Runner
+    programs: Programs
     scorer: Scorer
     tokenizer: Any
     train_data: Any
@@ -74,7 +74,7 @@ class RolloutEvaluator:
 
     @property
     def _config(self):
-        return self.runner.context.config
+        return self.programs.config
 
     # --- metrics
 
@@ -102,12 +102,13 @@ class RolloutEvaluator:
     def _evaluate_set(self, state: TrainState, source, step: int, tick: Tick):
         """Metrics of one set, batches weighted by their responses, and the scores of the responses that have one."""
         by_batch, weights, scores = [], [], []
-        runner, policy = self.runner, state.params["policy"]
+        programs, policy = self.programs, state.params["policy"]
         sampled = self._sample(policy, source, limit=len(source), group_size=self.group_size, step=step, tick=tick)
         for batch, real in sampled:
-            made = runner.make_experience(state, batch.rollout, batch.scored, self.group_size, batch.images)
-            experience, metrics = made
-            losses = runner.programs.eval_metrics(state.params, runner.models.base, experience)
+            experience, metrics = programs.make_experience(
+                state, batch.rollout, batch.scored, self.group_size, batch.images
+            )
+            losses = programs.eval_metrics(state, experience)
             metrics = {**metrics, **losses, **batch.scored.metrics}
             metrics, each, scorable = sharding.fetch((metrics, batch.scored.total_scores, batch.scored.scorable))
             by_batch.append({name: float(x) for name, x in metrics.items()})
@@ -124,15 +125,15 @@ class RolloutEvaluator:
 
     def _batches(self, source, limit: int, group_size: int) -> Iterator[tuple[Any, int, int]]:
         """The first `limit` prompts of `source` in batches of one size: (prompts, first prompt, real prompts)."""
-        config, mesh = self._config, self.runner.context.mesh
+        config, context = self._config, self.programs.context
         # Rows that divide into chunks, micro-batches and over the devices as those of training do.
         unit = math.lcm(
-            config.rollout_batch_size or 1, config.micro_batch_size or 1, sharding.row_shards(mesh) * group_size
+            config.rollout_batch_size or 1, config.micro_batch_size or 1, sharding.row_shards(context.mesh) * group_size
         )
         most = max(config.batch_size // unit, 1) * unit
         size = min(most, -(-limit * group_size // unit) * unit) // group_size
         for start in range(0, limit, size):
-            rows = self.runner.context.local_rows(size)
+            rows = context.local_rows(size)
             yield source.in_order(start, size, rows), start, min(size, limit - start)
 
     def _sample(
@@ -148,15 +149,15 @@ class RolloutEvaluator:
     ) -> Iterator[tuple[ScoredBatch, int]]:
         """Scored responses to the first `limit` prompts, batch by batch: (ScoredBatch, real rows). The rows after the
         real ones are absent."""
-        runner = self.runner
+        programs = self.programs
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
-            prompts = prompts.replace(images=runner.place_images(prompts))
-            rollout, _ = runner.generate_rollout(
+            placed = programs.place(prompts)
+            rollout, _ = programs.generate(
                 policy,
-                prompts,
+                placed,
                 seed=self.seed,
-                step=runner.context.place_batch(np.int32(start)),
+                step=programs.context.place_batch(np.int32(start)),
                 temperature=temperature,
                 group_size=group_size,
             )
@@ -164,9 +165,9 @@ class RolloutEvaluator:
             if real < len(rows):
                 lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
-            trainer_state = runner.trainer_state(step, is_eval=True)
+            trainer_state = programs.trainer_state(step, is_eval=True)
             scored = self.scorer.score(rollout, source, rows, group=group_size, state=trainer_state, limit=real)
-            yield ScoredBatch(rollout, scored, source, rows, prompts.images), real
+            yield ScoredBatch(rollout, scored, source, rows, placed.images), real
 
     def complete(
         self,
@@ -197,8 +198,8 @@ class RolloutEvaluator:
         for batch, real in self._sample(policy, source, limit=limit, tick=tick, temperature=temperature):
             rollout = batch.rollout
             kl = None
-            if self.runner.has_reference:
-                kl = self.runner.token_kl(policy, rollout, images=batch.images)
+            if self.programs.has_reference:
+                kl = self.programs.token_kl(policy, rollout, images=batch.images)
             scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
             of_rows = (
@@ -238,7 +239,7 @@ class RolloutEvaluator:
         if self.token_advantages and self._config.old_logprobs == "forward":  # the sampler's: another temperature
 
             def advantages(batch):
-                made = self.runner.make_experience(state, batch.rollout, batch.scored, 1, batch.images)
+                made = self.programs.make_experience(state, batch.rollout, batch.scored, 1, batch.images)
                 return made[0].advantages
 
         limit = min(len(source), self._config.batch_size, TOKEN_ROWS)
@@ -292,7 +293,7 @@ class RolloutEvaluator:
     ) -> Array | None:
         """KL of the tokens [N, T] of a rollout's first rows, about TOKEN_ROWS; None without a reference. `images` are
         those of its prompts, each with `group_size` rows."""
-        if not self.runner.has_reference:
+        if not self.programs.has_reference:
             return None
         rows = rollout.lengths.shape[0]
         count, chunk = min(TOKEN_ROWS, rows), self._config.rollout_batch_size or TOKEN_ROWS
@@ -301,7 +302,7 @@ class RolloutEvaluator:
             rollout = _first_rows(rollout, count)
         if images is not None:
             images = _of_first_rows(images, count, group_size)
-        return self.runner.token_kl(state.params["policy"], rollout, state, images)
+        return self.programs.token_kl(state.params["policy"], rollout, state, images)
 
     def token_rows(self, response, lengths, kl, advantages) -> list[dict[str, Any]]:
         """The values by token of responses, for completions/STEP.tokens.jsonl.

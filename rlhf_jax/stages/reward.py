@@ -14,8 +14,9 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
-from rlhf_jax.stages.context import StageContext
-from rlhf_jax.stages.supervised import SupervisedStage, export_model
+from rlhf_jax.stages.open_models import Source, score_head_message
+from rlhf_jax.stages.stage_context import StageContext
+from rlhf_jax.stages.supervised import SupervisedStage
 from rlhf_jax.types import Params
 
 
@@ -50,35 +51,26 @@ class RewardTask:
         config = context.config
         if config.scratch_model:
             return []
-        start = config.model_name_or_path, config.model_revision
-        if config.score_init_std is not None and context.weights.has_scalar_head(*start):
+        source = Source(config.model_name_or_path, config.model_revision)
+        if config.score_init_std is not None and context.weights.has_scalar_head(source.path, source.revision):
             raise UserError(
-                f"score_init_std {config.score_init_std} would not be used: {start[0]} has a score head, which is "
+                f"score_init_std {config.score_init_std} would not be used: {source.name} has a score head, which is "
                 "trained further. Leave the option out, or start from a model without a score head."
             )
-        return [context.score_head_message(*start)]
-
-    def load_params(self, context: StageContext, model, cast_on_load) -> Params:
-        """Params with the checkpoint's score head, or with a new one."""
-        config, std = context.config, context.config.score_init_std
-        if config.scratch_model:
-            params = context.weights.init(model, jax.random.key(config.seed), ("scalar",))
-            return {**params, "score": context.new_score_head(model, std)}
-        return context.load_scalar(model, config.model_name_or_path, config.model_revision, cast_on_load, std)
+        return [score_head_message(context, source)]
 
     def build_measure(self, stage: SupervisedStage):
         """(params, pairs, tick) -> (accuracy, margin, loss and rewards; margins [N])."""
-        model, base_params = stage.model, stage.base_params
         dtype = jnp.dtype(stage.config.dtype)
 
         @jax.jit
-        def score_pairs(base_params, params, batch):
-            return reward_model.pair_scores(model, model.with_lora(base_params, params), batch, dtype=dtype)
+        def score_pairs(network, params, batch):
+            return reward_model.pair_scores(network.model, network.with_trained(params).params, batch, dtype=dtype)
 
         def measure(params: Params, source: Any, tick: Tick):
             parts = []
             for batch, real in stage.batches(source, tick):
-                scores = sharding.fetch(score_pairs(base_params, params, batch))
+                scores = sharding.fetch(score_pairs(stage.network, params, batch))
                 parts.append([x[:real] for x in scores])
             chosen, rejected = map(np.concatenate, zip(*parts, strict=True))
             margin = chosen - rejected
@@ -108,24 +100,29 @@ class RewardTask:
         decoded = {name: tokenizer.decode(tokens) for name, tokens in texts.items()}
         return {**decoded, "margin": float(batch.margin[row])}
 
-    def export(self, stage: SupervisedStage, params: Params, folder: str) -> dict[str, str]:
-        """reward_model/: the model with its tokenizer; the mean score of the demonstrations is subtracted by the
+    def score_std(self, config) -> float | None:
+        """The standard deviation of a new score head."""
+        return config.score_init_std
+
+    def exported(self, stage: SupervisedStage, params: Params) -> tuple[str, Params]:
+        """(name of the exported model, its trained params); the mean score of the demonstrations is subtracted by the
         head's bias."""
         if stage.normalizing_data is not None:
             params = reward_model.subtract_offset(params, mean_score(stage, params))
-        return export_model(stage, params, folder, "reward_model")
+        return "reward_model", params
 
 
 def mean_score(stage: SupervisedStage, params: Params) -> float:
     """The mean score of the demonstrations that the exported model is normalised on."""
-    model, dtype = stage.model, jnp.dtype(stage.config.dtype)
+    dtype = jnp.dtype(stage.config.dtype)
 
     @jax.jit
-    def score_texts(base_params, params, tokens, lengths):
-        whole = model.with_lora(base_params, params)
-        return reward_model.score_texts(model, whole, tokens, lengths, dtype=dtype)
+    def score_texts(network, params, tokens, lengths):
+        return reward_model.score_texts(
+            network.model, network.with_trained(params).params, tokens, lengths, dtype=dtype
+        )
 
     scores = []
     for batch, real in stage.batches(stage.normalizing_data):
-        scores.append(sharding.fetch(score_texts(stage.base_params, params, batch.tokens, batch.lengths))[:real])
+        scores.append(sharding.fetch(score_texts(stage.network, params, batch.tokens, batch.lengths))[:real])
     return float(np.mean(np.concatenate(scores)))

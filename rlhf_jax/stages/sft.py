@@ -13,8 +13,9 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
-from rlhf_jax.stages.context import StageContext, open_processor, wants_images
-from rlhf_jax.stages.supervised import SupervisedStage, eval_name, export_model
+from rlhf_jax.stages.open_models import Source, open_processor, wants_images
+from rlhf_jax.stages.stage_context import StageContext
+from rlhf_jax.stages.supervised import SupervisedStage, eval_name
 from rlhf_jax.types import Params
 
 
@@ -47,21 +48,18 @@ class SFTTask:
         return data.load_training_rows(config, "demonstrations", train_dataset)
 
     def has_images(self, config, rows: data.TrainingRows) -> bool:
-        """As `context.wants_images`."""
-        checkpoint = config.model_name_or_path, config.model_revision
+        """As `open_models.wants_images`."""
+        source = Source(config.model_name_or_path, config.model_revision, config.scratch_model)
         columns = [(own.prompt_column, own.completion_column, demonstrations.MESSAGES) for _, own in rows.sets]
-        return any(
-            wants_images(*checkpoint, one, names, config.scratch_model)
-            for (one, _), names in zip(rows.sets, columns, strict=True)
-        )
+        return any(wants_images(source, one, names) for (one, _), names in zip(rows.sets, columns, strict=True))
 
     def load_data(self, config, model, tokenizer, rows, eval_dataset):
         """(training data, evaluation sets by name, None)"""
         processor = None
         if model.reads_images:
             check_images(config)
-            path = None if config.scratch_model else config.model_name_or_path
-            processor = open_processor(model, tokenizer, path, config.model_revision)
+            source = Source(config.model_name_or_path, config.model_revision, config.scratch_model)
+            processor = open_processor(model, tokenizer, source)
         eval_packing = config.packing if config.eval_packing is None else config.eval_packing
 
         def packed(demonstrations, packing: bool):
@@ -81,25 +79,18 @@ class SFTTask:
         """None."""
         return []
 
-    def load_params(self, context: StageContext, model, cast_on_load) -> Params:
-        """Params with their causal head."""
-        config = context.config
-        if config.scratch_model:
-            return context.weights.init(model, jax.random.key(config.seed), ("causal",))
-        return context.weights.load(model, config.model_name_or_path, "causal", config.model_revision, cast_on_load)
-
     def build_measure(self, stage: SupervisedStage):
         """(params, data set, tick) -> (mean loss over its tokens and perplexity, None)."""
-        model, config, base_params = stage.model, stage.config, stage.base_params
+        config = stage.config
 
         @jax.jit
-        def evaluate(base_params, params, batch):
-            return sft.evaluate(model, model.with_lora(base_params, params), batch, config)
+        def evaluate(network, params, batch):
+            return sft.evaluate(network.model, network.with_trained(params).params, batch, config)
 
         def measure(params: Params, source: Any, tick: Tick):
             total = count = jnp.float32(0)
             for batch, _ in stage.batches(source, tick):
-                loss, tokens = evaluate(base_params, params, batch)
+                loss, tokens = evaluate(stage.network, params, batch)
                 total, count = total + loss, count + tokens
             loss = float(total) / max(float(count), 1.0)
             return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}, None
@@ -114,6 +105,9 @@ class SFTTask:
         """{"text"}: prompt and completion of a row of a batch on the host."""
         return {"text": tokenizer.decode(batch.tokens[row, : batch.lengths[row]])}
 
-    def export(self, stage: SupervisedStage, params: Params, folder: str) -> dict[str, str]:
-        """policy/: the model with its tokenizer."""
-        return export_model(stage, params, folder, "policy")
+    def score_std(self, config) -> None:
+        """None: there is no score head."""
+
+    def exported(self, stage: SupervisedStage, params: Params) -> tuple[str, Params]:
+        """(name of the exported model, its trained params)"""
+        return "policy", params

@@ -45,8 +45,7 @@ from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.loop import Loop
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.stages import open_stage
-from rlhf_jax.stages.build_programs import build_programs
-from rlhf_jax.stages.runner import Runner
+from rlhf_jax.stages.programs import Programs
 
 REPEATS = 3
 
@@ -129,20 +128,10 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
     return {"first": seconds[0], "all": seconds[1:], "seconds": median(seconds[1:])}
 
 
-def prefill_only(stage) -> Runner:
-    """A runner with responses of one token: its rollout is prefill and one sampled token."""
+def prefill_only(stage) -> Programs:
+    """Programs with responses of one token: a rollout is prefill and one sampled token."""
     context = dataclasses.replace(stage.context, config=dataclasses.replace(stage.config, response_length=1))
-    programs = build_programs(
-        context,
-        stage.algorithm,
-        stage.models,
-        stage.state,
-        optimizer=None,
-        tokenizer=stage.tokenizer,
-        suppress_ids=stage.suppress_ids,
-        episodes_per_epoch=stage.runner.episodes_per_epoch,
-    )
-    return dataclasses.replace(stage.runner, context=context, programs=programs)
+    return dataclasses.replace(stage.programs, context=context)
 
 
 def forward_pass(stage, role: str) -> Callable:
@@ -177,33 +166,33 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     Returns:
       {phase: {"seconds": median, "all": list, "first": with compilation}}; decode has "seconds" only.
     """
-    group, runner, times = stage.group_size, stage.runner, {}
+    group, programs, times = stage.group_size, stage.programs, {}
     prompts = stage.train_data.batch(stage.config.seed, 0, stage.rows_per_update)
     rows = np.repeat(prompts.rows, group)
 
-    def generate(runner):
+    def generate(programs):
         policy, keys = state.params["policy"], {"seed": state.seed, "step": state.step}
-        return runner.generate_rollout(policy, prompts, **keys, group_size=group)[0]
+        return programs.generate(policy, programs.place(prompts), **keys, group_size=group)[0]
 
     if "generate" in wanted:
         short = prefill_only(stage)
-        times["generate"], times["prefill"] = timed(lambda: generate(runner)), timed(lambda: generate(short))
+        times["generate"], times["prefill"] = timed(lambda: generate(programs)), timed(lambda: generate(short))
         rest = times["generate"]["seconds"] - times["prefill"]["seconds"]
         if rest > 0.1 * times["generate"]["seconds"]:  # less is noise
             times["decode"] = {"seconds": rest}
     if set(wanted) == {"generate"}:
         return times
-    rollout = generate(runner)
+    rollout = generate(programs)
 
     def score():
-        return stage.scorer.score(rollout, stage.train_data, rows, group=group, state=runner.trainer_state(0))
+        return stage.scorer.score(rollout, stage.train_data, rows, group=group, state=programs.trainer_state(0))
 
     if "reward" in wanted:
         times["reward"] = timed(lambda: score().scores)
     if set(wanted) <= {"generate", "reward"}:
         return times
-    experience, metrics = jax.block_until_ready(runner.make_experience(state, rollout, score(), group))
-    reference = stage.models.reference.replace(params=runner.reference_params(state))
+    experience, metrics = jax.block_until_ready(programs.make_experience(state, rollout, score(), group))
+    reference = stage.models.reference.replace(params=programs.reference_params(state))
     whole = stage.models.replace(reference=reference).with_trained(state.params)
     frozen = {"reference": whole.reference.params, "value": (whole.value or whole.policy).params}
     for role, params in frozen.items():
@@ -214,7 +203,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
         def update():
             nonlocal state
-            state, updated = stage.programs.update(state, stage.models.base, experience, metrics)
+            state, updated = programs.update(state, experience, metrics)
             return updated
 
         times["update"] = timed(update)

@@ -22,6 +22,7 @@ from rollouts import LENGTHS, drawn_lengths
 from rlhf_jax import data, models
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.algorithms import sft
+from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.data.demonstrations import DemoData
 from rlhf_jax.types import TrainState
@@ -45,7 +46,9 @@ def make_step(model: models.Model, config: SFTConfig) -> Callable[[Any], Any]:
         params=params, opt_state=optimizer.init(params), seed=np.uint32(0), kl_coef=np.float32(0), **zeros
     )
     update = jax.jit(
-        lambda state, batch: sft.update(model, state, batch, config=config, optimizer=optimizer, key=jax.random.key(1))
+        lambda state, batch: sft.update(
+            Network(model), state, batch, config=config, optimizer=optimizer, key=jax.random.key(1)
+        )
     )
     return lambda batch: jax.block_until_ready(update(state, batch))
 

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 CHANGES = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "rmdir", "os.mkdir": "mkdir", "os.link": "link"}
 
@@ -152,10 +153,14 @@ def watched(reporter: Reporter, open_stage: Callable, *arguments, **options):
     stage.train_step, stage.export = train_step, export
     if isinstance(stage, RolloutStage):
         programs = stage.programs
-        stage.programs = dataclasses.replace(programs, update=around("update", programs.update))
-        # The evaluator keeps the original runner, so its rollouts are not reported.
-        generate = around("rollout", programs.generate)
-        stage.runner = dataclasses.replace(stage.runner, programs=dataclasses.replace(programs, generate=generate))
+
+        def run(name: str, program: Any, **arguments):
+            phase = {"generate": "rollout", "update": "update"}.get(name)
+            call = functools.partial(programs.run, name, program, **arguments)
+            return call() if phase is None else reporter.run_phase(phase, number[0], call)
+
+        # The evaluator keeps the original programs, so its rollouts are not reported.
+        stage.programs = dataclasses.replace(programs, run=run)
     else:
         stage.update_step = around("update", stage.update_step)
     return stage

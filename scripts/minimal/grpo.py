@@ -26,8 +26,8 @@ import numpy as np
 
 from rlhf_jax import data, models
 from rlhf_jax.algorithms import grpo
+from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer, make_optimizer
-from rlhf_jax.algorithms.response_logprobs import Models, Network
 from rlhf_jax.config import GRPOConfig
 from rlhf_jax.data.synthetic import gold_reward
 from rlhf_jax.generate import Sampling, generate

@@ -38,7 +38,7 @@ from rlhf_jax.dry_run import memory, topologies
 from rlhf_jax.generate import Decoding
 from rlhf_jax.models import attention
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import build_programs
+from rlhf_jax.stages import programs as stage_programs
 
 GIB = slices.GIB
 MODEL, PROMPT, RESPONSE, GROUP = "Qwen2.5-1.5B", 512, 8192, 8
@@ -74,7 +74,7 @@ PIECES = {
     ),
     "generation, as it is": Piece("generate"),
     "cache in one segment": Piece(
-        "generate", patch=(build_programs, "Decoding", functools.partial(Decoding, block=RESPONSE))
+        "generate", patch=(stage_programs, "Decoding", functools.partial(Decoding, block=RESPONSE))
     ),
     "`--decode_shrink true`": Piece("generate", {"decode_shrink": True}),
     "`--decode_slots`, 8 a device": Piece("generate", {"rollout_batch_size": None}, {"decode_slots": 8}),

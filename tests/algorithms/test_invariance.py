@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from rlhf_jax import models
 from rlhf_jax.algorithms import grpo, microbatch, ppo, reward_model, rloo
-from rlhf_jax.algorithms.response_logprobs import Models, Network, token_kl
+from rlhf_jax.algorithms.networks import Models, Network
+from rlhf_jax.algorithms.response_logprobs import token_kl
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import Experience, PromptBatch, Rollout, TrainState

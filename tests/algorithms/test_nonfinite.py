@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_jax.advantages import value_mask
 from rlhf_jax.algorithms import nonfinite, ppo, response_logprobs, reward_model, rloo, sft
+from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.algorithms.optimizer import apply_gradients, scale_by_adamw, user_optimizer
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.data import DemoBatch, PairBatch
@@ -213,7 +214,7 @@ def sft_case(monkeypatch):
     batch = DemoBatch(tokens(B, C + T), jnp.full(B, C), C + LENGTHS)
 
     def update(state, batch):
-        return sft.update(MODEL, state, batch, config=SFT, **OPTIONS)
+        return sft.update(Network(MODEL), state, batch, config=SFT, **OPTIONS)
 
     return ("causal",), update, batch, lambda batch, row, n: batch.replace(tokens=batch.tokens.at[row, 0].set(n))
 
@@ -229,7 +230,7 @@ def reward_case(monkeypatch):
     batch = PairBatch(tokens(B, C + T), full, tokens(B, C + T, seed=1), full, jnp.zeros(B))
 
     def update(state, batch):
-        return reward_model.update(MODEL, state, batch, config=REWARD, **OPTIONS)
+        return reward_model.update(Network(MODEL), state, batch, config=REWARD, **OPTIONS)
 
     def spoil(batch, row, number):
         return batch.replace(rejected_tokens=batch.rejected_tokens.at[row, 0].set(number))
@@ -397,5 +398,5 @@ def own_logprobs(name, batch):
     if name == "ppo":
         policy, config = with_params(MODELS, params).policy, PPO
     else:
-        policy, config = response_logprobs.Network(MODEL, params["policy"]), RLOO
+        policy, config = Network(MODEL, params["policy"]), RLOO
     return jax.jit(lambda e: response_logprobs.response_logprobs(policy, e, config)[0])(batch)

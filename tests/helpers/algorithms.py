@@ -6,8 +6,8 @@ import jax
 import optax
 
 from rlhf_jax.algorithms import nonfinite, policy_gradient
+from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.algorithms.response_logprobs import Models, Network
 from rlhf_jax.types import ScoredRollout
 
 
@@ -18,8 +18,7 @@ def models_of(policy, reference=None, value=None, *, mesh=None, base=None) -> Mo
         reference=None if reference is None else Network(reference),
         value=None if value is None else Network(value),
         mesh=mesh,
-        base=base,
-    )
+    ).with_base(base)
 
 
 def with_params(models: Models, params, ref_params=None) -> Models:

@@ -93,6 +93,13 @@ def tensors(path):
     return jax.tree.leaves(hf.load(path, kind="causal")[1])
 
 
+def rollout_of(stage, prompts, **options):
+    """Responses of a stage's starting policy to a batch of prompts from the host."""
+    state, programs = stage.state, stage.programs
+    policy, keys = state.params["policy"], {"seed": state.seed, "step": state.step}
+    return programs.generate(policy, programs.place(prompts), **keys, **options)[0]
+
+
 def compilations(stage, names=("generate", "experience", "update")):
     """How often each program of a stage was compiled."""
-    return {name: getattr(stage.programs, name)._cache_size() for name in names}
+    return {name: getattr(stage.programs.jitted, name)._cache_size() for name in names}

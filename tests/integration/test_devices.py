@@ -48,7 +48,7 @@ def train_on(folder: pathlib.Path, mesh: str) -> dict:
                     found["shards"][name] = sorted({shard.data.shape for shard in leaf.addressable_shards})
 
         def on_train_end(self, stage, paths):
-            counted = {name: getattr(stage.programs, name) for name in ("generate", "experience", "update")}
+            counted = {name: getattr(stage.programs.jitted, name) for name in ("generate", "experience", "update")}
             found["programs"][stage.name] = {name: program._cache_size() for name, program in counted.items()}
 
     data, fsdp, tensor = map(int, mesh.split("x"))

@@ -19,7 +19,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.models.linear import frozen_product
 from rlhf_jax.models.placement import AbstractWeights, Weights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages.context import StageContext
+from rlhf_jax.stages.stage_context import StageContext
 from tests.helpers.arrays import distance
 from tests.helpers.models_common import padded_rows
 from tests.helpers.optional import optional

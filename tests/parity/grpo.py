@@ -50,7 +50,7 @@ class GRPO(Current):
         return np.array(items, np.float32) / (self.config.batch_size // self.micro)
 
     def _experience(self, params, base, ref, rollout, scores, scorable, each, images=None):
-        models = with_params(self.models.replace(base=base), params, ref)
+        models = with_params(self.models.with_base(base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=self.config.num_generations)
         batch = batch.replace(each_reward=each, reward_weights=self.weights(each), images=images)
         experience, metrics = pg.make_experience(models, batch, config=self.config, objective=self.objective)

@@ -114,14 +114,14 @@ class Replay:
 
     def _whole(self, params, base, ref):
         reference = self.models.reference.replace(params=ref)
-        return self.models.replace(base=base, reference=reference).with_trained(params)
+        return self.models.replace(reference=reference).with_base(base).with_trained(params)
 
     def _experience(self, state, base, ref, rollout, scores):
         models, batch = self._whole(state.params, base, ref), scored(rollout, scores, eos_id=self.eos)
         return ppo.make_experience(models, batch, config=self.config, kl_coef=state.kl_coef)
 
     def _learn(self, steps, accum, state, base, experience, orders, rate):
-        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.replace(base=base)
+        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.with_base(base)
         options = {"steps": steps, "config": self.config, "objective": ppo.OBJECTIVE, "optimizer": optimizer}
         return trl_steps.update(models, state, experience, orders, **options)
 

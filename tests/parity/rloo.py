@@ -111,7 +111,7 @@ class RLOOReplay:
         return self._make_experience(self.config, params, base, ref, rollout, scores, scorable, images)
 
     def _make_experience(self, config, params, base, ref, rollout, scores, scorable, images=None):
-        models = with_params(self.models.replace(base=base), params, ref)
+        models = with_params(self.models.with_base(base), params, ref)
         batch = scored(rollout, scores, scorable, eos_id=self.eos, group_size=config.num_generations)
         batch = batch.replace(images=images)
         return pg.make_experience(models, batch, config=config, objective=self.objective)
@@ -255,7 +255,7 @@ class Current(RLOOReplay):
           (state, metrics of the step, metrics of each micro-batch [accum])
         """
         state, metrics, each, _ = trl_steps.step(
-            self.models.replace(base=base),
+            self.models.with_base(base),
             state,
             micros,
             config=self.config,
@@ -405,7 +405,7 @@ class Legacy(RLOOReplay):
     def _learn(self, steps, accum, state, base, experience, orders, rate):
         # TRL orders rows, not groups.
         rows = split_groups(experience)
-        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.replace(base=base)
+        optimizer, models = at_rates(accumulating(self.optimizer, accum), rate), self.models.with_base(base)
         options = {"steps": steps, "config": self.config, "objective": self.objective, "optimizer": optimizer}
         return trl_steps.update(models, state, rows, orders, **options)
 

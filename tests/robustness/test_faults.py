@@ -281,5 +281,5 @@ def test_evaluation_does_not_compile_the_rollout_again(user_files, tmp_path):
     state, _, _ = stage.train_step(stage.state, 0)
     stage.evaluator.complete(state.params["policy"], stage.evaluator.held_out, 8, stage.config.temperature)
     state, _, _ = stage.train_step(state, 1)
-    assert stage.programs.generate._cache_size() == 1
+    assert stage.programs.jitted.generate._cache_size() == 1
     assert jax.tree.leaves(stage.evaluator.seed)[0].sharding == state.seed.sharding

@@ -159,7 +159,7 @@ def test_a_run_that_skips_goes_on_to_the_end(wrong, tmp_path, capsys):
     (worst, *_) = rows_of(result.run_dir, 3)
     assert worst["score"] == wrong and "score" in worst["not_finite"]
     assert finite_weights(result.paths["policy"]) and "skipped (1 in a row)" in capsys.readouterr().out
-    assert meddler.stage.programs.update._cache_size() == 1
+    assert meddler.stage.programs.jitted.update._cache_size() == 1
 
 
 def test_a_run_that_skips_ends_after_so_many_in_a_row(tmp_path):

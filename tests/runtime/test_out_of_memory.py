@@ -8,8 +8,8 @@ import pytest
 import rlhf_jax
 from rlhf_jax.config import PPOConfig, RLOOConfig, SFTConfig
 from rlhf_jax.runtime import out_of_memory
-from rlhf_jax.stages.rollout_stage import RolloutStage
-from rlhf_jax.stages.runner import Runner
+from rlhf_jax.stages.programs import Programs
+from rlhf_jax.stages.rollout import RolloutStage
 
 pytestmark = pytest.mark.runs
 
@@ -67,8 +67,8 @@ def length(completion_ids, **_):
 def test_what_was_done_is_saved_where_the_state_is_whole(tmp_path, monkeypatch, phase, kept):
     """The third update runs out of memory: before its update program, the state of the second is whole."""
     owner, method = {
-        "generate": (Runner, "generate_rollout"),
-        "experience": (Runner, "make_experience"),
+        "generate": (Programs, "generate"),
+        "experience": (Programs, "make_experience"),
         "update": (RolloutStage, "_prompts"),
     }[phase]
     real, step, present = getattr(owner, method), RolloutStage.train_step, []

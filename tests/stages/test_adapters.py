@@ -18,7 +18,7 @@ from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import adapters, open_stage
 from tests.helpers.arrays import distance
-from tests.helpers.runs import RLOO_OPTIONS, compilations
+from tests.helpers.runs import RLOO_OPTIONS, compilations, rollout_of
 
 PEFT = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}
 GOLD = ("rlhf_jax.data.synthetic:gold_reward",)
@@ -68,10 +68,8 @@ def first_kl(stage):
     """Mean KL to the reference of the responses that the first update would learn from."""
     state = stage.state
     prompts = stage.train_data.batch(0, 0, stage.rows_per_update)
-    rollout, _ = stage.runner.generate_rollout(
-        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
-    )
-    return float(stage.runner.token_kl(state.params["policy"], rollout, state).sum(axis=1).mean())
+    rollout = rollout_of(stage, prompts, group_size=stage.group_size)
+    return float(stage.programs.token_kl(state.params["policy"], rollout, state).sum(axis=1).mean())
 
 
 def test_an_update_moves_adapters_alone_and_each_program_compiles_once(models):

@@ -113,12 +113,12 @@ def test_scores_are_those_of_the_exported_model_in_transformers(tmp_path, pad, f
     # in training
     params = stage.state.params["model"]
     batch = stage.train_data.in_order(0, len(rows))
-    trained = np.concatenate(reward_model.pair_scores(stage.model, params, batch, dtype=jnp.float32))
+    trained = np.concatenate(reward_model.pair_scores(stage.network.model, params, batch, dtype=jnp.float32))
     np.testing.assert_allclose(trained, expected, **close)
     metrics = stage.evaluate(stage.state)
     np.testing.assert_allclose(metrics["eval/mean_reward"], expected.mean(), **close)
     # as it is read again: pairs, texts, ids
-    own = data.load_tokenizer(exported, vocab_size=stage.model.config.vocab_size)
+    own = data.load_tokenizer(exported, vocab_size=stage.network.model.config.vocab_size)
     model, (_, params) = scorer.open_model(exported, None), hf.load(exported, kind="scalar")
     batch = data.make_pairs(data.load_rows(rows), own).in_order(0, len(rows))
     again = np.concatenate(reward_model.pair_scores(model, params, batch, dtype=jnp.float32))

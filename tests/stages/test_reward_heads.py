@@ -129,7 +129,7 @@ def test_an_adapter_with_a_biased_head_is_read_as_it_was_trained_and_by_peft_up_
     state, *_ = stage.train_step(stage.state, 0)
     params = jax.device_get(state.params["model"])
     params["score"]["bias"] = BIAS + 1
-    state = state.replace(params={"model": stage.context.place_params(stage.model, params)})
+    state = state.replace(params={"model": stage.context.place_params(stage.network.model, params)})
     paths = stage.export(state, str(tmp_path))
     tokens, mask = np.arange(1, 13, dtype=np.int32)[None], np.ones((1, 12), bool)
 
@@ -137,8 +137,8 @@ def test_an_adapter_with_a_biased_head_is_read_as_it_was_trained_and_by_peft_up_
         model, read = hf.load(path, kind="scalar")
         return np.asarray(model.scalars(read, model.hidden(read, tokens, mask)))[0, -1]
 
-    whole = stage.model.with_lora(stage.base_params, params)
-    expected = np.asarray(stage.model.scalars(whole, stage.model.hidden(whole, tokens, mask)))[0, -1]
+    whole = stage.network.with_trained(params).params
+    expected = np.asarray(stage.network.model.scalars(whole, stage.network.model.hidden(whole, tokens, mask)))[0, -1]
     np.testing.assert_allclose([scores(path) for path in paths.values()], expected, rtol=1e-5)
     base = transformers.AutoModelForSequenceClassification.from_pretrained(models / f"{family}-biased", num_labels=1)
     theirs = peft_library.PeftModel.from_pretrained(base, paths["reward_model_adapter"]).eval()

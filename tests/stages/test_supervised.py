@@ -47,7 +47,7 @@ def test_sft_learns_what_the_assistant_says():
     stage = open_stage(resolve(SFTConfig(**FIXED, assistant_only_loss=True)), train_dataset=MESSAGES)
     batch = stage.train_data.batch(stage.config.seed, 0, 8)
     assert 0 < batch.loss_mask.sum() < batch.lengths.sum()
-    params, model = stage.state.params["model"], stage.model
+    params, model = stage.state.params["model"], stage.network.model
     losses = jax.jit(lambda p, *rows: sft.token_losses(model, p, *rows, dtype=jnp.float32))(
         params, batch.tokens, batch.lengths
     )

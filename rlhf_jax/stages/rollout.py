@@ -6,7 +6,6 @@ The algorithm comes as a record (see `algorithms.Algorithm`); nothing here depen
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from typing import Any
 
@@ -19,27 +18,28 @@ from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
-from rlhf_jax.rewards.scorer import Scorer
+from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages import adapters, build_models, rollouts
-from rlhf_jax.stages.algorithms import Algorithm
-from rlhf_jax.stages.build_programs import build_programs, prompt_width
-from rlhf_jax.stages.context import StageContext, exported_generation, inputs_of
+from rlhf_jax.stages import partial_rollouts, rollout_models
+from rlhf_jax.stages.algorithm_registry import Algorithm
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
-from rlhf_jax.stages.runner import Runner
+from rlhf_jax.stages.export import export_model, exported_generation
+from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.programs import Programs, prompt_width
+from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
 from rlhf_jax.types import Params, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
 
 
 class RolloutStage:
-    """A `base.Stage` for PPO, RLOO, GRPO and registered algorithms.
+    """A `stage.Stage` for PPO, RLOO, GRPO and registered algorithms.
 
-    Attributes beside those of `base.Stage`:
+    Attributes beside those of `stage.Stage`:
       algorithm: the record.
       context: config, mesh and weights.
       opened: models without params, with the tokenizer.
       models: the same with frozen params.
-      runner, programs: see there.
+      programs: what it computes on the devices.
       generation: what the exported policy says of generation.
       evaluator: a RolloutEvaluator.
       scorer: the rewards.
@@ -87,20 +87,20 @@ class RolloutStage:
         """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
         config, context = self.config, self.context
         train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
-        opened = build_models.open_policy(context, self.algorithm, train_rows)
+        opened = rollout_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
-        self.generation = exported_generation(self.base_model, config.model_revision, self.tokenizer)
+        self.generation = exported_generation(rollout_models.policy_source(config), self.tokenizer)
         self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
         self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
-        reward_models = build_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
+        reward_models = rollout_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
         sources = (self.train_data, *self.eval_sets.values())
         for source in sources:
             self.scorer.check_columns(tuple(source.columns([0])))
         if self.algorithm.has_value_model:
-            opened = build_models.open_value_model(context, opened, reward_models)
+            opened = rollout_models.open_value_model(context, opened, reward_models)
         self.opened = opened
-        self.suppress_ids, suppressions = build_models.suppressed_ids(
+        self.suppress_ids, suppressions = rollout_models.suppressed_ids(
             config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
         )
         self.messages = [*opened.messages, str(self.train_data.report)]
@@ -114,7 +114,7 @@ class RolloutStage:
 
     def _load(self, optimizer) -> None:
         """Params of all models, and the train state."""
-        loaded = build_models.build_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
+        loaded = rollout_models.build_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
         self.models, self.state = loaded.models, loaded.state
         self.scorer.set_params(loaded.reward_params)
         self.shares_prompts = self.algorithm.shares_prompts(self.models, self.config)
@@ -122,36 +122,30 @@ class RolloutStage:
             self.messages.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
-        kept = rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
+        kept = partial_rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
         if kept is not None:
-            kept = self.weights.place(kept, rollouts.layout(kept, self.mesh))
+            kept = self.weights.place(kept, partial_rollouts.layout(kept, self.mesh))
             self.state = self.state.replace(rollout=kept)
 
     def _build(self, optimizer) -> None:
         """Programs, and what calls them."""
-        episodes_per_epoch = self.rows * self.group_size
-        self.programs = build_programs(
-            self.context,
-            self.algorithm,
-            self.models,
-            self.state,
-            optimizer=optimizer,
-            tokenizer=self.tokenizer,
-            suppress_ids=self.suppress_ids,
-            episodes_per_epoch=episodes_per_epoch,
-        )
-        self.runner = Runner(
+        policy = self.opened.policy
+        self.programs = Programs(
             context=self.context,
-            programs=self.programs,
+            algorithm=self.algorithm,
+            optimizer=optimizer,
             models=self.models,
+            state_shardings=state_shardings(self.state),
             eos_ids=self.tokenizer.eos_ids,
+            suppress_ids=(*policy.suppress_ids, *self.suppress_ids),
+            unused_ids=self.tokenizer.unused_ids(policy.config.vocab_size),
             total_steps=self.total_steps,
-            episodes_per_epoch=episodes_per_epoch,
+            episodes_per_epoch=self.rows * self.group_size,
         )
         # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
         eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))
         self.evaluator = RolloutEvaluator(
-            runner=self.runner,
+            programs=self.programs,
             scorer=self.scorer,
             tokenizer=self.tokenizer,
             train_data=self.train_data,
@@ -179,14 +173,18 @@ class RolloutStage:
     # --- an update
 
     def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
-        """As `base.Stage.train_step`: prompts, rollout, scores, experience, update."""
-        config, runner, clock = self.config, self.runner, Clock()
+        """As `stage.Stage.train_step`: prompts, rollout, scores, experience, update."""
+        config, programs, clock = self.config, self.programs, Clock()
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
-        prompts = prompts.replace(images=runner.place_images(prompts))
-        policy, group_size = state.params["policy"], self.group_size
-        rollout, kept = runner.generate_rollout(
-            policy, prompts, seed=state.seed, step=state.step, group_size=group_size, kept=state.rollout
+        placed, group_size = programs.place(prompts), self.group_size
+        rollout, kept = programs.generate(
+            state.params["policy"],
+            placed,
+            seed=state.seed,
+            step=state.step,
+            group_size=group_size,
+            kept=state.rollout,
         )
         state, rollout = state.replace(rollout=kept), clock.wait("generate", rollout)
 
@@ -197,7 +195,7 @@ class RolloutStage:
         if config.rollout_max_steps is not None:
             present = np.repeat(~sharding.fetch(kept.unfinished.held), group_size)
         scored = self.scorer.score(
-            rollout, self.train_data, rows, group=group_size, state=runner.trainer_state(step), present=present
+            rollout, self.train_data, rows, group=group_size, state=programs.trainer_state(step), present=present
         )
         clock.wait("score", scored.scores)
         reward_seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
@@ -207,23 +205,23 @@ class RolloutStage:
         if scored.none_scorable:
             why = "no response has a score" if present is None or present.any() else "no response is finished"
             warnings.warn(f"update {step + 1}: {why}; nothing is learned from it", stacklevel=2)
-            state, metrics = self.programs.skip(state, rollout)
+            state, metrics = programs.skip(state, rollout)
             if present is not None and not present.any():  # lengths of no response, which alarms would take for 0
                 lengths = ("completions/", "val/response_length")
                 metrics = {name: value for name, value in metrics.items() if not name.startswith(lengths)}
             return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
-        made = runner.make_experience(state, rollout, scored, group_size, prompts.images)
-        experience, metrics = clock.wait("experience", made)
+        result = programs.make_experience(state, rollout, scored, group_size, placed.images)
+        experience, metrics = clock.wait("experience", result)
 
         tick()
         self.phase = "update"
-        batch = ScoredBatch(rollout, scored, self.train_data, rows, prompts.images)
+        batch = ScoredBatch(rollout, scored, self.train_data, rows, placed.images)
         self._completions = None
         if config.log_completions and (step + 1) % config.logging_steps == 0:
             self._completions = batch, experience.advantages, self._token_kl(state, batch)
         self._recent_batches = {n: recent for n, recent in self._recent_batches.items() if n == step}
         self._recent_batches[step + 1] = batch, experience
-        updated = self.programs.update(state, self.models.base, experience, metrics)
+        updated = programs.update(state, experience, metrics)
         if config.rollout_max_steps is None:
             self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
         state, metrics = clock.wait("update", updated)
@@ -243,7 +241,7 @@ class RolloutStage:
         """The host's batch of an update whose places may hold unfinished responses."""
         unfinished = state.rollout.unfinished
         known = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
-        rows = rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
+        rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
         return self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
 
     # --- between updates
@@ -280,12 +278,12 @@ class RolloutStage:
     # --- what the run is made of
 
     def inputs(self) -> dict[str, str]:
-        """As `base.Stage.inputs`."""
+        """As `stage.Stage.inputs`."""
         date = self.scorer.template_date if self.train_data.conversational else None
         return inputs_of(self.context, self.train_data, self.eval_sets, date, self.tokenizer.stop_ids)
 
     def frozen(self) -> dict[str, Params]:
-        """As `base.Stage.frozen`."""
+        """As `stage.Stage.frozen`."""
         models, reward_models = self.models, self.scorer.models
         frozen = {} if models.base is None else {"base": models.base["policy"]}
         value_base = None if models.base is None else models.base.get("value")
@@ -300,95 +298,61 @@ class RolloutStage:
         return frozen
 
     def trace_programs(self, build) -> None:
-        """Hands each program of an update, with the shapes of its arguments, to `build(name, jitted, *arguments,
-        resident=what is held between programs)`, which returns the shapes of the results."""
-        config, state, models, programs = self.config, self.state, self.models, self.programs
+        """An update on shapes: each program goes, with its arguments, to `build` in place of `programs.run_program`,
+        which returns the shapes of its results."""
+        config, state, programs = self.config, self.state, dataclasses.replace(self.programs, run=build)
         batch_sharding = sharding.batch_sharding(self.mesh)
 
         def rows(count, *shape, dtype=jnp.int32):
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=batch_sharding)
 
-        p, b, policy = self.rows_per_update, config.batch_size, state.params["policy"]
+        p, b = self.rows_per_update, config.batch_size
         images = None
         if self.train_data.images is not None:
             shape = self.train_data.images.batch([0])
             images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), shape)
         prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p), images)
-        policy_base = None if models.base is None else models.base["policy"]
-        given = (policy, models.base, prompts, state.seed, state.step, None, self.group_size, state.rollout)
-        rollout, _ = build("generate", programs.generate, *given, resident=(policy, policy_base))
+        options = {"seed": state.seed, "step": state.step, "group_size": self.group_size, "kept": state.rollout}
+        rollout, _ = programs.generate(state.params["policy"], prompts, **options)
         self.scorer.programs(build, rollout, self.group_size)
-        scored = self.runner.scored_rollout(
-            rollout,
+        scored = Scored(
             scores=rows(b, dtype=jnp.float32),
             scorable=rows(b, dtype=bool),
+            token_rewards=None,
             each_reward=rows(b, len(self.scorer.names), dtype=jnp.float32),
-            reward_weights=self.scorer.weights,
-            group_size=self.group_size,
-            images=images,
+            weights=self.scorer.weights,
+            metrics={},
+            seconds={},
+            extra={},
+            none_scorable=False,
         )
-        reference = self.runner.reference_params(state)
-        given = (state.params, models.base, reference, scored, state.kl_coef)
-        held = state.ref_params
-        if held is None and models.reference is not None:
-            held = models.reference.params
-        resident = (state.params, models.base, held)
-        experience, metrics = build("experience", programs.experience, *given, resident=resident)
-        build("update", programs.update, state, models.base, experience, metrics, resident=(state, models.base))
+        experience, metrics = programs.make_experience(state, rollout, scored, self.group_size, images)
+        programs.update(state, experience, metrics)
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
-        context, opened, base = self.context, self.opened, self.models.base
-        tokenizer, params = self.tokenizer, state.params["policy"]
-        files = {"generation": self.generation, "source": self.base_model}
-        if opened.policy.lora is not None:
+        opened, models = self.opened, self.models
+        files = {"source": rollout_models.policy_source(self.config), "generation": self.generation}
+        policy_base = None
+        if opened.adapters is not None:
             start = opened.adapters.start
-            paths = adapters.export(
-                context,
-                folder,
-                "policy",
-                opened.policy,
-                {key: value for key, value in params.items() if key != "score"},
-                base=base["policy"],
-                origin=adapters.origin_of(start.path, start.revision, opened.policy.reads_images),
-                tokenizer=tokenizer,
-                **files,
-            )
-        else:
-            path = os.path.join(folder, "policy")
-            if base is not None:
-                params = opened.policy.with_lora(base["policy"], params)
-            context.save_checkpoint(path, opened.policy, params, tokenizer, **files)
-            paths = {"policy": path}
-        if self.algorithm.has_value_model:
-            paths |= self._export_value(state, folder)
-        return paths
-
-    def _export_value(self, state: TrainState, folder: str) -> dict[str, str]:
-        config, opened = self.config, self.opened
-        model, path = opened.value or opened.policy, os.path.join(folder, "value")
-        params = state.params["policy" if opened.value is None else "value"]
-        if model.lora is None:
-            self.context.save_checkpoint(path, model, params, self.tokenizer)
-            return {"value": path}
-        if "value" in self.models.base:
-            base = self.models.base["value"]
-            start = config.reward_model_path, config.reward_model_revision
-            if config.value_model_path is not None:
-                start = config.value_model_path, config.value_model_revision
-        else:
-            base, start = self.models.base["policy"], (opened.adapters.start.path, opened.adapters.start.revision)
-        return adapters.export(
+            policy_base = Source(start.path, start.revision, self.config.scratch_model)
+        paths = export_model(
             self.context,
             folder,
-            "value",
-            model,
-            params,
-            generation=None,
-            base=base,
-            origin=adapters.origin_of(*start),
-            tokenizer=self.tokenizer,
+            "policy",
+            models.policy,
+            state.params["policy"],
+            self.tokenizer,
+            base=policy_base,
+            **files,
         )
+        if self.algorithm.has_value_model:
+            critic = "policy" if models.value is None else "value"
+            source = rollout_models.value_source(self.config, models, policy_base)
+            trained = state.params[critic]
+            paths |= export_model(self.context, folder, "value", models.critic, trained, self.tokenizer, source=source)
+        return paths
 
     def close(self) -> None:
         """Ends the threads of reward functions."""

@@ -25,7 +25,7 @@ from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
-from tests.helpers.runs import RLOO_OPTIONS, KillAt, Killed, compilations, lines, tensors
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, Killed, compilations, lines, rollout_of, tensors
 
 # A template of words that the synthetic tokenizer knows.
 TEMPLATE = (
@@ -293,9 +293,7 @@ def test_programs_compile_once_and_shared_prompts_change_nothing():
     for shared in (True, False):
         stage = rloo_stage(shared_prompts=shared, **options)
         state, prompts = stage.state, stage.train_data.batch(42, 0, 4)
-        rollout, _ = stage.runner.generate_rollout(
-            state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
-        )
+        rollout = rollout_of(stage, prompts, group_size=stage.group_size)
         tokens.append(np.asarray(rollout.response))
         found = []
         for step in range(3):
@@ -404,10 +402,8 @@ def test_a_function_that_fails_ends_the_run_by_name(tmp_path):
 def sampled():
     """A stage, a rollout of one of its batches, and the rows of that."""
     stage = rloo_stage()
-    prompts, state = stage.train_data.batch(42, 0, 4), stage.state
-    rollout, _ = stage.runner.generate_rollout(
-        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=stage.group_size
-    )
+    prompts = stage.train_data.batch(42, 0, 4)
+    rollout = rollout_of(stage, prompts, group_size=stage.group_size)
     return stage, rollout, np.repeat(prompts.rows, stage.group_size)
 
 
@@ -418,7 +414,7 @@ def scored(sampled, functions=(), **options):
     models = scoring.open_models(c, stage.tokenizer, stage.train_data.conversational)
     scorer = scoring.Scorer(c, stage.tokenizer, models, functions, stage.mesh)
     scorer.set_params([stage.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
-    trainer_state = stage.runner.trainer_state(0)
+    trainer_state = stage.programs.trainer_state(0)
     return scorer.names, scorer.score(rollout, stage.train_data, rows, group=stage.group_size, state=trainer_state)
 
 

@@ -10,9 +10,9 @@ from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.config.validation import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
-from rlhf_jax.stages import rollouts
+from rlhf_jax.stages import partial_rollouts
 from rlhf_jax.types import Rollout, RolloutState, Unfinished
-from tests.helpers.runs import RLOO_OPTIONS, compilations
+from tests.helpers.runs import RLOO_OPTIONS, compilations, rollout_of
 
 LENGTH, BATCH, GROUP = 12, 8, 2
 OPTIONS = {**RLOO_OPTIONS, "run_dir": None, "num_generations": GROUP, "response_length": LENGTH}
@@ -34,7 +34,7 @@ def by_place(stage, updates):
     state, found = stage.state, []
     for step in range(updates):
         before = state.rollout.unfinished
-        rows = rollouts.rows_of_update(stage.train_data, stage.config.seed, jax.device_get(before))
+        rows = partial_rollouts.rows_of_update(stage.train_data, stage.config.seed, jax.device_get(before))
         state, _, _ = stage.train_step(state, step)
         found.append((rows, jax.device_get(state.rollout.unfinished)))
     return found
@@ -44,10 +44,7 @@ def by_place(stage, updates):
 def test_responses_that_go_on_are_those_of_a_rollout_without_a_limit(engine):
     whole = stage_of(learning_rate=0.0)
     prompts = whole.train_data.batch(whole.config.seed, 0, BATCH // GROUP)
-    state = whole.state
-    wanted, _ = whole.runner.generate_rollout(
-        state.params["policy"], prompts, seed=state.seed, step=state.step, group_size=GROUP
-    )
+    wanted = rollout_of(whole, prompts, group_size=GROUP)
     whole.close()
     assert int(wanted.lengths.max()) > PARTIAL["rollout_max_steps"] + 1, "nothing goes on"
     stage = stage_of(learning_rate=0.0, **PARTIAL, **engine)
@@ -146,14 +143,14 @@ def test_what_is_kept_of_a_rollout_by_hand():
     )
     keys = jax.random.split(jax.random.key(0), 4)
     state = RolloutState(jnp.full(8, -1.0), before)
-    out, after = jax.jit(lambda *args: rollouts.keep(*args, group_size=2, mesh=mesh))(
+    out, after = jax.jit(lambda *args: partial_rollouts.keep(*args, group_size=2, mesh=mesh))(
         state, rollout, jnp.array([7, 1], jnp.int32), keys
     )
     assert out.lengths.tolist() == [3, 5, -1, -1]  # 5 is the limit; the row of 4 tokens goes on, and its group with it
     assert after.unfinished.held.tolist() == [False, True] and after.unfinished.rows.tolist() == [7, 1]
     assert after.unfinished.lengths.tolist() == [3, 5, 2, 4] and int(after.unfinished.taken) == 10
     assert after.response_lengths.tolist() == [-1] * 7 + [4.0]
-    expected = rollouts.expected_lengths(after.response_lengths, jnp.array([7, 0]), 5)
+    expected = partial_rollouts.expected_lengths(after.response_lengths, jnp.array([7, 0]), 5)
     assert expected.tolist() == [4.0, 5.0]  # a new prompt may be as long as the limit
 
 

@@ -1,5 +1,4 @@
-"""Builds the models of a stage that samples: opened first, so that bad input is refused before a weight is read, then
-loaded onto the mesh. Every function returns what it builds."""
+"""The models of a stage that samples: policy, reference, value model and reward models, by the options."""
 
 from __future__ import annotations
 
@@ -7,30 +6,26 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.algorithms.response_logprobs import Models, Network
 from rlhf_jax.data import TrainingRows, same_tokenizer
-from rlhf_jax.data.images import ImageProcessor, image_token_id_of
+from rlhf_jax.data.images import ImageProcessor
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
-from rlhf_jax.stages import adapters
-from rlhf_jax.stages.algorithms import Algorithm
-from rlhf_jax.stages.context import (
-    StageContext,
-    check_context,
-    open_processor,
-    open_tokenizer,
-    scratch_model,
-    wants_images,
-)
+from rlhf_jax.stages import adapters, open_models
+from rlhf_jax.stages.algorithm_registry import Algorithm
+from rlhf_jax.stages.open_models import Source, new_score_head
+from rlhf_jax.stages.stage_context import StageContext
 from rlhf_jax.types import Params, TrainState
+
+LONGEST = "--query_length + --response_length"
+"""The options of the longest sequence."""
 
 # --- models without params
 
@@ -57,30 +52,33 @@ class OpenedModels:
     processor: ImageProcessor | None = None
 
 
+def policy_source(config) -> Source:
+    """What the policy starts from."""
+    return Source(config.sft_model_path, config.model_revision, config.scratch_model)
+
+
 def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
-    config, messages = context.config, [context.attention_message]
-    images = any(
-        wants_images(config.sft_model_path, config.model_revision, one, (own.prompt_column,), config.scratch_model)
-        for one, own in rows.sets
+    config, source = context.config, policy_source(context.config)
+    messages = [open_models.attention_message(config)]
+    images = any(open_models.wants_images(source, one, (own.prompt_column,)) for one, own in rows.sets)
+    policy, tokenizer, _ = open_models.open_on_mesh(
+        context,
+        source,
+        "causal",
+        dropout=not getattr(config, "disable_dropout", True),
+        with_images=images,
+        longest=config.query_length + config.response_length,
+        option=LONGEST,
     )
-    if config.scratch_model:
-        tokenizer = open_tokenizer(config, None, None)
-        token = image_token_id_of(tokenizer) if images else None
-        model = scratch_model(config, tokenizer.vocab_size, config.query_length + config.response_length, token)
-    else:
-        model = hf.load_model(config.sft_model_path, revision=config.model_revision, images=images)
-        tokenizer = open_tokenizer(config, config.sft_model_path, model.config.vocab_size)
-    path, dropout = config.sft_model_path or config.scratch_model, not getattr(config, "disable_dropout", True)
-    policy, opened = context.on_mesh(model, "causal", path, dropout=dropout), None
-    policy = dataclasses.replace(policy, frozen_vision=images and config.freeze_vision_tower and not config.use_peft)
+    policy, opened = dataclasses.replace(policy, frozen_vision=open_models.freezes_tower(config, images)), None
     if config.use_peft:
         opened = adapters.open_adapters(context, policy, algorithm.continues_adapter)
         form = opened.trained[0] if opened.trained else adapters.lora_form(config, policy, "causal")
         policy = dataclasses.replace(policy, lora=form)
         messages.append(adapters.describe_policy(opened, form, config))
-    elif not config.scratch_model and hf.is_adapter(config.sft_model_path, config.model_revision):
-        messages.append(f"{config.sft_model_path} is an adapter: merged into its base, and all of it is trained")
+    elif source.shape is None and hf.is_adapter(source.path, source.revision):
+        messages.append(f"{source.path} is an adapter: merged into its base, and all of it is trained")
     check_stop_token(config, policy)
     tokenizer = dataclasses.replace(tokenizer, stop_ids=_stop_ids(config, policy))
     reference = policy
@@ -88,16 +86,13 @@ def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows)
         reference = dataclasses.replace(policy, lora=opened.reference[0])
     if config.ref_model_path is not None:
         reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision, images=images)
-        reference = context.on_mesh(reference, "causal", config.ref_model_path)
-    check_sequence_length(config, policy, path)
-    check_same_ids(config, tokenizer, reference, "ref_model_path")
+        reference = open_models.place(context, reference, "causal", config.ref_model_path)
+    check_same_ids(config, tokenizer, reference, config.ref_model_path, "ref_model_path")
     processor = None
     if images:
         check_images(config, algorithm)
-        processor = open_processor(policy, tokenizer, None if config.scratch_model else path, config.model_revision)
+        processor = open_models.open_processor(policy, tokenizer, source)
         messages.append(describe_vision(policy))
-    elif config.freeze_vision_tower:
-        raise UserError("freeze_vision_tower: the training data has no images, so there is no vision tower to freeze")
     return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages), processor=processor)
 
 
@@ -134,7 +129,7 @@ def open_reward_models(context: StageContext, tokenizer, conversational: bool) -
     """The reward models on the mesh, without params."""
     config, reward_models = context.config, []
     for reader in scoring.open_models(config, tokenizer, conversational):
-        reader = dataclasses.replace(reader, model=context.on_mesh(reader.model, "scalar", reader.path))
+        reader = dataclasses.replace(reader, model=open_models.place(context, reader.model, "scalar", reader.path))
         if reader.tokenizer is None:
             check_sequence_length(config, reader.model, f"reward model {reader.path}")
         reward_models.append(reader)
@@ -150,9 +145,10 @@ def open_value_model(
         return _with_line(opened, "value model: a new score head on the policy")
     first = reward_models[0] if reward_models else None
     if config.value_model_path is not None:
+        source = Source(config.value_model_path, config.value_model_revision)
         value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
-        value = context.on_mesh(value, "scalar", config.value_model_path)
-        line = context.score_head_message(config.value_model_path, config.value_model_revision)
+        value = open_models.place(context, value, "scalar", source.name)
+        line = open_models.score_head_message(context, source)
     elif (
         first is not None
         and first.tokenizer is not None
@@ -169,7 +165,7 @@ def open_value_model(
         value, line = opened.policy, "the score head is new"
     form = None if config.lora_value == "full" else adapters.lora_form(config, value, "scalar")
     value = dataclasses.replace(value, lora=form)
-    check_same_ids(config, opened.tokenizer, value, "value_model_path")
+    check_same_ids(config, opened.tokenizer, value, config.value_model_path, "value_model_path")
     return _with_line(dataclasses.replace(opened, value=value), f"value model: {line}")
 
 
@@ -196,12 +192,12 @@ def _stop_ids(config, policy: Model) -> tuple[int, ...] | None:
 
 def check_sequence_length(config, model: Model, path: str) -> None:
     """Refuses a model whose context is shorter than prompt and response."""
-    check_context(model, config.query_length + config.response_length, "--query_length + --response_length", path)
+    open_models.check_context(model, config.query_length + config.response_length, LONGEST, path)
 
 
-def check_same_ids(config, tokenizer, model: Model, option: str) -> None:
-    """Refuses a model that cannot read the policy's ids or its sequences."""
-    path = getattr(config, option) or config.sft_model_path or config.scratch_model
+def check_same_ids(config, tokenizer, model: Model, path: str | None, option: str) -> None:
+    """Refuses a model, at `path` or else the policy's, that cannot read the policy's ids or its sequences."""
+    path = path or policy_source(config).name
     check_sequence_length(config, model, path)
     tokenizer.check_rows(model.config.vocab_size, f"--{option} {path}")
 
@@ -288,7 +284,7 @@ def build_models(
         base = {"policy": context.cast_frozen(opened.policy, frozen)}
     trained = {"policy": trained_policy(context, opened, policy)}
     if algorithm.has_value_model and opened.value is None:
-        trained["policy"] = {**trained["policy"], "score": context.new_score_head(opened.policy)}
+        trained["policy"] = {**trained["policy"], "score": new_score_head(context, opened.policy)}
     elif algorithm.has_value_model and opened.value.lora is not None:
         trained["value"], value_base = adapted_value(context, opened, policy, reward_models, reward_params)
         if value_base is not None:
@@ -316,9 +312,8 @@ def build_models(
         policy=Network(opened.policy),
         reference=None if ref_params is None else Network(opened.reference, ref_params),
         value=None if opened.value is None else Network(opened.value),
-        base=base,
         mesh=context.mesh,
-    )
+    ).with_base(base)
     return LoadedModels(models, state, reward_params)
 
 
@@ -335,14 +330,12 @@ def copied_in_float32(config, opened: OpenedModels, reward_models: Sequence[Any]
 
 def load_policy(context: StageContext, opened: OpenedModels, cast: bool) -> Params:
     """The params that the policy starts from; with adapters those of their base, cast as it is kept."""
-    config = context.config
-    if config.scratch_model:
-        return context.weights.init(opened.policy, jax.random.key(config.seed), ("causal",))
-    path, revision = config.sft_model_path, config.model_revision
+    config, source, cast_on_load = context.config, policy_source(context.config), None
     if config.use_peft:
-        path, revision = opened.adapters.start.path, opened.adapters.start.revision
-    cast_on_load = adapters.cast_base_fn(context, opened.policy) if config.use_peft and cast else None
-    return context.weights.load(opened.policy, path, "causal", revision, cast_on_load)
+        start = opened.adapters.start
+        source = Source(start.path, start.revision, config.scratch_model)
+        cast_on_load = adapters.cast_base_fn(context, opened.policy) if cast else None
+    return open_models.load_params(context, opened.policy, source, "causal", cast_on_load=cast_on_load)
 
 
 def trained_policy(context: StageContext, opened: OpenedModels, policy: Params) -> Params:
@@ -375,11 +368,21 @@ def full_value(context: StageContext, opened: OpenedModels, policy: Params, rewa
     """Params of a value model that is trained in full."""
     config, value = context.config, opened.value
     if config.value_model_path is not None:
-        return context.load_scalar(value, config.value_model_path, config.value_model_revision)
+        source = Source(config.value_model_path, config.value_model_revision)
+        return open_models.load_params(context, value, source, "scalar")
     if reward_params:
         return context.weights.copy(value, reward_params[0])
     backbone = context.weights.copy(value, {"backbone": policy["backbone"]})
-    return {**backbone, "score": context.new_score_head(value)}
+    return {**backbone, "score": new_score_head(context, value)}
+
+
+def value_source(config, models: Models, policy_base: Source | None) -> Source:
+    """What the value model's adapter is on; `policy_base`: of the policy's."""
+    if policy_base is not None and "value" not in (models.base or {}):
+        return policy_base
+    if config.value_model_path is not None:
+        return Source(config.value_model_path, config.value_model_revision)
+    return Source(config.reward_model_path, config.reward_model_revision)
 
 
 def adapted_value(
@@ -392,12 +395,12 @@ def adapted_value(
     """(a new adapter and the head of the value model, its base params; None where they are the policy's)."""
     config, value = context.config, opened.value
     if config.lora_value == "shared":
-        head = {"score": context.new_score_head(value)}
+        head = {"score": new_score_head(context, value)}
         return {**adapters.new_adapter(context, value, policy, 1), **head}, None
     if config.value_model_path is not None:
         cast_on_load = None if value.lora.modules_to_save else adapters.cast_base_fn(context, value)
-        revision = config.value_model_revision
-        start = context.load_scalar(value, config.value_model_path, revision, cast_on_load)
+        source = Source(config.value_model_path, config.value_model_revision)
+        start = open_models.load_params(context, value, source, "scalar", cast_on_load=cast_on_load)
         base = adapters.cast_base(context, value, start)
     else:
         start = reward_params[0]

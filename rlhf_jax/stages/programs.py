@@ -1,0 +1,385 @@
+"""The compiled programs of a stage that samples: generate, experience, update and those of evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
+from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.metrics import length_metrics
+from rlhf_jax.algorithms.networks import Models
+from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.config import sampling_options
+from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
+from rlhf_jax.parallel import multihost, sharding
+from rlhf_jax.rewards.interface import TrainerState
+from rlhf_jax.rewards.scorer import Scored
+from rlhf_jax.stages import partial_rollouts
+from rlhf_jax.stages.algorithm_registry import Algorithm
+from rlhf_jax.stages.stage_context import StageContext, progress_metrics, update_key
+from rlhf_jax.types import (
+    Array,
+    Experience,
+    Images,
+    Metrics,
+    Params,
+    PromptBatch,
+    Rollout,
+    RolloutState,
+    ScoredRollout,
+    TrainState,
+)
+
+
+def sampling_of(
+    config, eos_ids: tuple[int, ...], temperature: float | None = None, suppress_ids: tuple[int, ...] = ()
+) -> Sampling:
+    """How responses are sampled.
+
+    Args:
+      config: sampling options, response_length, stop_token, stop_token_id, stop_token_ids.
+      eos_ids: `Tokenizer.eos_ids`; the first fills the columns after a response.
+      temperature: overrides that of the config and of generation_kwargs.
+      suppress_ids: of `Sampling`.
+    """
+    options = sampling_options(config)
+    if temperature is not None:
+        options["temperature"] = temperature
+    stop = () if config.stop_token_id is None else (config.stop_token_id,)
+    stop = eos_ids if config.stop_token == "eos" or config.stop_token_ids is not None else stop
+    options |= {"stop_ids": stop, "fill_id": eos_ids[0], "suppress_ids": suppress_ids}
+    return Sampling(max_new_tokens=config.response_length, **options)
+
+
+def decoding_of(config, mesh) -> Decoding:
+    """How responses are decoded on a mesh."""
+    shrink = config.decode_shrink
+    if shrink is None:
+        # Where a step takes as long for half of the rows, the smaller loops would only take time to compile.
+        shrink = mesh.devices.flat[0].platform == "cpu" and config.response_length >= 128
+    return Decoding(
+        shrink=shrink,
+        slots=config.decode_slots,
+        draft=config.draft,
+        draft_tokens=config.draft_tokens,
+        cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+    )
+
+
+class Jitted(NamedTuple):
+    """Pure functions of params and arrays under jit, called with keyword arguments."""
+
+    generate: Any
+    experience: Any
+    update: Any  # donates the state
+    skip: Any  # donates the state
+    eval_metrics: Any
+    token_kl: Any
+
+
+def run_program(name: str, program: Any, *, resident: Any = (), **arguments: Any) -> Any:
+    """The results of a compiled program."""
+    return program(**arguments)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """What a stage that samples computes on its devices; training and evaluation share it.
+
+    Attributes:
+      context: config, mesh and weights.
+      algorithm, optimizer: of the run.
+      models: with frozen params, which are arguments of the programs.
+      state_shardings: of the TrainState, pinned as the output of every update, so that it compiles once.
+      eos_ids: `Tokenizer.eos_ids`.
+      suppress_ids: ids that are never sampled, beside the policy's own.
+      unused_ids: ids that no token has.
+      total_steps: updates of the run.
+      episodes_per_epoch: responses in one pass over the prompts.
+      run: as `run_program`; a dry run compiles in its place. `resident`: arrays of the run among the arguments.
+    """
+
+    context: StageContext
+    algorithm: Algorithm
+    optimizer: Optimizer
+    models: Models
+    state_shardings: Any
+    eos_ids: tuple[int, ...]
+    suppress_ids: tuple[int, ...]
+    unused_ids: tuple[int, ...]
+    total_steps: int
+    episodes_per_epoch: int
+    run: Callable[..., Any] = run_program
+
+    @functools.cached_property
+    def jitted(self) -> Jitted:
+        """The programs."""
+        state = {"donate_argnames": "state", "out_shardings": (self.state_shardings, None)}
+        return Jitted(
+            generate=jax.jit(self._generate, static_argnames=("temperature", "group_size")),
+            experience=jax.jit(self._experience),
+            update=jax.jit(self._update, **state),
+            skip=jax.jit(self._skip, **state),
+            eval_metrics=jax.jit(self._eval_metrics),
+            token_kl=jax.jit(self._token_kl),
+        )
+
+    @property
+    def config(self) -> Any:
+        """The stage's."""
+        return self.context.config
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference policy."""
+        return self.models.reference is not None
+
+    def reference_params(self, state: TrainState | None = None) -> Params | None:
+        """The reference's params on the device: the state's where updates move it, else those of the start."""
+        if state is not None and state.ref_params is not None:
+            return state.ref_params
+        return None if self.models.reference is None else sharding.resident(self.models.reference.params)
+
+    # --- calls
+
+    def place(self, prompts: PromptBatch) -> PromptBatch:
+        """A batch of prompts from the host onto the mesh: all row numbers, and this process' share of the rest."""
+        count, images = len(prompts.rows), prompts.images
+        share = PromptBatch(prompts.tokens, prompts.lengths, prompts.rows[self.context.local_rows(count)])
+        placed = self.context.place_share(share, count)
+        return placed if images is None else placed.replace(images=self.context.place_share(images, count))
+
+    def generate(
+        self,
+        policy: Params,
+        prompts: PromptBatch,
+        *,
+        seed: Array,
+        step: Array,
+        temperature: float | None = None,
+        group_size: int = 1,
+        kept: RolloutState | None = None,
+    ) -> tuple[Rollout, RolloutState | None]:
+        """Responses of a policy.
+
+        Args:
+          policy: params as in TrainState.
+          prompts: P, of `place`.
+          seed, step: [] uint32 and int32; together with a row's number they determine its response.
+          temperature: None: the config's.
+          group_size: responses to a prompt.
+          kept: of the rollout before, in training.
+
+        Returns:
+          (Rollout of P * group_size rows, what is kept for the next rollout). With `kept.unfinished` rows of a group
+          that is not finished have length -1.
+        """
+        base = self.models.base
+        if temperature == sampling_options(self.config)["temperature"]:
+            temperature = None  # the same program as in training
+        return self.run(
+            "generate",
+            self.jitted.generate,
+            resident=(policy, None if base is None else base["policy"]),
+            policy=policy,
+            base=base,
+            prompts=prompts,
+            seed=seed,
+            step=step,
+            kept=kept,
+            temperature=temperature,
+            group_size=group_size,
+        )
+
+    def make_experience(
+        self, state: TrainState, rollout: Rollout, scored: Scored, group_size: int, images: Images | None = None
+    ) -> tuple[Experience, Metrics]:
+        """(experience, metrics) of a scored rollout; `images`: of its prompts, on the mesh."""
+        reference = None if self.models.reference is None else self.models.reference.params
+        return self.run(
+            "experience",
+            self.jitted.experience,
+            resident=(state.params, self.models.base, reference if state.ref_params is None else state.ref_params),
+            trained=state.params,
+            base=self.models.base,
+            ref_params=self.reference_params(state),
+            scored=ScoredRollout(
+                rollout,
+                scored.scores,
+                scored.scorable,
+                scored.token_rewards,
+                eos_ids=self.eos_ids,
+                each_reward=scored.each_reward,
+                reward_weights=scored.weights,
+                group_size=group_size,
+                images=images,
+            ),
+            kl_coef=state.kl_coef,
+        )
+
+    def update(self, state: TrainState, experience: Experience, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        """(state, metrics of the update) of an experience and its metrics; the state is donated."""
+        base = self.models.base
+        arguments = {"state": state, "base": base, "experience": experience, "metrics": metrics}
+        return self.run("update", self.jitted.update, resident=(state, base), **arguments)
+
+    def skip(self, state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
+        """(state, metrics) of an update without any score; the state is donated."""
+        return self.run("skip", self.jitted.skip, state=state, rollout=rollout)
+
+    def eval_metrics(self, state: TrainState, experience: Experience) -> Metrics:
+        """Metrics of the loss without an update."""
+        arguments = {"trained": state.params, "base": self.models.base, "experience": experience}
+        return self.run("eval_metrics", self.jitted.eval_metrics, **arguments)
+
+    def token_kl(
+        self, policy: Params, rollout: Rollout, state: TrainState | None = None, images: Images | None = None
+    ) -> Array:
+        """KL of each response token to the reference: [B, T]; `images`: of the rows' prompts, one a row."""
+        return self.run(
+            "token_kl",
+            self.jitted.token_kl,
+            trained={"policy": policy},
+            base=self.models.base,
+            ref_params=self.reference_params(state),
+            rollout=rollout,
+            images=images,
+        )
+
+    def trainer_state(self, step: int, is_eval: bool = False) -> TrainerState:
+        """The progress that reward functions may read, before update `step` (0-based)."""
+        episodes = step * self.config.batch_size
+        return TrainerState(
+            global_step=step,
+            max_steps=self.total_steps,
+            epoch=episodes / self.episodes_per_epoch,
+            num_train_epochs=self.config.num_train_epochs,
+            episode=episodes,
+            is_eval=is_eval,
+            is_world_process_zero=multihost.is_main(),
+        )
+
+    # --- pure functions
+
+    @property
+    def _models(self) -> Models:
+        """The models without params."""
+        reference = None if self.models.reference is None else self.models.reference.replace(params=None)
+        return self.models.replace(reference=reference).with_base(None)
+
+    def _with_params(self, trained: Params, base: Params | None, ref_params: Params | None = None) -> Models:
+        """The models with these params."""
+        reference = self._models.reference
+        if reference is not None:
+            reference = reference.replace(params=ref_params)
+        return self._models.replace(reference=reference).with_base(base).with_trained(trained)
+
+    def _generate(self, policy, base, prompts: PromptBatch, seed, step, kept, *, temperature, group_size):
+        config, batch, prompt_rows = self.config, prompts, prompts.rows
+        policy = self._with_params({"policy": policy}, base).policy
+        key, mesh = jax.random.fold_in(update_key(seed, step), 0), self.context.mesh
+        rows = jnp.arange(batch.lengths.shape[0] * group_size)
+        rows_per_prompt = group_size if self.algorithm.shares_prompts(self._models, config) else 1
+        dtype = jnp.dtype(config.dtype)
+        layers = policy.model.unstack(policy.params, dtype)
+        if rows_per_prompt < group_size:
+            batch = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), batch)
+
+        options = {"group": rows_per_prompt, "dtype": dtype, "decoding": decoding_of(config, mesh)}
+        keys = expected = None
+        if kept is not None and kept.response_lengths is not None:
+            expected = partial_rollouts.expected_lengths(kept.response_lengths, prompt_rows, config.response_length)
+            expected = jnp.repeat(expected, group_size)
+        if kept is not None and kept.unfinished is not None:
+            unfinished = kept.unfinished
+            keys = partial_rollouts.row_keys(key, rows, unfinished)
+            if rows_per_prompt < group_size:
+                unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
+            decoding = dataclasses.replace(options["decoding"], max_steps=config.rollout_max_steps)
+            options |= {"decoding": decoding, "keys": keys, "unfinished": unfinished}
+        sampling = sampling_of(config, self.eos_ids, temperature, self.suppress_ids)
+
+        def generate_chunk(chunk):
+            prompts, *by_row = chunk
+            rows, expected = jax.tree.map(lambda x: x.reshape(-1), by_row)
+            rollout = generate_unstacked(
+                policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, **options
+            )
+            return jax.tree.map(lambda x: group_rows(x, rows_per_prompt), rollout)
+
+        prompts = rows.shape[0] // rows_per_prompt
+        at_once = config.rollout_batch_size if config.decode_slots is None else None
+        chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, prompts)
+        rows, expected = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected))
+        rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
+        rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
+        if kept is None:
+            return rollout, None
+        return partial_rollouts.keep(kept, rollout, prompt_rows, keys, group_size, mesh)
+
+    def _experience(self, trained, base, ref_params, scored: ScoredRollout, kl_coef):
+        models = self._with_params(trained, base, ref_params)
+        experience, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
+        # Of the scores as the rewards returned them: clipping may hide an infinity.
+        causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
+        lengths = length_metrics(scored.rollout, self.unused_ids)
+        return experience, {**lengths, "nonfinite/causes": causes, **metrics}
+
+    def _update(self, state: TrainState, base, experience, metrics):
+        algorithm, config = self.algorithm, self.config
+        key = jax.random.fold_in(update_key(state.seed, state.step), 1)
+        after, update_metrics = algorithm.update(
+            self._models.with_base(base),
+            state,
+            experience,
+            config=config,
+            optimizer=self.optimizer,
+            key=key,
+            causes=metrics["nonfinite/causes"],
+        )
+        if algorithm.adapt_kl_coef is not None:
+            after = algorithm.adapt_kl_coef(after, metrics, config)
+        return self._finish(state, after, metrics, update_metrics)
+
+    def _skip(self, state: TrainState, rollout: Rollout):
+        after = nonfinite.add_counts(state, self.config, step=1, episodes=self.config.batch_size)
+        return self._finish(state, after, length_metrics(rollout, self.unused_ids), {})
+
+    def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics):
+        """Counts the tokens of a rollout; adds the metrics of progress, with the learning rates of the step before."""
+        metrics, algorithm, optimizer = dict(metrics), self.algorithm, self.optimizer
+        state = nonfinite.add_counts(state, self.config, tokens=metrics.pop("rollout/tokens"))
+        steps_per_update = algorithm.steps_per_update(self.config)
+        rate = None
+        if optimizer.learning_rate is not None:
+            rate = optimizer.learning_rate(before.step * steps_per_update)
+        progress = progress_metrics(state, rate, algorithm.learning_rate_metrics, self.episodes_per_epoch)
+        if optimizer.value_learning_rate is not None:
+            progress["critic_lr"] = optimizer.value_learning_rate(before.step * steps_per_update)
+        counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
+        return state, {**metrics, **update_metrics, **progress, **counts}
+
+    def _eval_metrics(self, trained, base, experience):
+        if self.algorithm.eval_metrics is None:
+            return {}
+        return self.algorithm.eval_metrics(self._with_params(trained, base), experience, config=self.config)
+
+    def _token_kl(self, trained, base, ref_params, rollout, images):
+        models = self._with_params(trained, base, ref_params)
+        return map_in_chunks(
+            lambda chunk: response_logprobs.token_kl(models, chunk[0], self.config, chunk[1]),
+            (rollout, images),
+            self.config.rollout_batch_size,
+        )
+
+
+def prompt_width(config) -> int:
+    """Columns of the longest prompts that there may be."""
+    return max(config.length_buckets or (8 * math.ceil(config.query_length / 8),))
