@@ -16,11 +16,11 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
 from rlhf_jax.stages.open_models import Source, score_head_message
 from rlhf_jax.stages.stage_context import StageContext
-from rlhf_jax.stages.supervised import SupervisedStage
+from rlhf_jax.stages.supervised import SupervisedStage, Task
 from rlhf_jax.types import Params
 
 
-class RewardTask:
+class RewardTask(Task):
     """What `SupervisedStage` trains for a reward model."""
 
     name = "reward"
@@ -29,22 +29,11 @@ class RewardTask:
     measures_training_data = True
     update = staticmethod(reward_model.update)
 
-    def load_rows(self, config, train_dataset):
-        """What `load_data` reads: the data set as it is given."""
-        return train_dataset
-
-    def has_images(self, config, rows) -> bool:
-        """False: a reward model reads text."""
-        return False
-
     def load_data(self, config, model, tokenizer, train_dataset, eval_dataset):
         """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
         train_data = data.load_pairs(config, tokenizer, train_dataset)
         eval_sets = data.load_eval_pairs(config, tokenizer, eval_dataset)
         return train_data, eval_sets, data.load_normalization_data(config, tokenizer)
-
-    def early_stopping_metric(self, eval_sets: dict[str, Any]) -> None:
-        """None."""
 
     def start_messages(self, context: StageContext) -> list[str]:
         """Lines on the head that training starts from; UserError where score_init_std would not be used."""

@@ -26,15 +26,16 @@ from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.export import export_model, exported_generation
 from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.programs import Programs, prompt_width
+from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
 from rlhf_jax.types import Params, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
 
 
-class RolloutStage:
-    """A `stage.Stage` for PPO, RLOO, GRPO and registered algorithms.
+class RolloutStage(Stage):
+    """The stage of PPO, RLOO, GRPO and registered algorithms.
 
-    Attributes beside those of `stage.Stage`:
+    Attributes beside those of `Stage`:
       algorithm: the record.
       context: config, mesh and weights.
       opened: models without params, with the tokenizer.
@@ -47,8 +48,6 @@ class RolloutStage:
       group_size: responses to a prompt.
       shares_prompts: whether generation computes each prompt once for its group.
     """
-
-    early_stopping_metric = None
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class RolloutStage:
     # --- an update
 
     def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
-        """As `stage.Stage.train_step`: prompts, rollout, scores, experience, update."""
+        """As `Stage.train_step`: prompts, rollout, scores, experience, update."""
         config, programs, clock = self.config, self.programs, Clock()
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
@@ -267,23 +266,15 @@ class RolloutStage:
             return []
         return self.evaluator.nonfinite_rows(*self._recent_batches[step])
 
-    def final_metrics(self, state: TrainState) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def calibration(self) -> list[dict[str, Any]]:
-        """None."""
-        return []
-
     # --- what the run is made of
 
     def inputs(self) -> dict[str, str]:
-        """As `stage.Stage.inputs`."""
+        """As `Stage.inputs`."""
         date = self.scorer.template_date if self.train_data.conversational else None
         return inputs_of(self.context, self.train_data, self.eval_sets, date, self.tokenizer.stop_ids)
 
     def frozen(self) -> dict[str, Params]:
-        """As `stage.Stage.frozen`."""
+        """As `Stage.frozen`."""
         models, reward_models = self.models, self.scorer.models
         frozen = {} if models.base is None else {"base": models.base["policy"]}
         value_base = None if models.base is None else models.base.get("value")

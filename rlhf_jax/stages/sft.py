@@ -14,8 +14,7 @@ from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
 from rlhf_jax.stages.open_models import Source, open_processor, wants_images
-from rlhf_jax.stages.stage_context import StageContext
-from rlhf_jax.stages.supervised import SupervisedStage, eval_name
+from rlhf_jax.stages.supervised import SupervisedStage, Task, eval_name
 from rlhf_jax.types import Params
 
 
@@ -34,13 +33,12 @@ def check_images(config) -> None:
             raise UserError(f"{name} with images in the training data is not supported: {why}. Remove it")
 
 
-class SFTTask:
+class SFTTask(Task):
     """What `SupervisedStage` trains for SFT."""
 
     name = "sft"
     progress = ("loss", "eval/loss", "learning_rate", "grad_norm")
     head = "causal"
-    measures_training_data = False
     update = staticmethod(sft.update)
 
     def load_rows(self, config, train_dataset) -> data.TrainingRows:
@@ -75,10 +73,6 @@ class SFTTask:
         """The loss of the first evaluation set."""
         return eval_name(next(iter(eval_sets), ""), "loss")
 
-    def start_messages(self, context: StageContext) -> list[str]:
-        """None."""
-        return []
-
     def build_measure(self, stage: SupervisedStage):
         """(params, data set, tick) -> (mean loss over its tokens and perplexity, None)."""
         config = stage.config
@@ -97,16 +91,9 @@ class SFTTask:
 
         return measure
 
-    def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
-        """None: there are no pairs."""
-        return []
-
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
         """{"text"}: prompt and completion of a row of a batch on the host."""
         return {"text": tokenizer.decode(batch.tokens[row, : batch.lengths[row]])}
-
-    def score_std(self, config) -> None:
-        """None: there is no score head."""
 
     def exported(self, stage: SupervisedStage, params: Params) -> tuple[str, Params]:
         """(name of the exported model, its trained params)"""

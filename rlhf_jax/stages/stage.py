@@ -10,7 +10,7 @@ from rlhf_jax.types import Array, TrainState
 
 
 class Stage(Protocol):
-    """One stage of training: its models, data and programs on a mesh.
+    """One stage of training: its models, data and programs on a mesh. What a stage need not have has a body here.
 
     Attributes:
       name: 'sft', 'reward', 'ppo', ...
@@ -34,7 +34,7 @@ class Stage(Protocol):
     rows: int
     rows_per_update: int
     progress: tuple[str, ...]
-    early_stopping_metric: str | None
+    early_stopping_metric: str | None = None
     base_model: str | None
     messages: list[str]
     phase: str
@@ -49,15 +49,19 @@ class Stage(Protocol):
 
     def final_metrics(self, state: TrainState) -> dict[str, float]:
         """Metrics that are computed once, at the end."""
+        return {}
 
     def samples(self, state: TrainState, tick: Tick = no_tick) -> Completions:
         """Sample completions for completions/STEP.jsonl; empty where the stage has none."""
+        return [], []
 
     def training_completions(self) -> Completions:
         """The responses of the last update where the config asks for them, once; else empty."""
+        return [], []
 
     def calibration(self) -> list[dict[str, Any]]:
         """Calibration of the last evaluation, for calibration/STEP.jsonl; empty where the stage has none."""
+        return []
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""

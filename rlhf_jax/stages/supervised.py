@@ -1,13 +1,13 @@
 """A stage that trains one model on a data set, one optimizer step a batch: SFT and reward models.
 
-What is learned from a batch comes as a task (`sft.SFTTask`, `reward.RewardTask`).
+What is learned from a batch comes as a `Task` (`sft.SFTTask`, `reward.RewardTask`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 
@@ -17,8 +17,8 @@ from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
-from rlhf_jax.stages.evaluator import Completions
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import (
     StageContext,
     inputs_of,
@@ -29,10 +29,62 @@ from rlhf_jax.stages.stage_context import (
 from rlhf_jax.types import Params, TrainState
 
 
-class SupervisedStage:
-    """A `stage.Stage` for SFT and reward models.
+class Task(Protocol):
+    """What a supervised stage trains. What a task need not have has a body here.
 
-    Attributes beside those of `stage.Stage`:
+    Attributes:
+      name: of the stage.
+      progress: names of the metrics for the terminal, in order.
+      head: 'causal' or 'scalar'.
+      measures_training_data: whether the training data is measured at the end.
+      update: (Network, TrainState, batch, *, config, optimizer, key) -> (TrainState, metrics); pure.
+    """
+
+    name: str
+    progress: tuple[str, ...]
+    head: str
+    measures_training_data: bool = False
+    update: Callable
+
+    def load_rows(self, config, train_dataset) -> Any:
+        """Training rows, for `load_data`."""
+        return train_dataset
+
+    def has_images(self, config, rows) -> bool:
+        """Whether the model is to read images."""
+        return False
+
+    def load_data(self, config, model, tokenizer, rows, eval_dataset) -> tuple[Any, dict[str, Any], Any]:
+        """(training data, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
+
+    def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str | None:
+        """As `Stage.early_stopping_metric`."""
+
+    def start_messages(self, context: StageContext) -> list[str]:
+        """Lines on what training starts from."""
+        return []
+
+    def score_std(self, config) -> float | None:
+        """The standard deviation of a new score head; None: the default."""
+
+    def build_measure(self, stage: SupervisedStage) -> Callable:
+        """(trained params, data set, tick) -> (metrics, margins [N] of pairs or None)"""
+
+    def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
+        """Rows of calibration/STEP.jsonl of an evaluation set."""
+        return []
+
+    def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
+        """The texts of a row of a batch on the host, by name."""
+
+    def exported(self, stage: SupervisedStage, trained: Params) -> tuple[str, Params]:
+        """(name of the exported model, its trained params)"""
+
+
+class SupervisedStage(Stage):
+    """The stage of SFT and reward models.
+
+    Attributes beside those of `Stage`:
       task: what is trained.
       context: config, mesh and weights.
       network: the model with its head and the form of its adapter, and the frozen base; its params are the state's.
@@ -108,7 +160,7 @@ class SupervisedStage:
 
     @property
     def base_model(self) -> str | None:
-        """As `stage.Stage.base_model`."""
+        """As `Stage.base_model`."""
         return None if self.source.shape else self.source.path
 
     def _open_model(self, images: bool) -> tuple[Any, Any, list[str]]:
@@ -142,7 +194,7 @@ class SupervisedStage:
         return update_step
 
     def train_step(self, state: TrainState, step: int, tick: Tick = no_tick):
-        """As `stage.Stage.train_step`, of one batch of rows."""
+        """As `Stage.train_step`, of one batch of rows."""
         size = self.config.batch_size
         batch = self.train_data.batch(self.config.seed, step, size, self.context.local_rows(size))
         state, metrics = self.update_step(state, self.network, self.context.place_share(batch, size))
@@ -176,16 +228,8 @@ class SupervisedStage:
         values, _ = self.measure(state.params["model"], self.train_data, no_tick)
         return {f"train/{name}": value for name, value in values.items()}
 
-    def samples(self, state: TrainState, tick: Tick = no_tick) -> Completions:
-        """None."""
-        return [], []
-
-    def training_completions(self) -> Completions:
-        """None."""
-        return [], []
-
     def calibration(self) -> list[dict[str, Any]]:
-        """As `stage.Stage.calibration`: `calibration.reliability` of each set of pairs, with the set's name."""
+        """As `Stage.calibration`: `calibration.reliability` of each set of pairs, with the set's name."""
         return [row for name, margins in self._margins.items() for row in self.task.calibration_rows(name, margins)]
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
@@ -202,11 +246,11 @@ class SupervisedStage:
     # --- what the run is made of
 
     def inputs(self) -> dict[str, str]:
-        """As `stage.Stage.inputs`."""
+        """As `Stage.inputs`."""
         return inputs_of(self.context, self.train_data, self.eval_sets)
 
     def frozen(self) -> dict[str, Params]:
-        """As `stage.Stage.frozen`."""
+        """As `Stage.frozen`."""
         return {} if self.network.base is None else {"base": self.network.base}
 
     def trace_programs(self, build) -> None:
@@ -226,9 +270,6 @@ class SupervisedStage:
         name, trained = self.task.exported(self, state.params["model"])
         files = {"source": self.source, "generation": self.generation}
         return export.export_model(self.context, folder, name, self.network, trained, self.tokenizer, **files)
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def eval_name(source: str, metric: str) -> str:

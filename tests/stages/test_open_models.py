@@ -1,4 +1,4 @@
-"""What all stages are built with: the attention of every model of a run."""
+"""Opening the models of a run: the attention of every one of them."""
 
 import pytest
 
