@@ -43,7 +43,7 @@ from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.bucket_checkpoints import BucketCheckpoints, open_checkpoints
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.checkpoint import Checkpoints
-from rlhf_jax.runtime.loop import Loop, log, warn
+from rlhf_jax.runtime.loop import Loop, Patience, log, warn
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import ALGORITHMS, open_stage
@@ -238,7 +238,7 @@ def train_stage(
         with closing(loop, stops), progress.Panel(stage, terminal, lambda: (loop.step, loop.doing)):
             # --- update, evaluate, sample, save
             if not extra.get("ended") or extra["total_steps"] != stage.total_steps:
-                update_to_the_end(loop, extra.get("pending"))
+                update_to_the_end(loop)
 
             # --- finish
             stops.set_in_loop(False)
@@ -269,15 +269,22 @@ def restored_loop(
     )
     check_disk_space(checkpoints, stage)
     state, extra, start = checkpoints.restore_newest(stage.state) or (stage.state, {}, 0)
+    if extra.get("pending"):
+        raise UserError(
+            f"{run_folder.checkpoints}/{start} is of an earlier version, which stopped within what follows an update: "
+            "remove it to resume from the checkpoint before it"
+        )
     if start:
         log(f"{name}: resuming after update {start} of {stage.total_steps}")
-    logged = start - 1 if extra.get("pending") else start
-    run_folder.cut(start, logged)
-    monitor, control = Monitor(stage, run_folder), Control()
+    run_folder.cut(start)
+    monitor, patience, control = Monitor(stage, run_folder), Patience(stage, run_folder), Control()
+    due, line = extra.get("due", ()), None
+    if due:
+        line = multihost.from_first(lambda: run_folder.take_line(start))
     logger = metrics_logger.MetricLogger.open(
         run_folder.path,
         report_to=config.report_to,
-        start_step=logged,
+        start_step=start if line is None else start - 1,
         terminal=terminal,
         monitor=monitor,
         ensure_held=run_folder.lock.ensure_held,
@@ -297,24 +304,29 @@ def restored_loop(
         control=control,
         stops=stops,
         monitor=monitor,
+        patience=patience,
+        due=due,
     )
+    if line is not None:
+        loop.restore_line(line)
     return loop, extra
 
 
-def update_to_the_end(loop: Loop, pending: dict[str, Any] | None) -> None:
-    """Updates, evaluates, samples and saves until the last update; first what was `pending` after the checkpoint's."""
+def update_to_the_end(loop: Loop) -> None:
+    """Updates, evaluates, samples and saves until the last update; first what is due after the checkpoint's."""
     stage = loop.stage
     with loop.guarded():
         if loop.start < stage.total_steps:
             log(f"{stage.name}: compiling; the first update takes longer than all others")
-        ended = loop.restore_pending(pending) if pending else False
-        if not pending and loop.start == 0 and loop.config.eval_on_start:
+        if loop.start == 0 and loop.config.eval_on_start:
             loop.evaluate()
-        while not ended and loop.updates_remain():
-            loop.begin_update()
-            state, metrics, seconds = stage.train_step(loop.state, loop.step, loop.stops.tick)
-            loop.end_update(state, metrics, seconds)
-            ended = loop.run_due(loop.due())
+        while loop.due or loop.updates_remain():
+            if not loop.due:
+                loop.begin_update()
+                state, metrics, seconds = stage.train_step(loop.state, loop.step, loop.stops.tick)
+                loop.end_update(state, metrics, seconds)
+            if loop.finish_update():
+                break
 
 
 @contextlib.contextmanager

@@ -64,7 +64,6 @@ class MetricLogger:
     Attributes:
       last: metrics of the newest entry.
       tokens: of the run so far. Devices count them in uint32, and `num_tokens` is this count; set it on a resume.
-      texts: (step, texts by name) that TensorBoard got last.
     """
 
     def __init__(self, sinks: Sequence[Sink] = (), *, monitor: Any = None):
@@ -77,7 +76,7 @@ class MetricLogger:
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
         self.tokens = 0
-        self.texts: tuple[int, dict[str, str]] = (0, {})
+        self._restored: tuple[int, dict[str, Any]] = (-1, {})  # step, and what the monitor added to its line
         self._clock = time.perf_counter()
 
     @classmethod
@@ -142,16 +141,13 @@ class MetricLogger:
         for sink in self._sinks:
             if hasattr(sink, "text"):
                 sink.text(step, name, markdown)
-                if self.texts[0] != step:
-                    self.texts = step, {}
-                self.texts[1][name] = markdown
 
-    def take(self) -> tuple[dict[str, Any], dict[str, float]]:
-        """Removes the pending entry: (metrics, timings) as host numbers; `log` them again to have them written."""
-        if self._pending is None:
-            return {}, {}
-        (_, metrics, timings), self._pending = self._pending, None
-        return _host_numbers(metrics), timings
+    def restore(self, step: int, metrics: dict[str, Any], timings: dict[str, float]) -> None:
+        """Takes back the line of an update that an earlier process wrote, for `log` to add to; what the monitor added
+        to it stays as it is, at its end."""
+        added = {name: value for name, value in metrics.items() if name.startswith(("alarm/", "nonfinite/"))}
+        metrics = {name: value for name, value in metrics.items() if name not in added}
+        self._pending, self._restored = (step, metrics, dict(timings)), (step, added)
 
     def flush(self, closing: bool = False) -> None:
         """Reads and writes the pending entry. The files are complete up to the last `log` when this returns.
@@ -166,7 +162,9 @@ class MetricLogger:
             return
         (step, metrics, timings), self._pending = self._pending, None
         metrics, messages = self._with_all_tokens(_host_numbers(metrics)), []
-        if self._monitor is not None:
+        if step == self._restored[0]:
+            metrics |= self._restored[1]
+        elif self._monitor is not None:
             metrics, messages = self._monitor.inspect(step, metrics, closing)
         timings.update(peak_memory())
         self.last = metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,8 @@ from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime import compile_cache, completion_tables, host_memory, out_of_memory
 from rlhf_jax.runtime.callbacks import Callback, Control
 from rlhf_jax.runtime.monitor import Monitor, NonFinite
-from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick, no_tick
-from rlhf_jax.utils.strict_json import json_text, with_floats
+from rlhf_jax.runtime.run_folder import Line
+from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick
 from rlhf_jax.utils.text import printable
 
 
@@ -35,6 +34,7 @@ class Loop:
       state: the TrainState; updates overwrite it.
       step: updates done.
       activity: what is done between updates; '' while an update runs.
+      due: what is still due after the present update, in order: 'evaluate', 'samples', 'last', 'save'.
     """
 
     def __init__(
@@ -50,11 +50,14 @@ class Loop:
         control: Control,
         stops: Stops,
         monitor: Monitor,
+        patience: Patience,
+        due: Sequence[str] = (),
     ):
+        """`due`: what was still due after the checkpoint's update when the run was stopped."""
         self.stage, self.config, self.start, self.step, self.state = stage, stage.config, start, start, state
         self.control, self.folder, self.checkpoints, self.logger = control, run_folder, checkpoints, logger
-        self.callbacks, self.stops, self.monitor = callbacks, stops, monitor
-        self.patience = Patience(stage, self.config, run_folder)
+        self.callbacks, self.stops, self.monitor, self.patience = callbacks, stops, monitor, patience
+        self.due = list(due)
         self.tick: Tick = stops.tick
         self.activity = ""
         self._saved, self._saved_at = start, time.monotonic()
@@ -63,7 +66,6 @@ class Loop:
         self._update_began = self._began
         host_memory.trim()  # of tokenising and of reading weights
         self._compile_clock = compile_cache.CompileTimer()
-        self._todo: list[str] | None = None  # what is still due after the present update
         self._eval_updates, self._save_updates = (
             batch_sizes.updates_between(steps, stage.total_steps)
             for steps in (self.config.eval_steps, self.config.save_steps)
@@ -119,49 +121,53 @@ class Loop:
         self.show(self.stage.training_completions(), "training")
         if self.callbacks:
             share_requests(self.control)
+        self.due = self.due_after_update()
 
-    def restore_pending(self, pending: dict[str, Any]) -> bool:
-        """Does what was still due after the checkpoint's update when the run was stopped; whether the run is over."""
-        for name, text in pending["texts"].items():  # TensorBoard drops everything of that step
-            self.logger.text(self.step, name, text)
-        self.logger.log(self.step, with_floats(pending["metrics"]), pending["timings"])
-        return self.run_due(pending["what"])
+    def restore_line(self, line: Line) -> None:
+        """Takes back the line of the checkpoint's update, to which what is still due adds, and its tables: TensorBoard
+        drops everything of that step."""
+        self.logger.restore(self.step, line.metrics, line.timings)
+        for what, rows in line.completions.items():
+            rows = completion_tables.without_thumbnails(rows[: self.config.num_completions_to_print])
+            self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows))
 
-    def due(self) -> list[str]:
-        """What is due after the present update, in order: 'evaluate', 'samples', 'last'."""
-        config, step, total = self.config, self.step, self.stage.total_steps
-        over = self.monitor.over(step)
+    def is_last(self) -> bool:
+        """Whether the present update is the last."""
+        over = self.monitor.over(self.step)
         if over:
             log(f"{self.stage.name}: stopping; an alarm of early_stop was raised")
-        last = step == total or self.control.stop or over
+        return self.step == self.stage.total_steps or self.control.stop or over
+
+    def due_after_update(self) -> list[str]:
+        """What is due after the present update, as `due`."""
+        config, step, total, last = self.config, self.step, self.stage.total_steps, self.is_last()
         due = ["evaluate"] if last or self.control.evaluate or every(self._eval_updates, step) else []
         due += ["samples"] if samples_due(config, step, total, last) else []
-        return due + (["last"] if last else [])
+        return [*due, *(["last"] if last else []), "save"]
 
-    def run_due(self, due: list[str]) -> bool:
-        """Evaluates and samples as due after an update, and saves when that is; whether the run is over."""
-        self._todo = todo = list(due)
-        last = "last" in todo
-        if "evaluate" in todo:
+    def finish_update(self) -> bool:
+        """Evaluates, samples and saves as due after an update; whether the run is over."""
+        last = "last" in self.due
+        if "evaluate" in self.due:
             self.tick()
             self.control.evaluate = False
             metrics = self.evaluate()
-            todo.remove("evaluate")
             if self.patience.exhausted(metrics) and not last:
                 limit, name = self.patience.limit, self.patience.name
                 log(f"{self.stage.name}: stopping; {limit} evaluations without a better {name}")
                 self.control.stop = last = True
-                todo[:] = [item for item in self.due() if item != "evaluate"]
-        if "samples" in todo:
+                self.due = self.due_after_update()
+            self.due.remove("evaluate")
+        if "samples" in self.due:
             self.activity = "samples"
             printed = samples_printed(self.config, self.step, self.stage.total_steps, last)
             self.show(self.stage.samples(self.state, self.tick), "samples", printed)
-            todo.remove("samples")
+            self.due.remove("samples")
+        self.due = []
         if last or self.save_due():
             self.control.save, self.activity = False, "save"
             self.save(ended=last and self.step < self.stage.total_steps)
         self.activity = ""
-        self._todo = None
         return last
 
     def save_due(self) -> bool:
@@ -212,27 +218,27 @@ class Loop:
             except Exception as error:  # a value that a reward function logged may refuse to become text
                 warn(f"the table of {what} after update {self.step} cannot be printed: {error!r}. The run continues")
 
-    def save(self, pending: dict[str, Any] | None = None, ended: bool = False) -> None:
+    def save(self, due: Sequence[str] = (), ended: bool = False) -> None:
         """A checkpoint of the present update; its metrics are written first.
 
         Args:
-          pending: what is still due after it.
+          due: what is still due after it: a resume does that, and completes the line of metrics.jsonl.
           ended: the run ends here, before its last update: only the exports remain.
         """
         if not self._metrics_stored():
             return
         name, score, started = self.config.metric_for_best_model, None, time.monotonic()
         known = self.logger.last
-        if name is not None and not pending:
+        if name is not None and not due:
             score = known.get(name)
         tokens = self.logger.tokens
-        extra = {"total_steps": self.stage.total_steps, "pending": pending, "ended": ended, "num_tokens": tokens}
+        extra = {"total_steps": self.stage.total_steps, "due": [*due], "ended": ended, "num_tokens": tokens}
         self.checkpoints.save(self.step, self.state, extra, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started
         self.stops.record_seconds(saving=self._saved_at - started)
         evaluated = any(other.startswith("eval") for other in known)
-        if name is not None and name not in known and not pending and (evaluated or not name.startswith("eval")):
+        if name is not None and name not in known and not due and (evaluated or not name.startswith("eval")):
             problem = f"--metric_for_best_model {name}: update {self.step} has no such metric; it has "
             problem += ", ".join(sorted(known))
             if self.step < self.stage.total_steps:
@@ -256,29 +262,10 @@ class Loop:
         warn(f"no checkpoint of update {self.step}, since its metrics could not be written. The run continues")
         return False
 
-    def pending(self) -> dict[str, Any] | None:
-        """What is still due after the present update, with its metrics, which are written by the next start.
-
-        None where nothing is due, or where the update's metrics report nonfinite values, which must be logged now.
-        """
-        if not self._todo:
-            return None
-        metrics, timings = held = self.logger.take()
-        if self.monitor.is_nonfinite(held):
-            self.logger.log(self.step, *held)
-            return None
-        step, texts = self.logger.texts
-        pending = {"what": self._todo, "metrics": json.loads(json_text(metrics)), "timings": timings}
-        return {**pending, "texts": texts if step == self.step else {}}
-
     def stop(self) -> None:
         """Saves what is done and raises Stopped; the next start does what is still due after the present update."""
-        pending = self.pending()
-        if self._todo and pending is None:
-            self.tick = no_tick
-            self.run_due(self._todo)
-        elif pending or self.step > self._saved:
-            self.save(pending)
+        if self.due or self.step > self._saved:
+            self.save(self.due)
         self.checkpoints.wait()
         after = f"after update {self.step}, which is saved" if self.step else "before the first update"
         why = self.stops.reason()
@@ -298,15 +285,16 @@ class Loop:
         lost = isinstance(error, out_of_memory.OutOfMemory) and self.doing == "update"
         together = jax.process_count() == 1 or isinstance(error, (RewardFailure, NonFinite))
         if self.step > self._saved and together and not lost:
-            self.save(None if isinstance(error, NonFinite) else self.pending())
+            self.save(() if isinstance(error, NonFinite) else self.due)
             log(f"{self.stage.name}: stopped by an error after update {self.step}, which is saved; {RESUME_HINT}")
 
 
 class Patience:
     """Early stopping on the stage's watched metric; its memory is metrics.jsonl, so that a resume forgets nothing."""
 
-    def __init__(self, stage, config, run_folder):
-        self.limit = getattr(config, "early_stopping_patience", 0)
+    def __init__(self, stage, run_folder):
+        """Reads the values so far of a run's folder, which is cut to the update that the run resumes from."""
+        self.limit = getattr(stage.config, "early_stopping_patience", 0)
         self.name = stage.early_stopping_metric
         self.values = multihost.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
 

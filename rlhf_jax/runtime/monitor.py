@@ -124,10 +124,6 @@ class Monitor:
         )
         return []
 
-    def is_nonfinite(self, held: tuple[dict[str, Any], Any]) -> bool:
-        """Whether metrics that are not written yet (see `MetricLogger.take`) are of a nonfinite update."""
-        return bool(held[0].get(_RAW[0], 0))
-
     def raise_error(self) -> None:
         """Raises NonFinite where the metrics that `inspect` has seen end the run."""
         if self._error is not None:

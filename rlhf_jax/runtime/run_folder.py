@@ -21,13 +21,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from rlhf_jax import storage
 from rlhf_jax.config.diff import MAY_DIFFER, differences
 from rlhf_jax.errors import UserError
+from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
 from rlhf_jax.runtime.lease import Lease
@@ -43,6 +44,19 @@ TEMPLATE_DATE = "date in chat templates"
 MODEL = "model "
 """What the entries of inputs.json for checkpoints begin with, before their path."""
 Rows = Sequence[dict[str, Any]]
+
+
+class Line(NamedTuple):
+    """What a run wrote of one update.
+
+    Attributes:
+      metrics, timings: of metrics.jsonl and timings.jsonl.
+      completions: rows of the tables of that update, by 'training' and 'samples'.
+    """
+
+    metrics: dict[str, Any]
+    timings: dict[str, Any]
+    completions: dict[str, Rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,33 +249,45 @@ class RunFolder:
             content = {"step": step, "metrics": metrics, "paths": paths, "objects": list(objects)}
             write_atomically(self.finished_file, json_text(content, indent=2) + "\n")
 
-    def cut(self, step: int, written: int | None = None) -> None:
-        """Removes what an earlier process wrote after update `step`, from which the run resumes.
+    def cut(self, step: int) -> None:
+        """Removes what an earlier process wrote after update `step`, from which the run resumes; 0 keeps nothing.
 
         metrics.jsonl and timings.jsonl lose later lines (and an incomplete last one) and keep the others byte for byte;
         folders of STEP.jsonl lose later files. TensorBoard itself hides later events (see `tensorboard.TensorBoard`).
-
-        Args:
-          step: the last update to keep; 0 keeps nothing.
-          written: the last update whose metrics to keep, if those of `step` are still to be written.
         """
         if not is_main():
             return
-        written = step if written is None else written
-        for path in (self.metrics, self.timings):
-            if storage.exists(path):
-                lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
-                kept = [line for line in lines if 0 <= _step_of(line) <= written and step > 0]
-                if kept != lines:
-                    storage.replace_appended(path, "".join(kept))
+        self._keep_lines(lambda number: 0 <= number <= step and step > 0)
         folders = [os.path.join(self.path, name) for name in ("completions", "calibration", "nonfinite")]
         for folder in filter(storage.is_dir, folders):
             for name in storage.list_names(folder):
                 match = re.fullmatch(r"(?:training_)?(\d+)(?:\.tokens)?\.jsonl(\.tmp)?", name)
                 if match and int(match[1]) > step:
                     storage.remove(os.path.join(folder, name))
-        if written == 0:
+        if step == 0:
             storage.remove_tree(os.path.join(self.path, "tensorboard"), ignore_errors=True)
+
+    def take_line(self, step: int) -> Line:
+        """Removes the line of update `step`, the last, from metrics.jsonl and timings.jsonl, and returns it."""
+        lines = []
+        for path in (self.metrics, self.timings):
+            rows = [row for row in read_metrics(path) if row["step"] == step] if storage.exists(path) else []
+            lines.append({key: value for row in rows for key, value in row.items() if key not in ("step", "wall_time")})
+        completions = {}
+        for what, name in (("training", f"training_{step}"), ("samples", f"{step}")):
+            path = os.path.join(self.completions, f"{name}.jsonl")
+            if storage.is_file(path):
+                completions[what] = [json.loads(row) for row in io.StringIO(storage.read_text(path))]
+        self._keep_lines(lambda number: 0 <= number < step)
+        return Line(*lines, completions)
+
+    def _keep_lines(self, keeps: Callable[[int], bool]) -> None:
+        for path in (self.metrics, self.timings):
+            if storage.exists(path):
+                lines = io.StringIO(storage.read_text(path, errors="replace", newline="\n"), newline="\n").readlines()
+                kept = [line for line in lines if keeps(_step_of(line))]
+                if kept != lines:
+                    storage.replace_appended(path, "".join(kept))
 
     def write_recipe(self, name: str, options: dict[str, Any]) -> None:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""

@@ -42,7 +42,7 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
-from rlhf_jax.runtime.loop import Loop
+from rlhf_jax.runtime.loop import Loop, Patience
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.stages import open_stage
 from rlhf_jax.stages.programs import Programs
@@ -103,12 +103,13 @@ def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
         control=control,
         stops=stops,
         monitor=monitor,
+        patience=Patience(stage, run_folder),
     )
     with logger, loop.guarded():
         while loop.updates_remain():
             loop.begin_update()
             loop.end_update(*stage.train_step(loop.state, loop.step, stops.tick))
-            loop.run_due(loop.due())
+            loop.finish_update()
     return loop.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
 
 
