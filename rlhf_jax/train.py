@@ -140,9 +140,9 @@ def run(
     batch_sizes.check_devices_of(config, device_count(config))
     stages = stages_of(config)
     for stage in stages.values():
-        multihost.from_first(lambda to=stage.report_to: trackers.parse_report_to(to))
+        multihost.from_first(lambda stage=stage: trackers.parse_report_to(stage.report_to))
         if not config.dry_run:
-            multihost.from_first(lambda of=stage: hub_upload.repository(of))
+            multihost.from_first(lambda stage=stage: hub_upload.repository(stage))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
     objects = {name: value for name, value in objects.items() if value is not None}
@@ -205,8 +205,9 @@ def train_stage(
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
-        paths = {of: os.path.join(config.run_dir, os.path.basename(path)) for of, path in finished["paths"].items()}
-        return Result(config.run_dir, finished["metrics"], paths)  # the folder may have been moved
+        paths = finished["paths"].items()  # the folder may have been moved
+        paths = {model: os.path.join(config.run_dir, os.path.basename(path)) for model, path in paths}
+        return Result(config.run_dir, finished["metrics"], paths)
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
 
@@ -246,14 +247,7 @@ def train_stage(
                 message = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(message, together=True)
             end = loop.step
-            if config.load_best_model_at_end and (best := loop.checkpoints.best()) not in (None, end):
-                log(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
-                loop.state, _ = loop.checkpoints.restore(best, loop.state)
-            log(f"{name}: writing the models to {config.run_dir}")
-            loop.activity = "export"
-            folder = stack.enter_context(export_folder(config.run_dir))
-            paths = stage.export(loop.state, folder)
-            final_metrics = stage.final_metrics(loop.state)
+            paths, final_metrics = loop.export(stack.enter_context(export_folder(config.run_dir)))
         return finish(
             stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths, objects=objects
         )
@@ -287,10 +281,10 @@ def restored_loop(
         start_step=start if line is None else start - 1,
         terminal=terminal,
         monitor=monitor,
+        tokens=extra.get("num_tokens", 0),
         ensure_held=run_folder.lock.ensure_held,
         callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
     )
-    logger.tokens = extra.get("num_tokens", 0)
     for callback in callbacks:
         callback.on_train_begin(stage, control)
     loop = Loop(
@@ -362,13 +356,13 @@ def finish(
     lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
     metrics = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **final_metrics}
     if multihost.is_main():
-        curves = {of: [line[of] for line in lines if of in line] for of in stage.progress}
+        curves = {metric: [line[metric] for line in lines if metric in line] for metric in stage.progress}
         for path in local.values():
             model_card.write_model_card(
                 path, stage.name, options, metrics, base_model=stage.base_model, curves=curves, objects=tuple(objects)
             )
     if storage.is_remote(run_folder.path):
-        paths = {of: f"{run_folder.path}/{os.path.basename(path)}" for of, path in local.items()}
+        paths = {model: f"{run_folder.path}/{os.path.basename(path)}" for model, path in local.items()}
         multihost.from_first(lambda: upload_exports(run_folder, local, paths))
     run_folder.finish(end, metrics=metrics, paths=paths, objects=tuple(objects))
     if multihost.is_main() and config.push_to_hub:
@@ -394,9 +388,9 @@ def export_folder(run_dir: str) -> Iterator[str]:
 def upload_exports(run_folder, local: dict[str, str], paths: dict[str, str]) -> None:
     """Uploads exported models into a bucket, in place of what an earlier export left."""
     run_folder.lock.ensure_held()
-    for of, path in paths.items():
+    for model, path in paths.items():
         storage.remove_tree(path)
-        storage.upload_folder(local[of], path)
+        storage.upload_folder(local[model], path)
 
 
 def device_count(config: Config) -> int:
@@ -425,9 +419,9 @@ def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> N
         name = hub_upload.repository(config)
     except UserError as error:  # what was known at the start may have changed since
         return warn(str(error))
-    of = next(of for of in ("policy", "reward_model") if of in local)
-    if url := hub_upload.push(config, name, local[of], paths[of], warn):
-        log(f"{stage_name(config)}: uploaded {paths[of]} to {url}")
+    model = next(model for model in ("policy", "reward_model") if model in local)
+    if url := hub_upload.push(config, name, local[model], paths[model], warn):
+        log(f"{stage_name(config)}: uploaded {paths[model]} to {url}")
 
 
 def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage) -> None:

@@ -152,7 +152,7 @@ def _heading(config: Any, section: str, options: Sequence[Option]) -> str:
     names = {option.name for option in options}
     owners = [owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)]
     owner = next(owner for owner in owners if any(o.name in names and o.section == section for o in options_of(owner)))
-    title = next((TITLES.get(name, name) for name, of in STAGES.items() if of is owner), "")
+    title = next((TITLES.get(name, name) for name, stage in STAGES.items() if stage is owner), "")
     heading = ": ".join(filter(None, [title, section]))
     return heading[:1].upper() + heading[1:]
 

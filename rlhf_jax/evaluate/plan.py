@@ -151,8 +151,8 @@ def _absent_objects(
 ) -> tuple[str, ...]:
     """Warnings of reward functions that were arguments of `rlhf_jax.run` and so are not in the run's folder; a
     UserError if the evaluation data were."""
-    for of, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
-        given = objects.get(of, [])
+    for name, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
+        given = objects.get(name, [])
         lost = "eval_dataset" in given or ("train_dataset" in given and used and used.eval_dataset_name is None)
         if used is not None and lost and getattr(config, option) is None:
             raise UserError(

@@ -63,19 +63,20 @@ class MetricLogger:
 
     Attributes:
       last: metrics of the newest entry.
-      tokens: of the run so far. Devices count them in uint32, and `num_tokens` is this count; set it on a resume.
+      tokens: of the run so far. Devices count them in uint32, and `num_tokens` is this count.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), *, monitor: Any = None):
+    def __init__(self, sinks: Sequence[Sink] = (), *, monitor: Any = None, tokens: int = 0):
         """
         Args:
           sinks: get each entry, in this order.
+          tokens: of the updates that a resume has behind it.
           monitor: see `runtime.monitor`: may replace metrics, adds messages and ends the run; on every process.
         """
         self._sinks, self._monitor = list(sinks), monitor
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
-        self.tokens = 0
+        self.tokens = tokens
         self._restored: tuple[int, dict[str, Any]] = (-1, {})  # step, and what the monitor added to its line
         self._clock = time.perf_counter()
 
@@ -89,6 +90,7 @@ class MetricLogger:
         terminal: Sink | None = None,
         callback: Callable[[int, dict[str, Any]], Any] | None = None,
         monitor: Any = None,
+        tokens: int = 0,
         ensure_held: Callable[[], None] = lambda: None,
     ) -> MetricLogger:
         """A logger with the files of a run's folder. Only the main process writes and prints.
@@ -99,7 +101,7 @@ class MetricLogger:
           start_step: the step that the run resumes from; TensorBoard drops what an earlier process wrote after it.
           terminal: the sink that prints.
           callback: called with (step, metrics as host numbers) for each update; on every process.
-          monitor: as `MetricLogger`.
+          monitor, tokens: as `MetricLogger`.
           ensure_held: called before a bucket is written; raises if another run took the folder over.
 
         Raises:
@@ -114,7 +116,7 @@ class MetricLogger:
                 sinks.append(terminal)
         if callback is not None:
             sinks.append(Callback(callback))
-        return cls(sinks, monitor=monitor)
+        return cls(sinks, monitor=monitor, tokens=tokens)
 
     def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
         """Takes the metrics of update `step`, and reads and writes those of the update before.
