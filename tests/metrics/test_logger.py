@@ -4,6 +4,7 @@ import glob
 import io
 import json
 import math
+import pathlib
 import resource
 
 import jax
@@ -93,9 +94,37 @@ def test_an_evaluation_joins_the_line_of_its_update(folder):
     ]
 
 
+class Adds:
+    """A monitor that adds to every line."""
+
+    def inspect(self, step, metrics, closing):
+        return {**metrics, "nonfinite/updates": 2, "alarm/kl_above": 1.0}, []
+
+    def raise_error(self):
+        pass
+
+
+def test_a_line_that_is_taken_back_is_completed_as_if_nobody_had_stopped(folder):
+    update, evaluation = {"loss": jnp.float32(1), "x": float("nan")}, {"eval/loss": 0.5}
+    with MetricLogger.open(folder.path, monitor=Adds()) as logger:
+        logger.log(1, update)
+        logger.log(1, evaluation)
+    whole = pathlib.Path(folder.metrics).read_bytes()
+    folder.cut(0)
+    with MetricLogger.open(folder.path, monitor=Adds()) as logger:
+        logger.log(1, update, {"time/step": 3.0})
+    line = folder.take_line(1)
+    assert pathlib.Path(folder.metrics).read_bytes() == b"" and line.timings["time/step"] == 3.0
+    with MetricLogger.open(folder.path, monitor=Adds()) as logger:
+        logger.restore(1, line.metrics, line.timings)
+        logger.log(1, evaluation)
+        logger.log(2, update)
+    assert pathlib.Path(folder.metrics).read_bytes().startswith(whole)
+    assert lines(folder.timings)[0]["time/step"] == 3.0
+
+
 def test_counts_of_tokens_go_on_beyond_uint32(folder):
-    with MetricLogger.open(folder.path) as logger:
-        logger.tokens = 2**32 - 10  # of the checkpoint
+    with MetricLogger.open(folder.path, tokens=2**32 - 10) as logger:  # of the checkpoint
         for step, count in enumerate((5, 2**31, 2**32 - 1, 7), 1):
             logger.log(step, {"num_tokens": jnp.uint32(count)})
         logger.log(4, {"eval/num_tokens": 7.0})

@@ -1,6 +1,7 @@
 """A run's folder: whose it is, what is refused, what a resume forgets."""
 
 import json
+import math
 import os
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_resume_forgets_what_came_after_its_step(run_dir):
     assert set(os.listdir(run.completions)) == set(names) and os.listdir(calibration) == ["2.jsonl"]
     run.cut(0)
     assert os.path.getsize(run.metrics) == 0 and os.listdir(run.completions) == os.listdir(calibration) == []
+
+
+def test_the_last_line_comes_back_with_its_tables(run_dir):
+    run = used(run_dir)
+    for path in (run.metrics, run.timings):
+        with open(path, "w") as file:
+            file.write('{"step": 1, "x": 0.5}\n{"step": 2, "wall_time": 9.0, "x": "NaN"}\n')
+    run.write_completions(2, [{"prompt": "p"}], "training")
+    metrics, timings, completions = run.take_line(2)
+    assert [*metrics] == [*timings] == ["x"] and math.isnan(metrics["x"])
+    assert completions == {"training": [{"prompt": "p"}]}
+    with open(run.metrics) as file:
+        assert file.read() == '{"step": 1, "x": 0.5}\n'
+    assert os.listdir(run.completions) == ["training_2.jsonl"]
 
 
 def test_a_cut_that_takes_nothing_leaves_the_files_alone(run_dir):
