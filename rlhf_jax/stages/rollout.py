@@ -113,7 +113,7 @@ class RolloutStage(Stage):
 
     def _load(self, optimizer) -> None:
         """Params of all models, and the train state."""
-        loaded = rollout_models.build_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
+        loaded = rollout_models.load_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
         self.models, self.state = loaded.models, loaded.state
         self.scorer.set_params(loaded.reward_params)
         self.shares_prompts = self.algorithm.shares_prompts(self.models, self.config)

@@ -248,7 +248,7 @@ class LoadedModels(NamedTuple):
     reward_params: list[Params]
 
 
-def build_models(
+def load_models(
     context: StageContext,
     algorithm: Algorithm,
     opened: OpenedModels,
