@@ -108,8 +108,8 @@ def start_of(config, continues_adapter: bool) -> Start:
         path, revision = hf.adapter_base(path, revision)
     for option, name in names.items():
         if name is not None and name not in paths and not (name == BASE and option == "ref_adapter_name"):
-            known = ", ".join(paths) or "none"
-            raise UserError(f"{option} {name!r} is no adapter of this run; there are: {known} (see adapters).")
+            present = ", ".join(paths) or "none"
+            raise UserError(f"{option} {name!r} is no adapter of this run; there are: {present} (see adapters).")
     trained = config.model_adapter_name or (DEFAULT if resumes else None)
     reference = config.ref_adapter_name or (trained if continues_adapter else None)
     return Start(path, revision, trained, None if reference == BASE else reference, paths)

@@ -239,8 +239,8 @@ class RolloutEvaluator:
         if self.token_advantages and self._config.old_logprobs == "forward":  # the sampler's: another temperature
 
             def advantages(batch):
-                made = self.programs.make_experience(state, batch.rollout, batch.scored, 1, batch.images)
-                return made[0].advantages
+                experience, _ = self.programs.make_experience(state, batch.rollout, batch.scored, 1, batch.images)
+                return experience.advantages
 
         limit = min(len(source), self._config.batch_size, TOKEN_ROWS)
         answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages, tick)
@@ -266,9 +266,9 @@ class RolloutEvaluator:
         response, lengths, each, advantages, kl = sharding.fetch(fetched)
         advantages = advantages.reshape(len(lengths), -1)
         n = len(lengths[:TOKEN_ROWS]) if kl is None else len(kl)
-        known = np.flatnonzero(lengths[:n] >= 0)  # as in the table: others go on in the next update
-        by_token = advantages[known] if advantages.shape[1] > 1 else None
-        tokens = self.token_rows(response[known], lengths[known], None if kl is None else kl[known], by_token)
+        finished = np.flatnonzero(lengths[:n] >= 0)  # as in the table: others go on in the next update
+        by_token = advantages[finished] if advantages.shape[1] > 1 else None
+        tokens = self.token_rows(response[finished], lengths[finished], None if kl is None else kl[finished], by_token)
         if advantages.shape[1] > 1:  # the mean over the response's tokens
             response_mask = np.arange(advantages.shape[1])[None] < lengths[:, None]
             advantages = (advantages * response_mask).sum(1, keepdims=True) / np.maximum(lengths, 1)[:, None]

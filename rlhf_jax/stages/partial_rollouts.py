@@ -101,9 +101,8 @@ def keep(
         rollout = rollout.replace(lengths=jnp.where(jnp.repeat(finished, group_size), lengths, -1))
     if state.response_lengths is not None:
         mean = lengths.reshape(-1, group_size).astype(jnp.float32).mean(axis=1)
-        known = state.response_lengths
-        rows = jnp.where(finished, prompt_rows, len(known))  # past the end: dropped
-        state = state.replace(response_lengths=known.at[rows].set(mean, mode="drop"))
+        rows = jnp.where(finished, prompt_rows, len(state.response_lengths))  # past the end: dropped
+        state = state.replace(response_lengths=state.response_lengths.at[rows].set(mean, mode="drop"))
     return rollout, jax.lax.with_sharding_constraint(state, layout(state, mesh))
 
 

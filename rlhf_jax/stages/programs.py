@@ -165,7 +165,7 @@ class Programs:
         step: Array,
         temperature: float | None = None,
         group_size: int = 1,
-        kept: RolloutState | None = None,
+        rollout_state: RolloutState | None = None,
     ) -> tuple[Rollout, RolloutState | None]:
         """Responses of a policy.
 
@@ -175,11 +175,11 @@ class Programs:
           seed, step: [] uint32 and int32; together with a row's number they determine its response.
           temperature: None: the config's.
           group_size: responses to a prompt.
-          kept: of the rollout before, in training.
+          rollout_state: of the rollout before, in training.
 
         Returns:
-          (Rollout of P * group_size rows, what is kept for the next rollout). With `kept.unfinished` rows of a group
-          that is not finished have length -1.
+          (Rollout of P * group_size rows, RolloutState for the next rollout). With `rollout_state.unfinished` rows of a
+          group that is not finished have length -1.
         """
         base = self.models.base
         if temperature == sampling_options(self.config)["temperature"]:
@@ -193,7 +193,7 @@ class Programs:
             prompts=prompts,
             seed=seed,
             step=step,
-            kept=kept,
+            rollout_state=rollout_state,
             temperature=temperature,
             group_size=group_size,
         )
@@ -281,7 +281,7 @@ class Programs:
             reference = reference.replace(params=ref_params)
         return self._models.replace(reference=reference).with_base(base).with_trained(trained)
 
-    def _generate(self, policy, base, prompts: PromptBatch, seed, step, kept, *, temperature, group_size):
+    def _generate(self, policy, base, prompts: PromptBatch, seed, step, rollout_state, *, temperature, group_size):
         config, batch, prompt_rows = self.config, prompts, prompts.rows
         policy = self._with_params({"policy": policy}, base).policy
         key, mesh = jax.random.fold_in(update_key(seed, step), 0), self.context.mesh
@@ -294,11 +294,13 @@ class Programs:
 
         options = {"group": rows_per_prompt, "dtype": dtype, "decoding": decoding_of(config, mesh)}
         keys = expected = None
-        if kept is not None and kept.response_lengths is not None:
-            expected = partial_rollouts.expected_lengths(kept.response_lengths, prompt_rows, config.response_length)
+        if rollout_state is not None and rollout_state.response_lengths is not None:
+            expected = partial_rollouts.expected_lengths(
+                rollout_state.response_lengths, prompt_rows, config.response_length
+            )
             expected = jnp.repeat(expected, group_size)
-        if kept is not None and kept.unfinished is not None:
-            unfinished = kept.unfinished
+        if rollout_state is not None and rollout_state.unfinished is not None:
+            unfinished = rollout_state.unfinished
             keys = partial_rollouts.row_keys(key, rows, unfinished)
             if rows_per_prompt < group_size:
                 unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
@@ -320,9 +322,9 @@ class Programs:
         rows, expected = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected))
         rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
         rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
-        if kept is None:
+        if rollout_state is None:
             return rollout, None
-        return partial_rollouts.keep(kept, rollout, prompt_rows, keys, group_size, mesh)
+        return partial_rollouts.keep(rollout_state, rollout, prompt_rows, keys, group_size, mesh)
 
     def _experience(self, trained, base, ref_params, scored: ScoredRollout, kl_coef):
         models = self._with_params(trained, base, ref_params)

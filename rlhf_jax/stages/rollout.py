@@ -121,10 +121,10 @@ class RolloutStage(Stage):
             self.messages.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
-        kept = partial_rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
-        if kept is not None:
-            kept = self.weights.place(kept, partial_rollouts.layout(kept, self.mesh))
-            self.state = self.state.replace(rollout=kept)
+        rollout_state = partial_rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
+        if rollout_state is not None:
+            rollout_state = self.weights.place(rollout_state, partial_rollouts.layout(rollout_state, self.mesh))
+            self.state = self.state.replace(rollout=rollout_state)
 
     def _build(self, optimizer) -> None:
         """Programs, and what calls them."""
@@ -177,22 +177,22 @@ class RolloutStage(Stage):
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
         placed, group_size = programs.place(prompts), self.group_size
-        rollout, kept = programs.generate(
+        rollout, rollout_state = programs.generate(
             state.params["policy"],
             placed,
             seed=state.seed,
             step=state.step,
             group_size=group_size,
-            kept=state.rollout,
+            rollout_state=state.rollout,
         )
-        state, rollout = state.replace(rollout=kept), clock.wait("generate", rollout)
+        state, rollout = state.replace(rollout=rollout_state), clock.wait("generate", rollout)
 
         tick()
         self.phase = "score"
         rows = np.repeat(prompts.rows, group_size)
         present = None
         if config.rollout_max_steps is not None:
-            present = np.repeat(~sharding.fetch(kept.unfinished.held), group_size)
+            present = np.repeat(~sharding.fetch(rollout_state.unfinished.held), group_size)
         scored = self.scorer.score(
             rollout, self.train_data, rows, group=group_size, state=programs.trainer_state(step), present=present
         )
@@ -239,8 +239,8 @@ class RolloutStage(Stage):
     def _prompts_that_go_on(self, state: TrainState) -> PromptBatch:
         """The host's batch of an update whose places may hold unfinished responses."""
         unfinished = state.rollout.unfinished
-        known = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
-        rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**known))
+        held = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
+        rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**held))
         return self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
 
     # --- between updates
@@ -303,7 +303,12 @@ class RolloutStage(Stage):
             shape = self.train_data.images.batch([0])
             images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), shape)
         prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p), images)
-        options = {"seed": state.seed, "step": state.step, "group_size": self.group_size, "kept": state.rollout}
+        options = {
+            "seed": state.seed,
+            "step": state.step,
+            "group_size": self.group_size,
+            "rollout_state": state.rollout,
+        }
         rollout, _ = programs.generate(state.params["policy"], prompts, **options)
         self.scorer.programs(build, rollout, self.group_size)
         scored = Scored(

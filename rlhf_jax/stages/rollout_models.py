@@ -61,7 +61,7 @@ def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows)
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, source = context.config, policy_source(context.config)
     messages = [open_models.attention_message(config)]
-    images = any(open_models.wants_images(source, one, (own.prompt_column,)) for one, own in rows.sets)
+    images = any(open_models.wants_images(source, one, (columns.prompt_column,)) for one, columns in rows.sets)
     policy, tokenizer, _ = open_models.open_on_mesh(
         context,
         source,
@@ -359,8 +359,8 @@ def load_reference(context: StageContext, opened: OpenedModels, policy: Params, 
         revision = config.ref_model_revision
         return context.weights.load(reference, config.ref_model_path, "causal", revision, cast_on_load)
     if config.use_peft:
-        own = opened.adapters.reference
-        return {} if own is None else context.place_params(reference, own[1])
+        adapter = opened.adapters.reference
+        return {} if adapter is None else context.place_params(reference, adapter[1])
     return context.weights.copy(reference, opened.policy.split_frozen(policy)[0], dtype)
 
 

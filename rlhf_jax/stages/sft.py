@@ -48,7 +48,7 @@ class SFTTask(Task):
     def has_images(self, config, rows: data.TrainingRows) -> bool:
         """As `open_models.wants_images`."""
         source = Source(config.model_name_or_path, config.model_revision, config.scratch_model)
-        columns = [(own.prompt_column, own.completion_column, demonstrations.MESSAGES) for _, own in rows.sets]
+        columns = [(one.prompt_column, one.completion_column, demonstrations.MESSAGES) for _, one in rows.sets]
         return any(wants_images(source, one, names) for (one, _), names in zip(rows.sets, columns, strict=True))
 
     def load_data(self, config, model, tokenizer, rows, eval_dataset):

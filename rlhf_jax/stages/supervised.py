@@ -262,8 +262,8 @@ class SupervisedStage(Stage):
             shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding)
 
-        given = self.state, self.network
-        build("update", self.update_step, *given, jax.tree.map(rows, batch), resident=given)
+        resident = self.state, self.network
+        build("update", self.update_step, *resident, jax.tree.map(rows, batch), resident=resident)
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""
