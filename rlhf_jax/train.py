@@ -200,8 +200,8 @@ def train_stage(
         return Result(config.run_dir, {}, {})
 
     # --- a finished stage is not run again
-    rounding = () if config.depends_on_micro_batching else diff.ROUNDING  # may change where it changes rounding alone
-    claim = (config.run_dir, options, config.resume, (*diff.MAY_DIFFER, *rounding), config.override_resume)
+    may_change = diff.may_change(rounding=not config.depends_on_micro_batching)
+    claim = (config.run_dir, options, config.resume, may_change, config.override_resume)
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
         log(f"{name}: {config.run_dir} is finished (update {finished['step']}); nothing to do")
@@ -408,8 +408,7 @@ def device_count(config: Config) -> int:
 
 def saved_options(config: StageConfig) -> dict[str, Any]:
     """The options of a stage that its folder keeps."""
-    options = json.loads(config_files.to_json(config))
-    return {option: value for option, value in options.items() if option not in diff.NOT_KEPT}
+    return diff.in_config_json(json.loads(config_files.to_json(config)))
 
 
 def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> None:

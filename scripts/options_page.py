@@ -24,6 +24,7 @@ from rlhf_jax.config.dataclasses import GroupConfig
 from rlhf_jax.config.help import Option, inherited, options_of
 from rlhf_jax.config.presets import PRESETS
 from rlhf_jax.evaluate.options import EvaluateConfig
+from rlhf_jax.option import metadata
 
 INTRODUCTION = """# Options
 
@@ -32,6 +33,9 @@ Every option of `rlhf-jax train` and `rlhf-jax evaluate`. On the command line `-
 of that config, `--help` those that are used often, in a line each. Booleans are `--name true` and `--name false`, or
 `--name` and `--no_name`; lists are separated by spaces or commas; dicts are JSON. TRL's other names:
 [migrating.md](migrating.md).
+
+"resume" is what a resume may change: **free**: the option does not change what a run computes, or only what happens
+when it fails; **rounding**: it changes results by rounding alone; the others need `--override_resume true`.
 
 Written by `python scripts/options_page.py > docs/options.md`.
 """
@@ -73,7 +77,8 @@ def page() -> str:
         lines += [f"## {title}", "", f"`{config.__name__}`: {' '.join(config.__doc__.split())}", ""]
         for section, options in itertools.groupby(options_of(config), key=lambda option: option.section):
             lines += [f"### {title}: {section}", ""] if section else []
-            lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
+            names = ["option", "type", "default", *(["resume"] if issubclass(config, StageConfig) else []), "meaning"]
+            lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
             lines += [row(config, option) for option in options]
             lines.append("")
         lines += preset_lines() if config is GRPOConfig else []
@@ -102,7 +107,10 @@ def row(config: type, option: Option) -> str:
     above = inherited(config, option.name)
     meaning = option.meaning or (f"Overrides the default above: {above.meaning}" if above else "")
     kind = values.describe_type(values.field_types(config)[option.name]).partition(" (on the")[0]
-    cells = (f"`{option.name}`", kind, default_of(config, option.name), meaning)
+    known = metadata(config, option.name)
+    resume = {"fixed": "", "free": "free", "rounding": "rounding"}[known.resume] if known.in_config_json else "free"
+    cells = [f"`{option.name}`", kind, default_of(config, option.name), meaning]
+    cells[3:3] = [resume] if issubclass(config, StageConfig) else []
     return f"| {' | '.join(map(cell, cells))} |"
 
 

@@ -56,7 +56,7 @@ OWNERS = {  # an outside thing, and the files that may touch it
 }
 FLOORS = [  # a room imports from its own floor's rooms below it alone: lower floors first
     ("utils",),
-    ("errors", "types"),
+    ("errors", "option", "types"),
     ("advantages", "losses", "generate", "parallel", "storage"),
     ("models", "data", "metrics"),
     ("algorithms",),

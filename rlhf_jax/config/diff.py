@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
+from rlhf_jax.config.dataclasses import options_metadata
 from rlhf_jax.config.removed import is_removed
-from rlhf_jax.parallel import multihost
-
-# Not in config.json: how processes connect is not a property of the run, and differs between its processes.
-NOT_KEPT = (*multihost.OPTIONS, "topology")
-# Options that do not change what a run computes, or only what happens when it fails.
-MAY_DIFFER = (
-    *("run_dir", "resume", "override_resume", "dry_run", "max_minutes", "save_*"),
-    *("logging_steps", "report_to", "run_name", "project", "push_to_hub", "hub_*", "num_completions_to_print"),
-    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
-    *("dataset_num_proc", "on_nonfinite", "max_nonfinite", "alarm_*", "early_stop"),
-)
-# Options that change where and in which parts results are computed: equal up to rounding.
-ROUNDING = ("mesh_*", "micro_batch_*", "rollout_batch_size", "gradient_checkpointing*", "offload_frozen")
-ROUNDING += ("deterministic", "attn_implementation", "decode_shrink", "draft", "draft_tokens")
-
-# Options that name files or folders, or something on the hub.
-PATHS = ("*_path", "*dataset_name", "datasets", "adapters", "more_reward_models", "reward_funcs")
 
 
-def matches(name: str, patterns: Sequence[str] = MAY_DIFFER) -> bool:
-    """Whether an option matches one of `patterns`, in which `*` matches anything."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def may_change(rounding: bool = False) -> frozenset[str]:
+    """The options that a resume may change: those that do not change what a run computes, or only what happens when it
+    fails; with `rounding` also those that change it up to rounding."""
+    allowed = ("free", "rounding") if rounding else ("free",)
+    return frozenset(name for name, option in options_metadata().items() if option.resume in allowed)
+
+
+def in_config_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that are no property of a run."""
+    known = options_metadata()
+    return {name: value for name, value in options.items() if name not in known or known[name].in_config_json}
+
+
+def is_path(name: str) -> bool:
+    """Whether an option names files, folders or something on the hub."""
+    known = options_metadata()
+    return name in known and known[name].path
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -47,25 +44,26 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(
     old: dict[str, Any],
     new: dict[str, Any],
-    may_differ: Sequence[str] = MAY_DIFFER,
+    may_differ: Collection[str] | None = None,
     same_files: Callable[[Any, Any], bool] = operator.eq,
 ) -> list[str]:
     """The options in which two configs differ, one line each: 'name: old -> new'.
 
     Args:
       old, new: configs as dicts, nested or not.
-      may_differ: options to ignore; `*` matches anything.
-      same_files: (old value, new value) of an option of `PATHS` -> whether both name the same files.
+      may_differ: options to ignore; None: those of `may_change`.
+      same_files: (old value, new value) of an option that is a path -> whether both name the same files.
 
     Returns:
       Lines in the order of the new config; options that only the old one has come last.
     """
+    may_differ = may_change() if may_differ is None else may_differ
     old, new = flatten(old), flatten(new)
     lines = []
     for name in dict.fromkeys([*new, *old]):
-        if matches(name.split(".")[-1], may_differ):
+        if name.split(".")[-1] in may_differ:
             continue
-        if name in old and name in new and matches(name, PATHS) and same_files(old[name], new[name]):
+        if name in old and name in new and is_path(name.split(".")[-1]) and same_files(old[name], new[name]):
             continue
         if name not in new and is_removed(name.split(".")[-1], old[name]):
             continue

@@ -15,35 +15,8 @@ from typing import Any
 
 from rlhf_jax.config.dataclasses import STAGES, Pipeline, PolicyConfig
 from rlhf_jax.config.values import describe_type, field_ranges, field_types
+from rlhf_jax.option import metadata
 
-RARE = frozenset(
-    """
-    override_resume deterministic run_name project hub_model_id hub_private_repo save_minutes save_total_limit
-    metric_for_best_model greater_is_better load_best_model_at_end eval_on_start model_revision attn_implementation
-    gradient_checkpointing_policy use_rslora lora_dropout modules_to_save export_merged dataset_config dataset_revision
-    dataset_streaming chat_template_kwargs on_bad_row length_buckets lr_scheduler_kwargs adam_beta1 adam_beta2
-    adam_epsilon adam_mu_dtype weight_decay_on max_nonfinite num_processes process_id max_eval_samples
-    eval_packing early_stopping_patience normalize_samples score_init_std margin_column
-    ref_model_revision start_adapter adapters model_adapter_name ref_adapter_name reward_model_revision
-    reward_ensemble_std_coef reward_input reward_text_eos reward_timeout reward_server_timeout
-    reward_server_total_timeout reward_server_retries reward_server_batch_size reward_server_concurrency
-    reward_server_token_env reward_failure decode_slots decode_longest_first decode_shrink draft draft_tokens
-    kv_cache_dtype rollout_max_steps micro_batch_tokens offload_frozen shuffle_dataset min_p repetition_penalty
-    suppress_unused_ids generation_kwargs stop_token_id eos_penalty_mode old_logprobs alarm_kl_below alarm_kl_above
-    alarm_first_ratio alarm_first_ratio_bfloat16 alarm_reward_std alarm_eos_share alarm_unused_ids
-    alarm_length_growth alarm_length_collapse
-    num_completions_to_print log_unique_prompts value_model_revision lora_value critic_warmup_steps kl_horizon
-    kl_loss_estimator dual_clip value_lam adaptive_lam_alpha whiten_ddof score_position loss_aggregation
-    lr_scheduler_unit num_generations_eval shared_prompts reshuffle sync_ref_model ref_model_mixup_alpha
-    ref_model_sync_steps advantage_epsilon baseline_excludes_truncated multi_objective_aggregation
-    use_bias_correction_kl delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg
-    vespo_lambda_neg off_policy_mask_threshold use_adaptive_entropy entropy_coef_min entropy_coef_max
-    entropy_coef_delta entropy_target importance_sampling_mode importance_sampling_clip_min
-    importance_sampling_clip_max ref_model_revision query_overflow judge_timeout judge_retries judge_concurrency
-    judge_kwargs judge_api_key_env bootstrap_resamples calibration_bins pairs_split
-    """.split()
-)
-"""Options that `--help` leaves out unless the config sets them."""
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
 _FLAG_WIDTH = 40
 
@@ -176,7 +149,7 @@ def _differs(config: Any, name: str) -> bool:
 
 
 def _hidden(config: Any, name: str) -> bool:
-    return name in RARE and not _differs(config, name)
+    return metadata(type(config), name).rare and not _differs(config, name)
 
 
 def _lines(option: Option, config: Any, prefix: str, everything: bool) -> Iterator[str]:

@@ -17,6 +17,7 @@ from rlhf_jax.config.values import (
     Range,
 )
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import option
 from rlhf_jax.utils.text import has_password
 
 PROG = "rlhf-jax evaluate"
@@ -39,9 +40,9 @@ class EvaluateConfig:
     # --- processes
     distributed: str = "auto"
     """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
-    num_processes: int | None = None
+    num_processes: int | None = option(None, rare=True)
     """With HOST:PORT: number of processes; default: JAX_NUM_PROCESSES in the environment."""
-    process_id: int | None = None
+    process_id: int | None = option(None, rare=True)
     """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
 
     # --- policies
@@ -50,7 +51,7 @@ class EvaluateConfig:
     rewards and options."""
     model: str | None = None
     """Policy to evaluate: checkpoint folder, run folder or hub name; default: that of run_dir."""
-    model_revision: str | None = None
+    model_revision: str | None = option(None, rare=True)
     """Hub revision of the policy."""
     tokenizer_name_or_path: str | None = None
     """Tokenizer, if the policy has none; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
@@ -59,20 +60,20 @@ class EvaluateConfig:
     default: reference and ref_model, if available."""
     ref_model_path: str | None = None
     """Reference model of the KL; default: the model that the run started from."""
-    ref_model_revision: str | None = None
+    ref_model_revision: str | None = option(None, rare=True)
     """Hub revision of the reference model."""
 
     # --- prompts
     data: str | None = None
     """Held-out prompts: hub name, local file or folder, 'synthetic' or 'arithmetic'; default: the run's evaluation
     data."""
-    dataset_config: str | None = None
+    dataset_config: str | None = option(None, rare=True)
     """Configuration of the data set on the hub."""
-    dataset_revision: str | None = None
+    dataset_revision: str | None = option(None, rare=True)
     """Hub revision of the data set."""
     split: str = "validation"
     """Split of data."""
-    max_eval_samples: PositiveInt | None = None
+    max_eval_samples: PositiveInt | None = option(None, rare=True)
     """Maximum number of prompts (and pairs); default: the run's, or 256."""
     prompt_column: str | None = None
     """Column with the prompt."""
@@ -80,12 +81,12 @@ class EvaluateConfig:
     """Column with the reference answer."""
     query_length: PositiveInt | None = None
     """Maximum prompt length in tokens."""
-    query_overflow: Literal["truncate", "drop"] | None = None
+    query_overflow: Literal["truncate", "drop"] | None = option(None, rare=True)
     """Prompts of more than query_length tokens: truncate drops the last paragraphs of a TL;DR post, keeps the last
     query_length tokens of another text, and drops conversations; drop drops the row."""
-    on_bad_row: Literal["raise", "skip"] | None = None
+    on_bad_row: Literal["raise", "skip"] | None = option(None, rare=True)
     """A row with a missing, mistyped or empty field: stop with an error, or skip and count it."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = option(None, rare=True)
     """Arguments for the tokenizer's chat template, if prompts are conversations."""
 
     # --- responses
@@ -99,9 +100,9 @@ class EvaluateConfig:
     """Sample from the k most likely tokens; 0: all."""
     top_p: TopP | None = None
     """Sample from the smallest set of most likely tokens with this probability (nucleus); 1: all."""
-    min_p: Fraction | None = None
+    min_p: Fraction | None = option(None, rare=True)
     """Exclude tokens with a probability below this share of the most likely token's."""
-    repetition_penalty: PositiveFloat | None = None
+    repetition_penalty: PositiveFloat | None = option(None, rare=True)
     """Divide (multiply) positive (negative) logits of tokens that occurred; 1: off."""
     stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = None
     """Token ids that end a response; generation_config: those of the policy's generation_config.json."""
@@ -115,23 +116,23 @@ class EvaluateConfig:
     # --- rewards
     reward_model_path: str | None = None
     """Reward model; also evaluated on pairs."""
-    reward_model_revision: str | None = None
+    reward_model_revision: str | None = option(None, rare=True)
     """Hub revision of the reward model."""
     more_reward_models: tuple[str, ...] | None = None
     """Further reward models."""
     reward_ensemble: Literal["sum", "mean", "min", "mean_minus_std"] | None = None
     """Several reward models: separate weighted rewards, or one reward by their mean, minimum, or mean - std."""
-    reward_input: Literal["auto", "ids", "text"] | None = None
+    reward_input: Literal["auto", "ids", "text"] | None = option(None, rare=True)
     """Input of reward models: the sampled ids, or text in their own tokenizer; auto: ids if the tokenizers agree."""
     reward_funcs: tuple[str, ...] | None = None
     """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's."""
     reward_weights: tuple[float, ...] | None = None
     """Weights of the rewards in the score, in the order models, functions, server; default: 1 each."""
-    reward_timeout: PositiveFloat | None = None
+    reward_timeout: PositiveFloat | None = option(None, rare=True)
     """Timeout in seconds for a call of a Python reward or judge function."""
     reward_server: str | None = None
     """URL of a reward server; its other options are those of the run."""
-    reward_server_token_env: str | None = None
+    reward_server_token_env: str | None = option(None, rare=True)
     """Environment variable with the reward server's bearer token."""
 
     # --- judges
@@ -141,17 +142,17 @@ class EvaluateConfig:
     """Base URL of an OpenAI-compatible API, as http://localhost:8000/v1, of a chat model that judges in both orders."""
     judge_model: str | None = None
     """Name of the judge model in the API."""
-    judge_api_key_env: str = "RLHF_JAX_JUDGE_API_KEY"
+    judge_api_key_env: str = option("RLHF_JAX_JUDGE_API_KEY", rare=True)
     """Environment variable with the API key, if one is needed; the key is not an option and is never written."""
     judge_prompt: str | None = None
     """File with the judge's prompt: {prompt}, {answer_a}, {answer_b}; replies need [[A]], [[B]] or [[C]] (tie)."""
-    judge_kwargs: dict[str, Any] | None = None
+    judge_kwargs: dict[str, Any] | None = option(None, rare=True)
     """Further request fields; default: temperature 0, max_tokens 512. null removes a field."""
-    judge_timeout: PositiveFloat = 60.0
+    judge_timeout: PositiveFloat = option(60.0, rare=True)
     """Timeout in seconds for a request to the judge."""
-    judge_retries: NonNegativeInt = 5
+    judge_retries: NonNegativeInt = option(5, rare=True)
     """Retries after a connection error, a timeout, status 429 or 5xx."""
-    judge_concurrency: PositiveInt = 8
+    judge_concurrency: PositiveInt = option(8, rare=True)
     """Concurrent requests to the judge."""
 
     # --- statistics
@@ -159,13 +160,13 @@ class EvaluateConfig:
     """ROUGE of the answers against the reference answers (needs the extra rouge)."""
     best_of_n: tuple[int, ...] = ()
     """Values of n for the expected reward of the best of n responses, as 1,2,4,8."""
-    bootstrap_resamples: Annotated[int, Range("at least 100", lambda v: v >= 100)] = 2000
+    bootstrap_resamples: Annotated[int, Range("at least 100", lambda v: v >= 100)] = option(2000, rare=True)
     """Bootstrap resamples for 95 % intervals."""
 
     # --- the reward model on pairs
     pairs: str | None = None
     """Preference pairs to evaluate the reward model on; default: the evaluation pairs of a pipeline or reward run."""
-    pairs_split: str = "validation"
+    pairs_split: str = option("validation", rare=True)
     """Split of pairs."""
     chosen_column: str | None = None
     """Column with the preferred completion."""
@@ -173,13 +174,13 @@ class EvaluateConfig:
     """Column with the other completion."""
     max_length: PositiveInt | None = None
     """Maximum length of prompt + completion; longer pairs are dropped. Default for pairs: the model's context."""
-    calibration_bins: PositiveInt = 10
+    calibration_bins: PositiveInt = option(10, rare=True)
     """Confidence bins from 0.5 to 1 for the expected calibration error."""
 
     # --- output
     output_dir: str | None = None
     """Folder of evaluation.json and samples.jsonl; default: RUN_DIR/evaluation, or runs/evaluation."""
-    num_completions_to_print: NonNegativeInt | None = 3
+    num_completions_to_print: NonNegativeInt | None = option(3, rare=True)
     """Prompts printed with answers side by side; None: all. samples.jsonl has all."""
 
 

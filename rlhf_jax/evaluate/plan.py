@@ -172,7 +172,7 @@ def _relocated(config: StageConfig, folder: str) -> StageConfig:
     paths = Relocation(config.run_dir or folder, folder)
     changed: dict[str, Any] = {"run_dir": folder}
     for name, value in vars(config).items():
-        if isinstance(value, str) and diff.matches(name, diff.PATHS) and not storage.exists(value):
+        if isinstance(value, str) and diff.is_path(name) and not storage.exists(value):
             if storage.exists(place := paths.find(value)):
                 changed[name] = place
     return dataclasses.replace(config, **changed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.config.diff import MAY_DIFFER, matches
+from rlhf_jax.config.diff import may_change
 from rlhf_jax.report.read_run import Run
 
 MAX_POINTS = 600
@@ -125,7 +125,7 @@ def group_by_config(runs: Sequence[Run]) -> list[Group]:
 
 
 def _config_key(run: Run, options: dict[str, Any]) -> str:
-    same = {name: value for name, value in options.items() if name != "seed" and not matches(name, MAY_DIFFER)}
+    same = {name: value for name, value in options.items() if name not in {"seed", *may_change()}}
     return json.dumps([run.stage, same], sort_keys=True, default=str)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 
-from rlhf_jax.config.diff import matches
+from rlhf_jax.config.diff import may_change
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import printable, redact_queries, short_number
 
@@ -127,8 +127,8 @@ def model_card(
         base_model=base_model if _on_hub(base_model) else None,
         datasets=[name for name in names if _on_hub(name)] or None,
     )
-    # Without options that do not affect the model (folders, logging).
-    chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and not matches(k)}
+    changeable = may_change()  # they do not affect the model (folders, logging)
+    chosen = {k: v for k, v in config.items() if v is not None and k != "stage" and k not in changeable}
     options = [f"| {k} | `{_cell(v)}` |" for k, v in chosen.items()]
     numbers = [f"| {k} | {short_number(v)} |" for k, v in metrics.items() if isinstance(v, (int, float))]
     curve_rows = [

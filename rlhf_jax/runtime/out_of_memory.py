@@ -9,20 +9,10 @@ from collections.abc import Callable, Iterator
 import jax
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import metadata
 
-# Options that lower the memory of a phase, the cheapest first.
-_ACTIVATIONS = ("micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "length_buckets", "dtype")
-_ROWS = ("rollout_batch_size", "decode_slots")
+PHASES = ("loading", "generate", "score", "experience", "update", "evaluation")
 _QUANTIZED = ("load_in_8bit", "load_in_4bit")
-_WEIGHTS = ("mesh_fsdp", "adam_mu_dtype", "offload_frozen", *_QUANTIZED)
-LOWERS = {
-    "loading": ("mesh_fsdp", "mesh_tensor", "dtype", "adam_mu_dtype", "offload_frozen", *_QUANTIZED),
-    "generate": (*_ROWS, "mesh_fsdp", "mesh_tensor", "offload_frozen", "dtype", *_QUANTIZED),
-    "score": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "offload_frozen", "dtype"),
-    "experience": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "offload_frozen", "dtype"),
-    "update": (*_ACTIVATIONS, *_WEIGHTS),
-    "evaluation": ("rollout_batch_size", "micro_batch_size", "micro_batch_tokens", "batch_size", "dtype"),
-}
 
 
 class OutOfMemory(UserError):
@@ -35,7 +25,7 @@ def translate_errors(config, phase: Callable[[], str]) -> Iterator[None]:
 
     Args:
       config: of the stage.
-      phase: returns the current phase, a key of `LOWERS`.
+      phase: returns the current phase, one of `PHASES`.
     """
     try:
         yield
@@ -50,7 +40,7 @@ def message(config, phase: str, error: str) -> str:
 
     Args:
       config: of the stage.
-      phase: a key of `LOWERS`.
+      phase: one of `PHASES`.
       error: XLA's message.
     """
     request = re.search(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+)\s*(bytes|[KMGT]i?B)?", error)
@@ -70,5 +60,6 @@ def lowers(config, phase: str) -> list[str]:
     no_help = set() if config.use_peft else set(_QUANTIZED)
     no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
     no_help |= {"micro_batch_size"} if getattr(config, "micro_batch_tokens", None) is not None else set()
-    names = [name for name in LOWERS[phase] if hasattr(config, name) and name not in no_help]
-    return [f"{name} (now {getattr(config, name)})" for name in names]
+    lowering = {name: metadata(type(config), name).lowers for name in vars(config) if name not in no_help}
+    names = sorted((name for name in lowering if phase in lowering[name]), key=lambda name: lowering[name][phase])
+    return [f"{name} (now {vars(config)[name]})" for name in names]

@@ -20,13 +20,13 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from rlhf_jax import storage
-from rlhf_jax.config.diff import MAY_DIFFER, differences
+from rlhf_jax.config.diff import differences
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.parallel import multihost
@@ -119,7 +119,7 @@ class RunFolder:
         run_dir: str,
         config: dict[str, Any],
         resume: str = "auto",
-        may_differ: Sequence[str] = MAY_DIFFER,
+        may_differ: Collection[str] | None = None,
         override: bool = False,
         inputs: dict[str, str] | None = None,
     ) -> RunFolder:
@@ -346,7 +346,7 @@ def _write_errors(path: str):
         raise UserError(f"--run_dir {path} cannot be written: {error}. Choose another folder") from error
 
 
-def changes(run_dir: str, config: dict[str, Any], may_differ: Sequence[str] = MAY_DIFFER) -> list[str]:
+def changes(run_dir: str, config: dict[str, Any], may_differ: Collection[str] | None = None) -> list[str]:
     """Options in which a config differs from that of the run in a folder, a line each; see `differences`."""
     folder = RunFolder(storage.absolute(run_dir))
     if not storage.exists(folder.config) or not folder.has_progress():
@@ -377,7 +377,7 @@ def check(
     run_dir: str,
     config: dict[str, Any],
     resume: str = "auto",
-    may_differ: Sequence[str] = MAY_DIFFER,
+    may_differ: Collection[str] | None = None,
     override: bool = False,
 ) -> dict[str, Any] | None:
     """Checks whether a run may use a folder; writes nothing.

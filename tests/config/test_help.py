@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_jax.config import STAGES, Pipeline, RLOOConfig, command_line, help, values
 from rlhf_jax.config import files as config_files
-from rlhf_jax.evaluate.options import EvaluateConfig
+from rlhf_jax.option import metadata
 
 SHIPPED = list(config_files.shipped_configs())
 
@@ -48,7 +48,8 @@ def test_help_of_a_config_has_a_line_for_each_option_that_is_not_rare(spec, widt
     (policy, config), *_ = [*stages_of(spec).items()][::-1]  # of a pipeline its last stage; others have fewer lines
     pipelines = values.field_types(Pipeline) if policy else {}
     for name in values.field_types(type(config)):
-        hidden = name in help.RARE and getattr(config, name) == getattr(type(config)(), name)
+        rare = metadata(type(config), name).rare
+        hidden = rare and getattr(config, name) == getattr(type(config)(), name)
         assert (f"{policy}{name}" in flags) == (not hidden and name not in pipelines), name
     for line in text.splitlines():
         assert len(line) <= width or not line.endswith("..."), line
@@ -72,9 +73,7 @@ def test_an_algorithms_own_options_come_first(capsys, monkeypatch):
     assert any(re.fullmatch(r"  --kl_coef 0.05 +Coefficient of the KL penalty in the reward", line) for line in lines)
 
 
-def test_rare_options_exist_and_are_shown_where_a_config_sets_them():
-    known = {name for config in (*STAGES.values(), EvaluateConfig) for name in values.field_types(config)}
-    assert help.RARE <= known
+def test_rare_options_are_shown_where_a_config_sets_them():
     assert "--reshuffle" not in help.text(RLOOConfig(), "x")
     assert "--reshuffle per_epoch " in help.text(RLOOConfig(reshuffle="per_epoch"), "x")
 

@@ -36,7 +36,7 @@ CONFIG = RLOOConfig(
 )
 
 
-@pytest.mark.parametrize("phase", out_of_memory.LOWERS)
+@pytest.mark.parametrize("phase", out_of_memory.PHASES)
 @pytest.mark.parametrize("config", [SFTConfig(), PPOConfig()], ids=["sft", "ppo"])
 def test_every_option_that_is_named_is_one_of_the_stage(phase, config):
     said = out_of_memory.message(config, phase, XLA)
