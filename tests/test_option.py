@@ -31,9 +31,7 @@ def test_what_is_declared_is_what_help_resumes_hints_and_documents_say(stage, na
         assert bool(refused) == (known.resume == "fixed" or (known.resume == "rounding" and not rounding))
     assert (name in diff.in_config_json(before)) == known.in_config_json
     assert set(known.lowers) <= set(out_of_memory.PHASES)
-    base = next(
-        owner for owner in reversed(STAGES[stage].__mro__) if name in getattr(owner, "__dataclass_fields__", {})
-    )
+    owners = [owner for owner in STAGES[stage].__mro__ if name in getattr(owner, "__dataclass_fields__", {})]
     section = PAGE.split(f"`{owners[-1].__name__}`: ")[1].split("\n## ")[0]
     (row,) = re.findall(rf"^\| `{name}` \| .*$", section, re.M)
     marks = {"free": "| free |", "rounding": "| rounding |", "fixed": "|  |"}

@@ -49,7 +49,7 @@ def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Opt
       steps_per_update: optimizer steps of an update.
     """
     rate, value_rate = make_schedule(config, total_updates, steps_per_update), None
-    if getattr(config, "value_learning_rate", None) is not None:
+    if config.value_learning_rate is not None:
         value_rate = make_schedule(config, total_updates, steps_per_update, config.value_learning_rate)
     transformation = optax.chain(scale_by_adamw(config, steps_per_update), scale_by_learning_rate(rate, value_rate))
     return Optimizer(transformation, rate, keeps_finite=True, value_learning_rate=value_rate)
@@ -69,7 +69,7 @@ def scale_by_adamw(config, steps_per_update: int = 1) -> optax.GradientTransform
     if config.weight_decay:
         which = config.weight_decay_on
         adamw.append(optax.add_decayed_weights(config.weight_decay, mask=lambda p: _decayed(p, which)))
-    warmup = getattr(config, "critic_warmup_steps", 0)
+    warmup = config.critic_warmup_steps
     if warmup:
         late = start_at(optax.chain(*adamw), warmup * steps_per_update)
         adamw = [optax.partition({"policy": late, "critic": optax.chain(*adamw)}, _labels)]
@@ -107,7 +107,7 @@ def make_schedule(
     The rate changes from update to update, as in TRL's PPO; with lr_scheduler_unit 'optimizer_step' it changes from
     optimizer step to optimizer step, as in its RLOO.
     """
-    if getattr(config, "lr_scheduler_unit", "update") == "update":
+    if config.lr_scheduler_unit == "update":
         return lambda step: learning_rate(config, step // steps_per_update, total_updates, peak)
     return lambda step: learning_rate(config, step, total_updates * steps_per_update, peak)
 

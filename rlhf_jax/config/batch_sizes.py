@@ -35,7 +35,7 @@ def check_devices(config: StageConfig, n_devices: int) -> None:
         rows["rollout_batch_size"] = counts.rollout_batch
         _check_tokens(config, data * fsdp)
     # With shared prompts a prompt and all its responses are on one device, so devices divide prompts.
-    group = counts.generations if getattr(config, "shared_prompts", False) else 1
+    group = counts.generations if config.shared_prompts else 1
     for name, count in rows.items():
         if count % (group * data * fsdp):
             prompts = f" / num_generations {group}" if group > 1 else ""
@@ -51,7 +51,7 @@ def _check_tokens(config: PolicyConfig, row_shards: int) -> None:
     """Raise UserError if micro_batch_tokens are fewer than one row, or one group of responses, of each device."""
     if config.micro_batch_tokens is None:
         return
-    together = getattr(config, "computes_groups", False)
+    together = config.computes_groups
     group = config.num_generations if together else 1
     needed = row_shards * (config.query_length + group * config.response_length)
     if config.micro_batch_tokens >= needed:
@@ -104,9 +104,9 @@ def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmet
     max_steps updates, or ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
     """
     batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)
-    minibatch, generations = batch, getattr(config, "num_generations", 1)
+    minibatch, generations = batch, config.num_generations
     if is_policy:
-        minibatch, epochs = batch // getattr(config, "num_mini_batches", 1), config.epochs_per_update
+        minibatch, epochs = batch // config.num_mini_batches, config.epochs_per_update
         requested = config.total_episodes
     else:
         requested = config.max_steps * batch if config.max_steps > 0 else None
@@ -146,12 +146,12 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
     """
     if config.micro_batch_size is not None or config.depends_on_micro_batching:
         return config
-    if getattr(config, "micro_batch_tokens", None) is not None:
+    if config.micro_batch_tokens is not None:
         return config
     width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
     # A pair is two sequences; a group stays in one micro-batch.
     width *= 2 if isinstance(config, RewardConfig) else 1
-    unit = row_shards * getattr(config, "num_generations", 1)
+    unit = row_shards * config.num_generations
     most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // width
     minibatch = batch_arithmetic(config).minibatch
     fitting = [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0 and rows <= max(most, unit)]
@@ -183,7 +183,7 @@ def check_rows(config: StageConfig, n_rows: int) -> list[str]:
     if not counts.updates or not n_rows:
         raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = no data to train on.")
     warnings = []
-    per_step = getattr(config, "lr_scheduler_unit", "update") == "optimizer_step"
+    per_step = config.lr_scheduler_unit == "optimizer_step"
     length, unit = (counts.optimizer_steps, "optimizer steps") if per_step else (counts.updates, "updates")
     if config.warmup_steps and config.warmup_steps >= length:
         warnings.append(
@@ -198,11 +198,11 @@ def check_rows(config: StageConfig, n_rows: int) -> list[str]:
         warnings.append(
             f"warning: {total} = {sum(phases.values())} > {length} {unit}: the schedule is longer than the run"
         )
-    warmup = getattr(config, "critic_warmup_steps", 0)
+    warmup = config.critic_warmup_steps
     if warmup and warmup >= counts.updates:
         warnings.append(f"warning: critic_warmup_steps {warmup} >= {counts.updates} updates: the policy never learns")
     steps = counts.epochs * (counts.batch // counts.minibatch)
-    if getattr(config, "policy_loss", "clipped") == "reinforce" and steps > 1:
+    if config.policy_loss == "reinforce" and steps > 1:
         warnings.append(
             f"warning: policy_loss reinforce with {steps} optimizer steps per update (num_iterations {counts.epochs} x "
             f"num_mini_batches {counts.batch // counts.minibatch}): without a ratio later steps are off-policy"
@@ -220,7 +220,7 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
     if is_policy:
         rounds = counts.batch // counts.rollout_batch
         lines.append(f"rollout: {rounds:,} x {counts.rollout_batch:,} episodes generated and scored at a time")
-        epochs = "iterations" if hasattr(config, "num_iterations") else "epochs"
+        epochs = "iterations" if "num_iterations" in vars(config) else "epochs"
         lines.append(
             f"optimizer: {counts.epochs} {epochs} x {counts.batch // counts.minibatch} minibatches of "
             f"{counts.minibatch:,} = {counts.epochs * (counts.batch // counts.minibatch)} steps per update"

@@ -243,6 +243,37 @@ class StageConfig:
     process_id: int | None = option(None, rare=True, in_config_json=False)
     """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
 
+    # What is an option of some stages alone is neutral in the others.
+    num_mini_batches = num_generations = 1
+    response_length = 1
+    early_stopping_patience = num_sample_generations = critic_warmup_steps = 0
+    kl_coef = 0.0
+    disable_dropout = True
+    shared_prompts = assistant_only_loss = completion_only_loss = importance_sampling_correction = False
+    completion_column = "completion"
+    lr_scheduler_unit, policy_loss, start_adapter, lora_value = "update", "clipped", "auto", "full"
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """None: micro-batches are of rows."""
+
+    @property
+    def rollout_batch_size(self) -> int | None:
+        """None: there are no rollouts."""
+
+    @property
+    def value_learning_rate(self) -> float | None:
+        """None: there is no critic with a rate of its own."""
+
+    @property
+    def starting_model(self) -> str | None:
+        """The checkpoint that training starts from, where it is not scratch_model."""
+
+    @property
+    def computes_groups(self) -> bool:
+        """Whether log-probs and updates compute a prompt once for all responses to it."""
+        return False
+
     @property
     def remat(self) -> str:
         """What the backward pass recomputes: 'none', 'dots' or 'full'."""
@@ -282,6 +313,11 @@ class SFTConfig(StageConfig):
     disable_dropout: bool = False
     """Disable the model's dropout."""
 
+    @property
+    def starting_model(self) -> str | None:
+        """model_name_or_path."""
+        return self.model_name_or_path
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig(StageConfig):
@@ -313,6 +349,11 @@ class RewardConfig(StageConfig):
     """Standard deviation of a new score head; default: 1/sqrt(D + 1), as N+. Refused where the model has a head."""
     disable_dropout: bool = True
     """Disable the model's dropout."""
+
+    @property
+    def starting_model(self) -> str | None:
+        """model_name_or_path."""
+        return self.model_name_or_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,15 +543,12 @@ class PolicyConfig(StageConfig):
     # Not fields: what the trainer does where an algorithm has no option of this name.
     kl_estimator = "k1"
     mask_truncated_completions = False
-    num_mini_batches = 1
     reshuffle = "per_epoch"
-    disable_dropout = True
-    shared_prompts = False
 
     @property
-    def computes_groups(self) -> bool:
-        """Whether log-probs and updates compute a prompt once for all responses to it."""
-        return False
+    def starting_model(self) -> str | None:
+        """sft_model_path."""
+        return self.sft_model_path
 
     @property
     def epochs_per_update(self) -> int:

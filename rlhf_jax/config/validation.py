@@ -142,7 +142,7 @@ def _scratch(config: StageConfig) -> Iterator[str]:
                 f"scratch_model {config.scratch_model}: {layers} layers of width {width} with {heads} heads; "
                 "all must be at least 1, and the width divisible by the number of heads."
             )
-    start = config.sft_model_path if isinstance(config, PolicyConfig) else getattr(config, "model_name_or_path", None)
+    start = config.starting_model
     name = "sft_model_path" if isinstance(config, PolicyConfig) else "model_name_or_path"
     if start is None and config.scratch_model is None:
         yield f"{name} and scratch_model are both None: there is no model to start from."
@@ -153,11 +153,11 @@ def _scratch(config: StageConfig) -> Iterator[str]:
 def _adapters(config: StageConfig) -> Iterator[str]:
     if not config.use_peft:
         unused = ("adapters", "model_adapter_name", "ref_adapter_name", "lora_target_modules", "modules_to_save")
-        given = [name for name in (*unused, "load_in_8bit", "load_in_4bit") if getattr(config, name, None)]
-        given += ["start_adapter"] if getattr(config, "start_adapter", "auto") != "auto" else []
-        given += ["lora_value"] if getattr(config, "lora_value", "full") != "full" else []
+        given = [name for name in (*unused, "load_in_8bit", "load_in_4bit") if vars(config).get(name)]
+        given += ["start_adapter"] if config.start_adapter != "auto" else []
+        given += ["lora_value"] if config.lora_value != "full" else []
         if given:
-            yield f"{given[0]} {getattr(config, given[0])!r} needs use_peft: without it there are no adapters."
+            yield f"{given[0]} {vars(config)[given[0]]!r} needs use_peft: without it there are no adapters."
         return
     if config.load_in_8bit and config.load_in_4bit:
         yield "load_in_8bit and load_in_4bit are both set: frozen kernels have one form. Remove one of them."
@@ -184,7 +184,7 @@ def _adapters(config: StageConfig) -> Iterator[str]:
 
 
 def _batches(config: StageConfig) -> Iterator[str]:
-    batch, minibatches = config.batch_size, getattr(config, "num_mini_batches", 1)
+    batch, minibatches = config.batch_size, config.num_mini_batches
     if minibatches > batch:
         yield f"num_mini_batches {minibatches} exceeds batch_size {batch}: minibatches would be empty."
     elif batch % minibatches:
@@ -200,7 +200,7 @@ def _batches(config: StageConfig) -> Iterator[str]:
                 f"{source}{rows} rows per minibatch / micro_batch_size {micro} = {rows / micro:.4g} micro-batches; "
                 f"it must be a whole number (try micro_batch_size {_divisors(rows, micro)})."
             )
-    if getattr(config, "micro_batch_tokens", None) is not None:
+    if config.micro_batch_tokens is not None:
         if config.micro_batch_size is not None:
             yield (
                 f"micro_batch_tokens {config.micro_batch_tokens} and micro_batch_size {config.micro_batch_size} both "
@@ -211,7 +211,7 @@ def _batches(config: StageConfig) -> Iterator[str]:
                 "micro_batch_tokens with loss_aggregation 'token_mean_micro': the result would depend on which rows "
                 "share a micro-batch, and these are chosen by length. Remove one of them."
             )
-    rollout = getattr(config, "rollout_batch_size", None)
+    rollout = config.rollout_batch_size
     if rollout is not None and batch % rollout:
         yield (
             f"batch_size {batch} / rollout_batch_size {rollout} = {batch / rollout:.4g} rounds; "
@@ -447,7 +447,7 @@ def _decoding(config: PolicyConfig) -> Iterator[str]:
                 f"decode_slots {config.decode_slots} with rollout_batch_size {config.rollout_batch_size}: the rows of "
                 "a batch are one queue. Remove rollout_batch_size; micro_batch_size bounds the forward passes."
             )
-    if config.kv_cache_dtype == "int8" and not getattr(config, "importance_sampling_correction", False):
+    if config.kv_cache_dtype == "int8" and not config.importance_sampling_correction:
         if isinstance(config, GRPOConfig):
             hint = "Add importance_sampling_correction true."
         else:

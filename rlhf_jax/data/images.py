@@ -663,7 +663,7 @@ def split_rows(rows: Rows, encode: Callable[[Any], Encoded], on_bad_row: str) ->
 
 def check_one_dataset(config: Any, processor: ImageProcessor | None) -> None:
     """UserError for images of several data sets."""
-    if processor is not None and getattr(config, "datasets", None):
+    if processor is not None and config.datasets:
         raise UserError("datasets: images are read from one data set; give it as dataset_name")
 
 

@@ -185,7 +185,7 @@ def _read_object(source: Any, label: str) -> Rows:
 def text_columns_of(config: Any) -> set[str]:
     """The columns of texts that the data options of a config name."""
     options = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
-    return {getattr(config, option) for option in options if hasattr(config, option)}
+    return {value for option, value in vars(config).items() if option in options}
 
 
 def is_single_split(source: Any) -> bool:
@@ -256,7 +256,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     split = config.dataset_test_split or "validation"
     source = config.eval_dataset_name if dataset is None else dataset
     if source is None:
-        mixture = getattr(config, "datasets", None) is not None
+        mixture = config.datasets is not None
         if mixture or config.dataset_test_split is None or is_single_split(config.dataset_name):
             return {}
         hub = {"dataset_config": config.dataset_config, "dataset_revision": config.dataset_revision}

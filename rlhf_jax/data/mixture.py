@@ -41,7 +41,7 @@ def faults(config: Any) -> Iterator[str]:
         if config.datasets is not None:
             yield "datasets is empty; give a list of dicts with 'path', or leave it out."
         return
-    known = [*NAMES, *OWN, *(name for name in OPTIONS if hasattr(config, name))]
+    known = [*NAMES, *OWN, *(name for name in OPTIONS if name in vars(config))]
     for number, entry in enumerate(config.datasets, 1):
         where = f"datasets, entry {number}"
         if unknown := sorted(entry.keys() - set(known)):
@@ -138,7 +138,7 @@ def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingR
     Raises:
       UserError: see `loading.load_rows`; or a fraction leaves none of a data set's rows.
     """
-    entries = getattr(config, "datasets", None)
+    entries = config.datasets
     if dataset is not None or entries is None:
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
     configs = [config_of(config, entry) for entry in entries]

@@ -276,7 +276,7 @@ def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
         chat_template_kwargs=config.chat_template_kwargs,
-        num_proc=getattr(config, "dataset_num_proc", None),
+        num_proc=config.dataset_num_proc,
     )
 
 

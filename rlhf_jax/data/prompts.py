@@ -351,9 +351,9 @@ def prompts_from_rows(
         query_overflow=config.query_overflow,
         on_bad_row=config.on_bad_row,
         length_buckets=config.length_buckets,
-        chat_template_kwargs=getattr(config, "chat_template_kwargs", None),
-        shuffle=getattr(config, "shuffle_dataset", True),
-        num_proc=getattr(config, "dataset_num_proc", None),
+        chat_template_kwargs=config.chat_template_kwargs,
+        shuffle=config.shuffle_dataset,
+        num_proc=config.dataset_num_proc,
         processor=processor,
     )
 

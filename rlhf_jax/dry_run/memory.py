@@ -79,19 +79,20 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
     """
     # Placeholder rows in place of the data set: only their number matters, for the schedule. The two completions of a
     # pair differ, since equal ones are a bad row.
+    options = vars(config)
     texts = {"prompt_column": "a", "completion_column": "a", "chosen_column": "a", "rejected_column": "b"}
-    row = {getattr(config, column): text for column, text in texts.items() if hasattr(config, column)}
-    if getattr(config, "assistant_only_loss", False):  # its mask is an argument of the update
+    row = {options[column]: text for column, text in texts.items() if column in options}
+    if config.assistant_only_loss:  # its mask is an argument of the update
         row = {
             config.prompt_column: [{"role": "user", "content": "a"}],
             config.completion_column: [{"role": "assistant", "content": "a"}],
         }
     if _trains_on_images(config):
-        answer = getattr(config, "completion_column", None)
+        answer = options.get("completion_column")
         row = {column: [{"role": "assistant" if column == answer else "user", "content": "a"}] for column in row}
         row["image"] = _square_image()
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None, "datasets": None}
-    quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if hasattr(config, name)}
+    quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if name in options}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
     if stage_name(config) in ALGORITHMS:
         # Host functions use no device memory, and the stage needs at least one reward.
@@ -105,8 +106,7 @@ def _trains_on_images(config: StageConfig) -> bool:
     name = stage_name(config)
     if name != "sft" and name not in ALGORITHMS:
         return False
-    path = config.model_name_or_path if name == "sft" else config.sft_model_path
-    source = Source(path, config.model_revision, config.scratch_model)
+    source = Source(config.starting_model, config.model_revision, config.scratch_model)
     if not source.reads_images:
         return False
     try:

@@ -101,7 +101,7 @@ def communication_lines(programs: list[memory.Program], mesh: Any, config: Stage
     """The bytes that a device sends in each program, by collective; none on one device."""
     if mesh.size == 1:
         return []
-    steps = getattr(config, "response_length", 1)  # decoding stops when all rows have ended
+    steps = config.response_length  # decoding stops when all rows have ended
     lines = [f"sent by each device{', responses of full length' if steps > 1 else ''}"]
     for program in programs:
         if program.refused:

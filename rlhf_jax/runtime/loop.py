@@ -304,7 +304,7 @@ class Patience:
 
     def __init__(self, stage, run_folder):
         """Reads the values so far of a run's folder, which is cut to the update that the run resumes from."""
-        self.limit = getattr(stage.config, "early_stopping_patience", 0)
+        self.limit = stage.config.early_stopping_patience
         self.name = stage.early_stopping_metric
         self.values = multihost.from_first(lambda: self._so_far(run_folder.metrics)) if self.limit else []
 
@@ -334,7 +334,7 @@ def every(n: int, step: int) -> bool:
 
 def samples_due(config: StageConfig, step: int, total: int, last: bool) -> bool:
     """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
-    n = getattr(config, "num_sample_generations", 0)
+    n = config.num_sample_generations
     return n > 0 and (last or step % max(1, total // n) == 0)
 
 

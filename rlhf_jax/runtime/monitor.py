@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhf_jax import storage
 from rlhf_jax.algorithms import nonfinite
+from rlhf_jax.config import PolicyConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger
 from rlhf_jax.metrics.alarms import WATCHED, Alarms
@@ -52,7 +53,7 @@ class Monitor:
         lines = multihost.from_first(self._so_far)
         self._updates = max((line.get("nonfinite/updates", 0) for line in lines), default=0)
         self._in_a_row = next((line["nonfinite/in_a_row"] for line in reversed(lines) if _RAW[2] in line), 0)
-        self._alarms = Alarms(self._config, lines) if hasattr(self._config, "early_stop") else None
+        self._alarms = Alarms(self._config, lines) if isinstance(self._config, PolicyConfig) else None
         self._error: NonFinite | None = None
 
     def _so_far(self) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def lowers(config, phase: str) -> list[str]:
     """The options that lower the memory of a phase, with their values, the cheapest first."""
     no_help = set() if config.use_peft else set(_QUANTIZED)
     no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
-    no_help |= {"micro_batch_size"} if getattr(config, "micro_batch_tokens", None) is not None else set()
+    no_help |= {"micro_batch_size"} if config.micro_batch_tokens is not None else set()
     lowering = {name: metadata(type(config), name).lowers for name in vars(config) if name not in no_help}
     names = sorted((name for name in lowering if phase in lowering[name]), key=lambda name: lowering[name][phase])
     return [f"{name} (now {vars(config)[name]})" for name in names]

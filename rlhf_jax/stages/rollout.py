@@ -362,7 +362,7 @@ def refuse_options_of_adamw(config) -> None:
       UserError: names the option.
     """
     for name, default in (("value_learning_rate", None), ("critic_warmup_steps", 0)):
-        value = getattr(config, name, default)
+        value = vars(config).get(name, default)
         if value != default:
             raise UserError(
                 f"{name} {value:g} is an option of the built-in AdamW, but run(optimizer=) gives another one: remove "

@@ -66,7 +66,7 @@ def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows)
         context,
         source,
         "causal",
-        dropout=not getattr(config, "disable_dropout", True),
+        dropout=not config.disable_dropout,
         with_images=images,
         longest=config.query_length + config.response_length,
         option=LONGEST,

@@ -85,7 +85,7 @@ class StageContext:
             "step": jnp.int32(0),
             "episodes": jnp.int32(0),
             "seed": jnp.uint32(self.config.seed),
-            "kl_coef": jnp.float32(getattr(self.config, "kl_coef", 0.0)),
+            "kl_coef": jnp.float32(self.config.kl_coef),
             "tokens": jnp.uint32(0),
             "nonfinite": jnp.int32(0),
         }

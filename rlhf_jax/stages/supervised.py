@@ -156,7 +156,7 @@ class SupervisedStage(Stage):
     @property
     def source(self) -> Source:
         """What training starts from."""
-        return Source(self.config.model_name_or_path, self.config.model_revision, self.config.scratch_model)
+        return Source(self.config.starting_model, self.config.model_revision, self.config.scratch_model)
 
     @property
     def base_model(self) -> str | None:
