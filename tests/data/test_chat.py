@@ -351,7 +351,7 @@ def test_the_config_says_whether_to_shuffle_and_what_the_template_gets():
         "dataset_train_split": "train", "dataset_streaming": False, "dataset_config": None, "dataset_revision": None,
         "max_train_samples": None, "prompt_column": "prompt", "on_bad_row": "raise", "query_length": 99,
         "query_overflow": "drop", "length_buckets": None, "shuffle_dataset": False,
-        "chat_template_kwargs": {"title": "help"},
+        "chat_template_kwargs": {"title": "help"}, "datasets": None, "dataset_num_proc": None,
     }  # fmt: skip
     tokenizer = synthetic_tokenizer()
     made = data.load_prompts(types.SimpleNamespace(**options), tokenizer, ROWS)

@@ -41,6 +41,11 @@ def config(**options):
         "query_overflow": "truncate",
         "length_buckets": None,
         "chat_template_kwargs": None,
+        "datasets": None,
+        "dataset_num_proc": None,
+        "shuffle_dataset": True,
+        "assistant_only_loss": False,
+        "completion_only_loss": False,
         "max_length": 128,
     }
     return types.SimpleNamespace(**{**defaults, **options})
