@@ -6,6 +6,7 @@ A field's type includes its range (`PositiveInt`, `Annotated[int, Range(...)]`),
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal
 
 from rlhf_jax.config.values import (
@@ -889,6 +890,7 @@ def register_stage(name: str, config_type: type[StageConfig]) -> None:
     if known.__qualname__ != config_type.__qualname__:  # a config file may be read twice
         raise UserError(f"algorithm {name!r}: the stage of that name has the config {known.__name__}")
     STAGES[name] = config_type
+    options_metadata.cache_clear()
 
 
 def config_types() -> dict[str, type]:
@@ -896,6 +898,7 @@ def config_types() -> dict[str, type]:
     return {**STAGES, "pipeline": Pipeline}
 
 
+@functools.cache
 def options_metadata() -> dict[str, Metadata]:
     """The metadata of every option of every config, by its name."""
     known: dict[str, Metadata] = {}
