@@ -264,4 +264,4 @@ def test_a_model_of_images_and_text_has_a_plan_of_its_text_model(tmp_path, why):
         template = "{% for m in messages %}" + turn + "{% endfor %}"
         (folder / "chat_template.jinja").write_text(template)
     planned = memory.abstract_stage(given, sharding.make_mesh(devices=jax.devices()[:1]))
-    assert planned.train_data.images is None and not planned.model.reads_images
+    assert planned.train_data.images is None and not planned.network.model.reads_images

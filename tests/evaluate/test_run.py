@@ -399,7 +399,7 @@ def test_an_unfinished_run_is_refused(room, tmp_path):
         (["--modle", "x"], "unknown option --modle. Did you mean model"),
         (["--temperature", "hot"], "--temperature = 'hot'"),
         (["--judge_kwargs", "{"], "is not JSON"),
-        (["--model", "x", "--dataset_name", "/nothing.jsonl"], "no such folder|neither a local folder"),
+        (["--model", "x", "--dataset_name", "/nothing.jsonl"], "no such (file or )?folder|neither a local folder"),
     ],
 )
 def test_the_command_line_says_what_is_wrong_in_one_line(capsys, monkeypatch, words, said):

@@ -17,6 +17,8 @@ from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.stages import adapters, open_stage
+from rlhf_jax.stages.export import origin_of
+from rlhf_jax.stages.open_models import Source
 from tests.helpers.arrays import distance
 from tests.helpers.runs import RLOO_OPTIONS, compilations, rollout_of
 
@@ -402,9 +404,10 @@ def test_an_adapter_names_no_base_in_which_peft_would_look_for_other_names(model
     folder = tmp_path / "image_text"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
-    assert adapters.origin_of(str(folder), None) is None
-    assert adapters.origin_of(str(models / "one"), None) is None and adapters.origin_of(None, None) is None
-    assert adapters.origin_of(str(models / "base"), "main") == (str(models / "base"), "main")
+    base = Source(str(models / "base"), "main")
+    assert origin_of(base) == base
+    for source in (Source(str(folder)), Source(str(models / "one")), Source(None), base._replace(shape="14m")):
+        assert origin_of(source) is None
 
 
 def test_a_regular_expression_names_the_layers_that_get_an_adapter(models):
