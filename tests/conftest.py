@@ -1,4 +1,4 @@
-"""CPU, no silent broadcasting, programs compiled once for all workers, and the slowest files first."""
+"""CPU, no silent broadcasting; programs and finished runs for all workers; the slowest files first."""
 
 import atexit
 import gc
@@ -23,7 +23,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import pjit  # noqa: E402
 
-from tests.helpers import programs  # noqa: E402
+from tests.helpers import durations, programs  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -40,9 +40,49 @@ def compiled():
         jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(durations.Durations(config))
+
+
 def pytest_sessionstart(session):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         programs.remove_oldest()
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory):
+    """The runs of helpers/golden.py. Tests ask for one by its own fixture: the run is then made before anything is
+    captured or patched for a test."""
+    from tests.helpers.golden import Golden  # imports the whole package, which not every test needs
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return Golden(folder / "golden")
+
+
+@pytest.fixture(scope="session")
+def golden_sft(golden):
+    return golden.sft
+
+
+@pytest.fixture(scope="session")
+def golden_reward(golden):
+    return golden.reward
+
+
+@pytest.fixture(scope="session")
+def golden_ppo(golden):
+    return golden.ppo
+
+
+@pytest.fixture(scope="session")
+def golden_rloo(golden):
+    return golden.rloo
+
+
+@pytest.fixture(scope="session")
+def golden_grpo(golden):
+    return golden.grpo
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,21 +114,3 @@ def server():
     server = Server()
     yield server
     server.close()
-
-
-# Workers take whole files: a slow one that comes last would run alone.
-SLOWEST = """
-algorithms/rloo integration/hub stages/rollout robustness/reward_failures parity/replay evaluate/run
-stages/adapters algorithms/ppo train models/lora parity/adapters integration/reward_runs parallel/devices_work
-algorithms/invariance models/decoder generate/generate generate/slots
-"""
-
-
-def pytest_collection_modifyitems(items):
-    order = {path: place for place, path in enumerate(slowest())}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
-
-
-def slowest() -> list[pathlib.Path]:
-    paths = [pathlib.Path(__file__).parent / name for name in SLOWEST.split()]
-    return [path.with_name(f"test_{path.name}.py") for path in paths]

@@ -1,11 +1,13 @@
 """The walls between the rooms: who may import what."""
 
 import ast
+import json
 import pathlib
+import types
 
 import pytest
 
-from tests.conftest import slowest
+from tests.helpers import durations
 from tests.helpers.paths import PACKAGE, ROOT
 
 FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -284,5 +286,28 @@ def test_every_folder_of_tests_is_a_package():
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_the_slowest_test_files_are_there():
-    assert not [path for path in slowest() if not path.is_file()]
+def test_the_files_that_took_longest_come_first_and_their_tests_in_order():
+    names = ("a::1", "b::1", "new::1", "b::2", "a::2")
+    items = [types.SimpleNamespace(nodeid=name, path=pathlib.Path(name[: name.index(":")])) for name in names]
+    durations.slowest_files_first(items, {"a::1": 3.0, "a::2": 0.5, "b::1": 2.0, "b::2": 2.0, "a::gone": 9.0})
+    assert [item.nodeid for item in items] == ["b::1", "b::2", "a::1", "a::2", "new::1"]
+
+
+def test_a_session_records_the_seconds_of_its_tests_and_keeps_those_of_others(tmp_path):
+    path = tmp_path / "cache" / "durations.json"
+    assert durations.read(path) == {}
+    durations.record(path, {"a::1": 1.0, "b::1": 2.0})
+    durations.record(path, {"b::1": 3.004})
+    assert durations.read(path) == {"a::1": 1.0, "b::1": 3.0}
+    (tmp_path / "file").write_text("")
+    durations.record(tmp_path / "file" / "durations.json", {"a::1": 1.0})  # no folder: no error
+    path.write_text('{"a::1": 1')
+    assert durations.read(path) == {}
+
+
+def test_the_committed_durations_are_of_slow_tests_that_exist():
+    seconds = json.loads(durations.COMMITTED.read_text(encoding="utf-8"))
+    assert seconds and min(seconds.values()) >= durations.SLOW and durations.COMMITTED.stat().st_size < 20_000
+    for test in seconds:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test

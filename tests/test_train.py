@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import traceback
 
@@ -17,7 +18,6 @@ from rlhf_jax import report as report_of_runs
 from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import catalog
-from rlhf_jax.models.io import hf
 from rlhf_jax.report import page
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime.callbacks import Callback
@@ -25,6 +25,7 @@ from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.monitor import NonFinite
 from rlhf_jax.runtime.stopping import Stopped, StopRequested
 from rlhf_jax.stages import open_stage
+from tests.helpers.golden import PPO
 from tests.helpers.runs import (
     OPTIONS,
     TEXTS,
@@ -50,9 +51,8 @@ class StopAfter(Callback):
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "sft"
-    return rlhf_jax.run(sft_config(folder))
+def sft(golden_sft):
+    return golden_sft
 
 
 def test_a_run_leaves_its_folder(sft):
@@ -89,24 +89,27 @@ def test_a_killed_sft_run_continues_to_the_same_bits(sft, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
-    tables = {"log_completions": True, "num_completions_to_print": 1}
-    whole = rlhf_jax.run(ppo_config(tmp_path / "whole", sft.run_dir, **tables), reward_funcs=wordiness)
+def tables_of(run):
+    """{name: content} of a run's completions."""
+    return {path.name: path.read_bytes() for path in pathlib.Path(run.run_dir, "completions").iterdir()}
+
+
+def test_a_killed_ppo_run_continues_to_the_same_bits(sft, golden_ppo, tmp_path, capsys):
+    config, whole = ppo_config(tmp_path / "cut", sft.run_dir, **PPO), golden_ppo
+    with pytest.raises(Killed):
+        rlhf_jax.run(config, callbacks=[KillAt(2)])
+    resumed = rlhf_jax.run(config)
     printed = capsys.readouterr().out
     assert "ppo: training after update 1" in printed and "ppo: samples after update 4" in printed
     assert "1 of 8 rows" in printed
-    with pytest.raises(Killed):
-        rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness, callbacks=[KillAt(2)])
-    resumed = rlhf_jax.run(ppo_config(tmp_path / "cut", sft.run_dir, **tables), reward_funcs=wordiness)
-    assert lines(resumed.run_dir) == lines(whole.run_dir)
-    tables = [
-        {path.name: path.read_bytes() for path in (tmp_path / name / "completions").iterdir()}
-        for name in ("cut", "whole")
-    ]
-    assert tables[0] == tables[1]
+    assert lines(resumed.run_dir) == lines(whole.run_dir) and tables_of(resumed) == tables_of(whole)
     for a, b in zip(tensors(resumed.paths["policy"]), tensors(whole.paths["policy"]), strict=True):
         np.testing.assert_array_equal(a, b)
-    first = lines(whole.run_dir)[0]
+
+
+def test_a_ppo_run_leaves_metrics_tables_and_models(golden_ppo):
+    found, tables = lines(golden_ppo.run_dir), tables_of(golden_ppo)
+    first, last = found[0], found[-1]
     for name in (
         "objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores "
         "policy/approxkl_avg policy/clipfrac_avg loss/policy_avg loss/value_avg val/clipfrac_avg policy/entropy_avg "
@@ -114,16 +117,15 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
     ).split():
         assert name in first, name
     assert first["val/first_ratio_error"] <= 1e-5 and first["policy/first_approxkl"] <= 1e-9
-    last = lines(whole.run_dir)[-1]
     twins = "eval_objective/kl eval_loss/policy_avg eval_completions/mean_length eval/scores eval/scores_se eval/kl"
     assert set(twins.split()) <= set(last)
     assert 0 < first["num_tokens"] < last["num_tokens"]
     names = [*(f"training_{step}" for step in range(1, 5)), "2", "4"]
-    assert {f"{name}{part}.jsonl" for name in names for part in ("", ".tokens")} == set(tables[1])
+    assert {f"{name}{part}.jsonl" for name in names for part in ("", ".tokens")} == set(tables)
     moved = {}
     for name in names:  # line by line what there is to say of the tokens
         of_rows, of_tokens = (
-            [json.loads(line) for line in tables[1][f"{name}{part}.jsonl"].splitlines()] for part in ("", ".tokens")
+            [json.loads(line) for line in tables[f"{name}{part}.jsonl"].splitlines()] for part in ("", ".tokens")
         )
         for row, tokens in zip(of_rows, of_tokens, strict=True):
             text = re.sub(r"<\|endoftext\|>|\[(PAD|UNK)\]", "", "".join(tokens["tokens"]))
@@ -133,7 +135,7 @@ def test_a_killed_ppo_run_continues_to_the_same_bits(sft, tmp_path, capsys):
         assert len({x for row in of_tokens for x in row["advantages"]}) > 8
     # The reference is the policy's start: of the first update's tokens the KL is 0 but for rounding.
     assert moved["training_1"] < 1e-5 < 1e-3 < min(moved["training_4"], moved["4"])
-    assert {"policy", "value"} <= set(os.listdir(whole.run_dir))
+    assert {"policy", "value"} <= set(os.listdir(golden_ppo.run_dir))
 
 
 def test_an_update_without_any_score_teaches_nothing_and_says_so(sft, tmp_path):
@@ -171,12 +173,8 @@ def test_frozen_models_are_kept_in_the_compute_dtype_and_judge_the_same(sft, tmp
     np.testing.assert_array_equal(stage.programs.token_kl(policy, rollout), 0)
 
 
-def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, tmp_path):
-    model, policy = hf.load(sft.paths["policy"], kind="causal")
-    path, updates = str(tmp_path / "reward"), []
-    scalar = {"backbone": policy["backbone"], "score": model.init_score(jax.random.key(0))}
-    hf.save(path, model, jax.device_get(scalar), kind="scalar")
-    data.save_tokenizer(data.load_tokenizer(sft.paths["policy"]), path)
+def test_frozen_models_wait_in_host_memory_when_asked_and_nothing_else_changes(sft, golden_reward, tmp_path):
+    path, updates = golden_reward.paths["reward_model"], []
     for where in ("none", "pinned_host"):
         config = ppo_config(tmp_path / where, sft.run_dir, reward_model_path=path, offload_frozen=where)
         stage = open_stage(config)
@@ -253,12 +251,10 @@ def test_an_optimizer_of_ones_own_is_used(tmp_path):
     import optax
 
     still = rlhf_jax.run(sft_config(tmp_path / "a", max_steps=2), optimizer=optax.sgd(0.0))
-    found = lines(still.run_dir)
-    model = sft_config(tmp_path / "b", max_steps=1, learning_rate=0.0)
-    fresh = rlhf_jax.run(model)
-    for a, b in zip(tensors(still.paths["policy"]), tensors(fresh.paths["policy"]), strict=True):
+    start = open_stage(sft_config(tmp_path / "b")).state.params["model"]
+    for a, b in zip(tensors(still.paths["policy"]), jax.tree.leaves(start), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert len(found) == 2
+    assert len(lines(still.run_dir)) == 2
 
 
 def test_a_ppo_run_killed_in_the_critics_warm_up_continues_to_the_same_bits(sft, tmp_path):

@@ -48,13 +48,12 @@ SAME += ("ppo/policy/model.safetensors", "ppo/value/model.safetensors", "ppo/pol
 
 @pytest.mark.runs
 @pytest.mark.parametrize("store", STORES, indirect=True)
-def test_a_run_in_a_bucket_leaves_the_files_of_a_local_one(store, tmp_path):
+def test_a_run_in_a_bucket_leaves_the_files_of_a_local_one(golden_ppo, store):
     folder = store[0]
-    for root in (folder, str(tmp_path / "local")):
-        train.run(sft_config(f"{root}/sft", report_to=("tensorboard",)))
-        train.run(ppo_config(f"{root}/ppo", f"{root}/sft"), reward_funcs=[wordiness])
+    train.run(sft_config(f"{folder}/sft", report_to=("tensorboard",)))
+    train.run(ppo_config(f"{folder}/ppo", f"{folder}/sft"), reward_funcs=[wordiness])
     copy = storage.local_copy(folder)
-    assert files(copy, *SAME) == files(tmp_path / "local", *SAME)
+    assert files(copy, *SAME) == files(pathlib.Path(golden_ppo.run_dir).parent, *SAME)
     assert list(pathlib.Path(copy).glob("sft/tensorboard/events*"))
     texts = ["hello", "what now"]
     one, two = (rlhf_jax.load_policy(f"{root}/ppo").generate(texts, max_new_tokens=4) for root in (folder, copy))
@@ -116,14 +115,13 @@ def test_a_permission_that_is_taken_away_for_a_while_costs_checkpoints_and_no_li
 
 
 @pytest.mark.runs
-def test_a_bucket_that_stays_closed_ends_the_run_with_a_line_and_a_resume_is_whole(store, tmp_path):
+def test_a_bucket_that_stays_closed_ends_the_run_with_a_line_and_a_resume_is_whole(golden_sft, store):
     with pytest.raises(UserError, match=rf"s3://{buckets.BUCKET}"):
         train.run(sft_config(store[0]), callbacks=[Faults(store[1].faults, at_2={"refuse": True})])
     store[1].faults.refuse = False
     train.run(sft_config(store[0]))
-    train.run(sft_config(tmp_path / "local"))
     copy, names = storage.local_copy(store[0]), ("metrics.jsonl", "policy/model.safetensors")
-    assert files(copy, *names) == files(tmp_path / "local", *names)
+    assert files(copy, *names) == files(golden_sft.run_dir, *names)
 
 
 @pytest.mark.runs

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -10,7 +11,6 @@ from rlhf_jax import config, train
 from rlhf_jax.evaluate import __main__ as evaluate
 from rlhf_jax.report import __main__ as report
 from rlhf_jax.stages import ALGORITHMS
-from tests.helpers.checkpoints import write_policy
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -54,19 +54,13 @@ def test_an_algorithm_of_ones_own_trains_by_the_command(tmp_path, registries):
 
 
 @pytest.fixture(scope="module")
-def run_elsewhere(tmp_path_factory):
-    """The folder of a run of an algorithm that this process does not know, and PPO's of the same options."""
-    folder = tmp_path_factory.mktemp("own")
-    write_policy(folder / "sft")
-    options = {"sft_model_path": str(folder / "sft"), "reward_funcs": ("rlhf_jax.data.synthetic:gold_reward",)}
-    options |= {"tokenizer_name_or_path": None, "reward_model_path": None, "dataset_name": "synthetic"}
-    options |= {"query_length": 44, "length_buckets": (44,), "response_length": 4, "batch_size": 4, "total_episodes": 8}
-    options |= {"max_eval_samples": 4, "report_to": (), "run_dir": str(folder / "run")}
-    train.run(config.PPOConfig(**options))
-    path = folder / "run" / "config.json"
-    written = json.loads(path.read_text()) | {"stage": "elsewhere", "temper": 2.0}
-    path.write_text(json.dumps(written))
-    return folder / "run"
+def run_elsewhere(golden_ppo, tmp_path_factory):
+    """The folder of a PPO run, as one of an algorithm that this process does not know."""
+    folder = shutil.copytree(golden_ppo.run_dir, tmp_path_factory.mktemp("own") / "run")
+    options = json.loads((folder / "config.json").read_text())
+    options |= {"stage": "elsewhere", "temper": 2.0, "run_dir": str(folder)}
+    (folder / "config.json").write_text(json.dumps(options))
+    return folder
 
 
 def test_a_report_shows_the_run_of_an_algorithm_of_a_config_file(run_elsewhere, capsys):
@@ -75,11 +69,11 @@ def test_a_report_shows_the_run_of_an_algorithm_of_a_config_file(run_elsewhere, 
     assert "temper" in page and 'id="button-policy"' in page
 
 
-def test_evaluation_reads_the_run_of_an_algorithm_of_a_config_file(run_elsewhere, capsys):
+def test_evaluation_reads_the_run_of_an_algorithm_of_a_config_file(golden_sft, run_elsewhere, capsys):
     assert evaluate.main(["--run_dir", str(run_elsewhere), "--max_eval_samples", "4"]) == 0, capsys.readouterr().err
     found = json.loads((run_elsewhere / "evaluation" / "evaluation.json").read_text())
     assert found["plan"]["policy"]["path"] == str(run_elsewhere / "policy")
-    assert found["plan"]["ref"]["path"] == str(run_elsewhere.parent / "sft")
+    assert found["plan"]["ref"]["path"] == golden_sft.paths["policy"]
 
 
 def test_a_run_of_an_algorithm_of_a_config_file_is_continued_with_that_file(run_elsewhere, capsys):

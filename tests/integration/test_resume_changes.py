@@ -48,17 +48,24 @@ def cut_back(folder, update):
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory):
-    """A run after 2 of 4 updates, to copy."""
-    folder = tmp_path_factory.mktemp("half") / "run"
+def whole(tmp_path_factory):
+    """A finished run, to copy."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
     run(folder)
-    cut_back(folder, 2)
     return folder
 
 
 @pytest.fixture
-def folder(half, tmp_path):
-    return pathlib.Path(shutil.copytree(half, tmp_path / "run"))
+def finished(whole, tmp_path):
+    """A copy of it."""
+    return pathlib.Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture
+def folder(finished):
+    """A run after 2 of 4 updates."""
+    cut_back(finished, 2)
+    return finished
 
 
 def steps(folder):
@@ -172,21 +179,20 @@ def test_a_pipeline_whose_folder_was_renamed_runs_no_finished_stage_again(tmp_pa
     assert result.metrics == metrics
 
 
-def test_options_that_only_round_differently_may_change(folder, half, capsys):
+def test_options_that_only_round_differently_may_change(folder, whole, capsys):
     run(folder, micro_batch_size=2, gradient_checkpointing=True)
     assert "sft: changed since the run began: micro_batch_size: 4 -> 2" in capsys.readouterr().out
-    before, after = ([json.loads(x) for x in (at / "metrics.jsonl").read_text().splitlines()] for at in (half, folder))
+    before, after = ([json.loads(x) for x in (at / "metrics.jsonl").read_text().splitlines()] for at in (whole, folder))
     assert [x["loss"] for x in after] == pytest.approx([x["loss"] for x in before], rel=1e-4)
 
 
-def test_a_finished_run_goes_on_when_it_is_to_be_longer(tmp_path, capsys):
-    run(tmp_path / "run")
+def test_a_finished_run_goes_on_when_it_is_to_be_longer(finished, capsys):
     with pytest.raises(UserError, match="max_steps: 4 -> 6"):
-        run(tmp_path / "run", max_steps=6)
-    run(tmp_path / "run", max_steps=6, override_resume=True)
-    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+        run(finished, max_steps=6)
+    run(finished, max_steps=6, override_resume=True)
+    assert steps(finished) == [1, 2, 3, 4, 5, 6]
     assert "sft: resuming after update 4 of 6" in capsys.readouterr().out
-    run(tmp_path / "run", max_steps=6)
+    run(finished, max_steps=6)
     assert "is finished (update 6); nothing to do" in capsys.readouterr().out
 
 

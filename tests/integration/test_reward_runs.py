@@ -58,15 +58,9 @@ def recorder(completion_ids, log_extra, **_):
 # --- one reward
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    """A run with a plain Python function."""
-    return rlhf_jax.run(rloo(tmp_path_factory.mktemp("runs") / "judged"), reward_funcs=judge)
-
-
-def test_a_plain_function_drives_a_run(judged):
-    assert_driven(judged, "judge", lambda rows: judge(rows["prompt"], rows["completion"]))
-    assert_learned_from(judged, lambda rows: rows["judge"])
+def test_a_plain_function_drives_a_run(golden_rloo):
+    assert_driven(golden_rloo, "judge", lambda rows: judge(rows["prompt"], rows["completion"]))
+    assert_learned_from(golden_rloo, lambda rows: rows["judge"])
 
 
 def test_an_async_function_drives_a_run(tmp_path):

@@ -127,12 +127,6 @@ def test_dropped_rows_are_counted_and_teach_nothing_and_the_run_goes_on(plan, se
 # --- functions that fail
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    """A run whose function never failed."""
-    return rlhf_jax.run(rloo(tmp_path_factory.mktemp("runs") / "judged"), reward_funcs=judge)
-
-
 def troubled(trouble):
     """`judge`, but for update 2."""
 
@@ -144,7 +138,7 @@ def troubled(trouble):
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "returns NaN"])
-def test_a_failing_function_is_named_and_what_was_done_is_kept(fault, judged, tmp_path):
+def test_a_failing_function_is_named_and_what_was_done_is_kept(fault, golden_rloo, tmp_path):
     free = threading.Event()
     trouble, said = {
         "raises": (lambda found: {}["key"], rf"raised KeyError: 'key' \({re.escape(__file__)}, line \d+\)"),
@@ -158,8 +152,8 @@ def test_a_failing_function_is_named_and_what_was_done_is_kept(fault, judged, tm
     with pytest.raises(RewardFailure, match=f"^reward function judge {said}"):
         rlhf_jax.run(config, reward_funcs=troubled(trouble))
     free.set()
-    assert_first_update_is_kept(tmp_path / "run", judged)
-    assert_same_run(rlhf_jax.run(config, reward_funcs=judge), judged)
+    assert_first_update_is_kept(tmp_path / "run", golden_rloo)
+    assert_same_run(rlhf_jax.run(config, reward_funcs=judge), golden_rloo)
 
 
 # --- rows without a score

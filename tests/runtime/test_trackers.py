@@ -187,11 +187,10 @@ def test_a_killed_run_goes_on_where_it_was_reported_with_every_metric_of_metrics
 
 
 @pytest.mark.runs
-def test_a_policys_completions_are_reported_too(calls, tmp_path):
-    sft, folder = tmp_path / "sft", tmp_path / "run"
-    train.run(sft_config(sft, max_steps=1))
+def test_a_policys_completions_are_reported_too(golden_sft, calls, tmp_path):
+    sft, folder = golden_sft.run_dir, tmp_path / "run"
     options = {"report_to": ("wandb", "trackio"), "log_completions": True, "max_eval_samples": 2, "save_steps": 1}
-    found = reported(calls, ppo_config(folder, str(sft), total_episodes=24, **options), reward_funcs=wordiness)
+    found = reported(calls, ppo_config(folder, sft, total_episodes=24, **options), reward_funcs=wordiness)
     for logged in found.values():
         assert shown(logged) == told(folder)
         assert logged[3, "completions/training"][0].keys() >= {"step", "prompt", "completion", "advantage"}

@@ -4,7 +4,6 @@ import collections
 import json
 import os
 import shutil
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.callbacks import Callback
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.models_common import random_params
-from tests.helpers.runs import RLOO_OPTIONS, KillAt, Killed, compilations, lines, rollout_of, tensors
+from tests.helpers.runs import RLOO_OPTIONS, KillAt, compilations, lines, rollout_of, tensors
 
 # A template of words that the synthetic tokenizer knows.
 TEMPLATE = (
@@ -158,41 +157,26 @@ def test_every_metric_of_trl_is_there_and_has_a_twin_in_evaluation(long_run):
     assert unexplained == {"a_share", *(f"eval_{of}_a_share" for of in EVAL_SETS)}  # which a reward function logs
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "options", "own"),
-    [
-        (
-            "dapo",
-            {"use_adaptive_entropy": True, "entropy_target": 3.0, "beta": 0.1},
-            {"policy_loss", "entropy_coef", "kl", "clip_ratio/region_mean", "frac_reward_zero_std"},
-        ),
-        (
-            "vespo",
-            {
-                "importance_sampling_correction": True,
-                "importance_sampling_mode": "token_mask",
-                "entropy_coef": 0.01,
-                "dataset_test_split": "validation",
-                "max_eval_samples": 2,
-            },
-            {
-                "entropy_coef",
-                "eval_policy_loss",
-                "vespo/phi_seq_mean",
-                *(f"sampling/importance_sampling_ratio/{of}" for of in ("min", "mean", "max")),
-            },
-        ),
-    ],
-    ids=["dapo", "vespo"],
-)
-def test_every_metric_of_a_grpo_run_is_explained(tmp_path, loss_type, options, own):
-    fixed = {**RLOO_OPTIONS, "batch_size": 4, "total_episodes": 4, "num_generations": 2, "scratch_model": "1x16x2"}
-    run = GRPOConfig(**{**fixed, **options}, run_dir=str(tmp_path / "run"), loss_type=loss_type)
-    line = lines(rlhf_jax.run(run, reward_funcs=[brevity]).run_dir)[-1]
+def assert_explained(run, own):
+    line = lines(run.run_dir)[-1]
     differences = {f"sampling/sampling_logp_difference/{of}" for of in ("mean", "max")}
     assert not (own | differences) - set(line)
     assert not [name for name in line if catalog.explain(name) is None]
     assert "eval_entropy_coef" not in line
+
+
+def test_every_metric_of_a_grpo_run_is_explained(golden_grpo):
+    own = {"policy_loss", "entropy_coef", "kl", "clip_ratio/region_mean", "frac_reward_zero_std"}
+    assert_explained(golden_grpo, own)
+
+
+def test_every_metric_of_a_grpo_run_with_vespo_is_explained(tmp_path):
+    options = {**RLOO_OPTIONS, "batch_size": 4, "total_episodes": 4, "num_generations": 2, "scratch_model": "1x16x2"}
+    options |= {"loss_type": "vespo", "entropy_coef": 0.01, "dataset_test_split": "validation", "max_eval_samples": 2}
+    options |= {"importance_sampling_correction": True, "importance_sampling_mode": "token_mask"}
+    own = {f"sampling/importance_sampling_ratio/{of}" for of in ("min", "mean", "max")}
+    own |= {"entropy_coef", "eval_policy_loss", "vespo/phi_seq_mean"}
+    assert_explained(rlhf_jax.run(GRPOConfig(**options, run_dir=str(tmp_path / "run")), reward_funcs=[brevity]), own)
 
 
 def test_trls_step_time_is_among_the_timings(long_run):
@@ -523,11 +507,10 @@ def test_responses_end_with_any_id_of_the_models_generation_config(models, tmp_p
     )
 
     # A list that has changed since is another run.
-    with pytest.raises(Killed):
-        rlhf_jax.run(config(tmp_path / "killed", **options), reward_funcs=[Rewarded()], callbacks=[KillAt(2)])
+    (tmp_path / "run" / "finished.json").unlink()
     write(stops[:2])
     with pytest.raises(UserError, match="stop_token_ids"):
-        rlhf_jax.run(config(tmp_path / "killed", **options), reward_funcs=[Rewarded()])
+        rlhf_jax.run(own, reward_funcs=[Rewarded()])
 
 
 def test_without_a_reward_model_the_value_model_starts_from_the_policy_with_a_new_head(models, tmp_path):
@@ -554,14 +537,6 @@ def test_ppo_takes_plain_async_and_dense_rewards(tmp_path):
         rlhf_reward = total.mean() + line["objective/non_score_reward"]
         np.testing.assert_allclose(line["objective/rlhf_reward"], rlhf_reward, rtol=1e-4)
     assert line["eval_objective/scores"] == pytest.approx(line["eval/scores"], rel=1e-4)
-
-
-def test_ppo_skips_a_batch_without_scores(tmp_path):
-    options = {**RLOO_OPTIONS, "run_dir": str(tmp_path / "run"), "value_model": "shared_backbone", "total_episodes": 8}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = rlhf_jax.run(PPOConfig(**options), reward_funcs=lambda completions, **_: [None] * len(completions))
-    assert lines(result.run_dir)[0]["episode"] == 8
 
 
 # ------------------------------------------------------------------------------------------------ ids without a token
