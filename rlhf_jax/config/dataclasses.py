@@ -18,6 +18,7 @@ from rlhf_jax.config.values import (
     PositiveInt,
     Range,
     StepsOrFraction,
+    field_types,
 )
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import Metadata, metadata, option
@@ -903,7 +904,7 @@ def options_metadata() -> dict[str, Metadata]:
     """The metadata of every option of every config, by its name."""
     known: dict[str, Metadata] = {}
     for config_type in config_types().values():
-        for name in config_type.__dataclass_fields__:
+        for name in field_types(config_type):
             known.setdefault(name, metadata(config_type, name))
     return known
 
