@@ -125,9 +125,11 @@ class Loop:
 
     def restore_line(self, line: Line) -> None:
         """Takes back the line of the checkpoint's update, to which what is still due adds, and its tables: TensorBoard
-        drops everything of that step."""
+        drops everything of that step. A checkpoint may be resumed twice, so samples that are due may be there."""
         self.logger.restore(self.step, line.metrics, line.timings)
         for what, rows in line.completions.items():
+            if what in self.due:
+                continue
             rows = completion_tables.without_thumbnails(rows[: self.config.num_completions_to_print])
             self.logger.text(self.step, f"completions/{what}", completion_tables.markdown(rows))
 
