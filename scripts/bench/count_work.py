@@ -91,10 +91,10 @@ def programs(case: Case, model, tokenizer, micro: int) -> tuple[dict[str, Any], 
     jaxprs: dict[str, Any] = {}
     mesh = sharding.make_mesh(1, 1, 1)
 
-    def build(name: str, program: Any, *arguments: Any, resident: Any) -> Any:
+    def build(name: str, program: Any, *args: Any, resident: Any, **arguments: Any) -> Any:
         if name in PHASES:
-            jaxprs[name] = program.trace(*arguments).jaxpr
-        return memory.shard_shapes(program.eval_shape(*arguments), mesh)
+            jaxprs[name] = program.trace(*args, **arguments).jaxpr
+        return memory.shard_shapes(program.eval_shape(*args, **arguments), mesh)
 
     with tempfile.TemporaryDirectory() as folder:
         path = planned_checkpoint(model, tokenizer, Path(folder, "model"))

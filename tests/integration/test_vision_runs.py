@@ -98,12 +98,13 @@ def test_what_does_not_read_images_is_refused_by_name(folder, tmp_path):
 
 def test_a_text_model_refuses_images_but_not_a_column_of_their_name(tmp_path):
     from rlhf_jax.data import files
-    from rlhf_jax.stages.open_models import wants_images
+    from rlhf_jax.stages.open_models import Source, wants_images
 
+    source = Source(None, shape="2x64x4")
     with pytest.raises(UserError, match="reads text alone"):
-        wants_images(None, None, files.from_list(rows(), "rows"), ("prompt",), "2x64x4")
+        wants_images(source, files.from_list(rows(), "rows"), ("prompt",))
     named = files.from_list([{"prompt": "a", "image": "a.png"}], "rows")
-    assert not wants_images(None, None, named, ("prompt",), "2x64x4")
+    assert not wants_images(source, named, ("prompt",))
 
 
 @pytest.mark.runs
