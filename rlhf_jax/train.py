@@ -274,7 +274,7 @@ def restored_loop(
     monitor, patience, control = Monitor(stage, run_folder), Patience(stage, run_folder), Control()
     due, line = extra.get("due", ()), None
     if due:
-        line = multihost.from_first(lambda: run_folder.take_line(start))
+        line = run_folders.Line(*multihost.from_first(lambda: run_folder.take_line(start)))
     logger = metrics_logger.MetricLogger.open(
         run_folder.path,
         report_to=config.report_to,
