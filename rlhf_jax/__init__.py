@@ -5,7 +5,9 @@ rlhf_jax.run(config, reward_funcs=...)          # a run with objects in place of
 rlhf_jax.load_policy(path).generate(texts)      # what a policy says
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlhf_jax.utils.lazy import attributes
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,20 +24,6 @@ __all__ = [
     "run",
 ]
 
-_HOMES = {
-    "Callback": "runtime.callbacks",
-    "GRPOConfig": "config",
-    "PPOConfig": "config",
-    "Pipeline": "config",
-    "RLOOConfig": "config",
-    "RewardConfig": "config",
-    "SFTConfig": "config",
-    "UserError": "errors",
-    "jax_reward": "rewards.interface",
-    "load_policy": "inference",
-    "run": "train",
-}
-
 if TYPE_CHECKING:
     from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
     from rlhf_jax.errors import UserError
@@ -44,11 +32,19 @@ if TYPE_CHECKING:
     from rlhf_jax.runtime.callbacks import Callback
     from rlhf_jax.train import run
 
-
-def __getattr__(name: str) -> Any:
-    # Late, so that `import rlhf_jax.losses` does not pull in tokenizers, data sets and checkpoints.
-    if name in _HOMES:
-        import importlib
-
-        return getattr(importlib.import_module(f"rlhf_jax.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'rlhf_jax' has no attribute {name!r}")
+__getattr__ = attributes(
+    __name__,
+    {
+        "Callback": "runtime.callbacks",
+        "GRPOConfig": "config",
+        "PPOConfig": "config",
+        "Pipeline": "config",
+        "RLOOConfig": "config",
+        "RewardConfig": "config",
+        "SFTConfig": "config",
+        "UserError": "errors",
+        "jax_reward": "rewards.interface",
+        "load_policy": "inference",
+        "run": "train",
+    },
+)

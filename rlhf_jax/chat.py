@@ -18,10 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rlhf_jax import inference
-from rlhf_jax.config import command_line, validation
-from rlhf_jax.config.dataclasses import TopP
-from rlhf_jax.config.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TopP, out_of_range
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.text import printable
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = command_line.parse_options(
             sys.argv[1:] if argv is None else argv, ChatOptions, PROG, positional="model"
         )
-        if problems := [*validation.out_of_range(options)]:
+        if problems := [*out_of_range(options)]:
             raise UserError("\n".join(problems))
         if options.model is None:
             raise UserError(f"{PROG} needs a model: {PROG} runs/quickstart")

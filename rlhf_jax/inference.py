@@ -14,7 +14,6 @@ import numpy as np
 
 from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig
-from rlhf_jax.config.values import field_ranges
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault, text_messages
 from rlhf_jax.data.images import ImageProcessor, read_row
@@ -23,6 +22,7 @@ from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
+from rlhf_jax.option import field_ranges
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.stages import open_models

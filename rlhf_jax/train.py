@@ -26,19 +26,27 @@ from rlhf_jax.config import (
     StageConfig,
     batch_sizes,
     command_line,
-    diff,
     resolve,
     stage_name,
     stages_of,
-    validation,
 )
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
-from rlhf_jax.runtime import compile_cache, determinism, hub_upload, model_card, out_of_memory, progress, trackers
+from rlhf_jax.runtime import (
+    compile_cache,
+    config_diff,
+    determinism,
+    hub_upload,
+    model_card,
+    out_of_memory,
+    progress,
+    trackers,
+)
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.bucket_checkpoints import BucketCheckpoints, open_checkpoints
 from rlhf_jax.runtime.callbacks import Callback, Control
@@ -80,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
-            print("\n".join(progress.summary(config, result, time.monotonic() - began)), flush=True)
+            print("\n".join(progress.summary(result, time.monotonic() - began)), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         multihost.close(str(error))
@@ -136,13 +144,13 @@ def run(
     """
     began = time.monotonic()
     config = resolve(config)
-    validation.check(config)
+    check(config)
     batch_sizes.check_devices_of(config, device_count(config))
     stages = stages_of(config)
-    for stage in stages.values():
+    for name, stage in stages.items():
         multihost.from_first(lambda stage=stage: trackers.parse_report_to(stage.report_to))
         if not config.dry_run:
-            multihost.from_first(lambda stage=stage: hub_upload.repository(stage))
+            multihost.from_first(lambda stage=stage, name=name: hub_upload.repository(stage, name))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
     objects = {name: value for name, value in objects.items() if value is not None}
@@ -200,7 +208,7 @@ def train_stage(
         return Result(config.run_dir, {}, {})
 
     # --- a finished stage is not run again
-    may_change = diff.may_change(rounding=not config.depends_on_micro_batching)
+    may_change = config_diff.may_change(rounding=not config.depends_on_micro_batching)
     claim = (config.run_dir, options, config.resume, may_change, config.override_resume)
     finished = multihost.from_first(lambda: run_folders.check(*claim))
     if finished is not None:
@@ -408,14 +416,14 @@ def device_count(config: Config) -> int:
 
 def saved_options(config: StageConfig) -> dict[str, Any]:
     """The options of a stage that its folder keeps."""
-    return diff.in_config_json(json.loads(config_files.to_json(config)))
+    return config_diff.in_config_json(json.loads(config_files.to_json(config)))
 
 
 def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> None:
     """Uploads the model that the stage is about from its `local` folder; of adapters the merged one where there is one.
     `paths` are where the run keeps its models."""
     try:
-        name = hub_upload.repository(config)
+        name = hub_upload.repository(config, stage_name(config))
     except UserError as error:  # what was known at the start may have changed since
         return warn(str(error))
     model = next(model for model in ("policy", "reward_model") if model in local)

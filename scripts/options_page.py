@@ -9,22 +9,12 @@ import dataclasses
 import itertools
 import re
 
-from rlhf_jax.config import (
-    GRPOConfig,
-    Pipeline,
-    PolicyConfig,
-    PPOConfig,
-    RewardConfig,
-    RLOOConfig,
-    SFTConfig,
-    StageConfig,
-    values,
-)
-from rlhf_jax.config.dataclasses import GroupConfig
-from rlhf_jax.config.help import Option, inherited, options_of
+from rlhf_jax.algorithms.grpo_options import GRPOOptions
+from rlhf_jax.config import STAGES, Pipeline, StageConfig
+from rlhf_jax.config.help import Option, meaning, options_of, owners
 from rlhf_jax.config.presets import PRESETS
 from rlhf_jax.evaluate.options import EvaluateConfig
-from rlhf_jax.option import metadata
+from rlhf_jax.option import describe_type, field_types, metadata
 
 INTRODUCTION = """# Options
 
@@ -39,18 +29,14 @@ when it fails; **rounding**: it changes results by rounding alone; the others ne
 
 Written by `python scripts/options_page.py > docs/options.md`.
 """
-PAGES = (
-    (StageConfig, "All stages"),
-    (SFTConfig, "SFT"),
-    (RewardConfig, "Reward model"),
-    (PolicyConfig, "PPO, RLOO and GRPO"),
-    (PPOConfig, "PPO"),
-    (GroupConfig, "RLOO and GRPO"),
-    (RLOOConfig, "RLOO"),
-    (GRPOConfig, "GRPO"),
-    (Pipeline, "Pipelines"),
-    (EvaluateConfig, "Evaluation"),
-)
+
+
+def tables() -> dict[type, list[str]]:
+    """The classes that declare options, and the configs that have them."""
+    configs = {**STAGES, "pipeline": Pipeline, "evaluate": EvaluateConfig}
+    ordered = [StageConfig, *configs.values()]
+    classes = dict.fromkeys(owner for config in ordered for owner in owners(config) if options_of(owner))
+    return {owner: [name for name, config in configs.items() if issubclass(config, owner)] for owner in classes}
 
 
 def default_of(config: type, name: str) -> str:
@@ -73,22 +59,28 @@ def cell(text: str) -> str:
 def page() -> str:
     """The text of docs/options.md."""
     lines = [INTRODUCTION]
-    for config, title in PAGES:
-        lines += [f"## {title}", "", f"`{config.__name__}`: {' '.join(config.__doc__.split())}", ""]
-        for section, options in itertools.groupby(options_of(config), key=lambda option: option.section):
-            lines += [f"### {title}: {section}", ""] if section else []
-            names = ["option", "type", "default", *(["resume"] if issubclass(config, StageConfig) else []), "meaning"]
+    for owner, configs in tables().items():
+        path = owner.__module__.replace(".", "/")
+        lines += [f"## {owner.__name__}", "", " ".join(owner.__doc__.split()), ""]
+        lines += [f"`{path}.py`; in the config of {', '.join(configs)}.", ""]
+        for section, options in itertools.groupby(options_of(owner), key=lambda option: option.section):
+            lines += (
+                [f"### {section[:1].upper()}{section[1:]}", ""]
+                if len({o.section for o in options_of(owner)}) > 1
+                else []
+            )
+            names = ["option", "type", "default", "resume", "meaning"]
             lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-            lines += [row(config, option) for option in options]
+            lines += [row(owner, option) for option in options]
             lines.append("")
-        lines += preset_lines() if config is GRPOConfig else []
+        lines += preset_lines() if owner is GRPOOptions else []
     return "\n".join(lines).rstrip() + "\n"
 
 
 def preset_lines() -> list[str]:
     """The table of GRPO's presets."""
     lines = [
-        "### GRPO: presets",
+        "### Presets",
         "",
         "`--preset NAME` (in a pipeline `--grpo.preset NAME`), or `rlhf_jax.config.preset(NAME, **options)`: sets the "
         "options below; other flags override them.",
@@ -96,21 +88,19 @@ def preset_lines() -> list[str]:
         "| preset | options | what it is |",
         "|---|---|---|",
     ]
-    for name, (meaning, options) in PRESETS.items():
+    for name, (what, options) in PRESETS.items():
         given = ", ".join(f"`{key} {value}`" for key, value in options.items())
-        lines.append(f"| `{name}` | {given} | {meaning} |")
+        lines.append(f"| `{name}` | {given} | {what} |")
     return [*lines, ""]
 
 
 def row(config: type, option: Option) -> str:
     """A line of a table."""
-    above = inherited(config, option.name)
-    meaning = option.meaning or (f"Overrides the default above: {above.meaning}" if above else "")
-    kind = values.describe_type(values.field_types(config)[option.name]).partition(" (on the")[0]
+    text = option.meaning or f"Another default: {meaning(config, option.name)}"
+    kind = describe_type(field_types(config)[option.name]).partition(" (on the")[0]
     known = metadata(config, option.name)
     resume = {"fixed": "", "free": "free", "rounding": "rounding"}[known.resume] if known.in_config_json else "free"
-    cells = [f"`{option.name}`", kind, default_of(config, option.name), meaning]
-    cells[3:3] = [resume] if issubclass(config, StageConfig) else []
+    cells = [f"`{option.name}`", kind, default_of(config, option.name), resume, text]
     return f"| {' | '.join(map(cell, cells))} |"
 
 

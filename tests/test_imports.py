@@ -58,13 +58,14 @@ OWNERS = {  # an outside thing, and the files that may touch it
 }
 FLOORS = [  # a room imports from its own floor's rooms below it alone: lower floors first
     ("utils",),
-    ("errors", "option", "types"),
+    ("errors", "types"),
+    ("option",),
     ("advantages", "losses", "generate", "parallel", "storage"),
     ("models", "data", "metrics"),
     ("algorithms",),
     ("rewards",),
-    ("config",),
     ("runtime",),
+    ("config",),
     ("stages",),
     ("inference",),
     ("dry_run", "evaluate"),

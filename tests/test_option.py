@@ -6,10 +6,18 @@ import re
 
 import pytest
 
-from rlhf_jax.config import STAGES, PPOConfig, StageConfig, diff, help, trl_options
-from rlhf_jax.config.dataclasses import options_metadata
-from rlhf_jax.option import Metadata, metadata, option
-from rlhf_jax.runtime import out_of_memory
+from rlhf_jax.config import STAGES, PPOConfig, StageConfig, help, trl_options
+from rlhf_jax.option import (
+    Metadata,
+    Options,
+    field_ranges,
+    field_types,
+    metadata,
+    option,
+    options_metadata,
+    without_none,
+)
+from rlhf_jax.runtime import config_diff, out_of_memory
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
 FIELDS = [(stage, name) for stage, config in STAGES.items() for name in config.__dataclass_fields__]
@@ -27,12 +35,12 @@ def test_what_is_declared_is_what_help_resumes_hints_and_documents_say(stage, na
     before = {"x": 1, name: getattr(config, name)}
     after = {**before, name: other(before[name])}
     for rounding in (False, True):
-        refused = diff.differences(before, after, diff.may_change(rounding))
+        refused = config_diff.differences(before, after, config_diff.may_change(rounding))
         assert bool(refused) == (known.resume == "fixed" or (known.resume == "rounding" and not rounding))
-    assert (name in diff.in_config_json(before)) == known.in_config_json
+    assert (name in config_diff.in_config_json(before)) == known.in_config_json
     assert set(known.lowers) <= set(out_of_memory.PHASES)
     owners = [owner for owner in STAGES[stage].__mro__ if name in getattr(owner, "__dataclass_fields__", {})]
-    section = PAGE.split(f"`{owners[-1].__name__}`: ")[1].split("\n## ")[0]
+    section = PAGE.split(f"\n## {owners[-1].__name__}\n")[1].split("\n## ")[0]
     (row,) = re.findall(rf"^\| `{name}` \| .*$", section, re.M)
     marks = {"free": "| free |", "rounding": "| rounding |", "fixed": "|  |"}
     assert marks["free" if not known.in_config_json else known.resume] in row
@@ -50,13 +58,13 @@ def test_paths_are_compared_by_the_files_that_they_name():
     names = {name for name, known in options_metadata().items() if known.path}
     assert {"sft_model_path", "dataset_name", "adapters", "reward_funcs"} <= names and "temperature" not in names
     for name in names:
-        assert diff.differences({name: "a"}, {name: "b"}, (), lambda *_: True) == []
-    assert diff.differences({"temperature": 1}, {"temperature": 2}, (), lambda *_: True) != []
+        assert config_diff.differences({name: "a"}, {name: "b"}, (), lambda *_: True) == []
+    assert config_diff.differences({"temperature": 1}, {"temperature": 2}, (), lambda *_: True) != []
 
 
 def test_a_class_that_overrides_a_default_keeps_what_is_declared():
     @dataclasses.dataclass(frozen=True)
-    class Base:
+    class Base(Options):
         x: int = option(1, rare=True, resume="free")
         y: int = 2
 
@@ -67,3 +75,11 @@ def test_a_class_that_overrides_a_default_keeps_what_is_declared():
     assert Child().x == 3 and metadata(Child, "x") == Metadata(rare=True, resume="free")
     assert metadata(Child, "y") == metadata(Child, "absent") == Metadata()
     assert metadata(PPOConfig, "logging_steps") == metadata(StageConfig, "logging_steps")
+
+
+def test_every_number_has_a_range_but_those_of_processes():
+    for config_type in STAGES.values():
+        hints, ranges = field_types(config_type), field_ranges(config_type)
+        numbers = {name for name, hint in hints.items() if without_none(hint)[0] in (int, float)}
+        assert numbers - set(ranges) == {"num_processes", "process_id"}, config_type
+        assert set(ranges) <= numbers

@@ -1,6 +1,8 @@
 """Frozen dataclasses, one per stage. Names are TRL's. Every field is a flag of the same name."""
 
-from rlhf_jax.config.dataclasses import (
+from rlhf_jax.config.presets import preset
+from rlhf_jax.config.resolution import resolve, stages_of
+from rlhf_jax.config.stages import (
     REWARD_EXPORT,
     SFT_EXPORT,
     STAGES,
@@ -16,8 +18,6 @@ from rlhf_jax.config.dataclasses import (
     register_stage,
     stage_name,
 )
-from rlhf_jax.config.presets import preset
-from rlhf_jax.config.resolution import resolve, sampling_options, stages_of
 
 __all__ = [
     "REWARD_EXPORT",
@@ -35,7 +35,6 @@ __all__ = [
     "preset",
     "register_stage",
     "resolve",
-    "sampling_options",
     "stage_name",
     "stages_of",
 ]

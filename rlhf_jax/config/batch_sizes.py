@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rlhf_jax.config.dataclasses import Config, Pipeline, PolicyConfig, RewardConfig, StageConfig
 from rlhf_jax.config.resolution import stages_of
+from rlhf_jax.config.stages import Config, Pipeline, PolicyConfig, RewardConfig, StageConfig
 from rlhf_jax.errors import UserError
 
 
@@ -156,21 +156,6 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
     minibatch = batch_arithmetic(config).minibatch
     fitting = [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0 and rows <= max(most, unit)]
     return dataclasses.replace(config, micro_batch_size=max(fitting, default=minibatch))
-
-
-def updates_between(steps: float, total_updates: int) -> int:
-    """eval_steps or save_steps in updates: below 1 it is a fraction of the run, at least one update (transformers).
-
-    Args:
-      steps: the option.
-      total_updates: of the whole run.
-
-    Returns:
-      Updates between two evaluations or checkpoints; 0: only at the end.
-    """
-    if 0 < steps < 1:
-        return max(1, math.ceil(steps * total_updates))
-    return int(steps)
 
 
 def check_rows(config: StageConfig, n_rows: int) -> list[str]:

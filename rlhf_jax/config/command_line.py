@@ -7,6 +7,8 @@ Flags are parsed here, with help texts by `help`: the usual parsers accept no `-
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -14,14 +16,17 @@ from typing import Any
 
 from rlhf_jax.config import help as help_texts
 from rlhf_jax.config import trl_options
-from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.config.files import load_config, shipped_configs
 from rlhf_jax.config.presets import PRESETS, with_preset
-from rlhf_jax.config.removed import REMOVED
-from rlhf_jax.config.values import field_types, nearest, value_from_words, without_none
+from rlhf_jax.config.stages import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import checked_value, describe_type, field_types, is_json, list_or_word, nearest, without_none
+from rlhf_jax.runtime.removed_options import REMOVED
+from rlhf_jax.utils.text import parse_json
 
 PROG = "rlhf-jax train"
+# Separates the items of a list; a comma in brackets belongs to a regular expression.
+_COMMA = re.compile(r",(?![^][(){}]*[])}])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,3 +332,46 @@ flags override it. python -m rlhf_jax.train is the same command."""
 def print_help(config: Any, usage: str, everything: bool = False) -> None:
     """Prints the options of a config with their values and meanings; see `help.text`."""
     print(help_texts.text(config, usage, everything))
+
+
+# --- values
+
+
+def value_from_words(name: str, hint: Any, words: Sequence[str]) -> Any:
+    """The value of command-line words: `3e-6`, `None`, `true`, `a b` or `a,b` for a list, JSON for a dict."""
+    inner, optional = without_none(hint)
+    if typing.get_origin(inner) is tuple and not is_json(hint):
+        parts = [part for word in words for part in _COMMA.split(word) if part]
+        if [part.lower() for part in parts] == ["none"]:
+            return None if optional else ()
+        if len(parts) == 1 and parts[0] in list_or_word(hint):
+            return parts[0]
+        return checked_value(name, hint, [_parse(name, typing.get_args(inner)[0], part) for part in parts])
+    if is_json(hint) and words:
+        words = [" ".join(words)]
+    if inner is bool and not words:
+        return True
+    if len(words) != 1:
+        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+        raise UserError(f"{name} takes one value ({describe_type(hint)}), {got}.")
+    return checked_value(name, hint, _parse(name, hint, words[0]))
+
+
+def _parse(name: str, hint: Any, word: str) -> Any:
+    """The value of one word; the word itself if it is none of that type, which `checked_value` then refuses."""
+    inner, optional = without_none(hint)
+    if optional and word.lower() == "none":
+        return None
+    if is_json(hint):
+        try:
+            return parse_json(word)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} = {word!r} is not JSON ({error}): it must be {describe_type(hint)}.") from None
+    if typing.get_origin(inner) is typing.Literal:
+        return {str(a): a for a in typing.get_args(inner)}.get(word, word)
+    if inner is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word)
+    try:
+        return inner(word)
+    except ValueError:
+        return word

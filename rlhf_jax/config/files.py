@@ -16,10 +16,10 @@ from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config import trl_options
-from rlhf_jax.config.dataclasses import STAGES, Config, PolicyConfig, config_types, stage_name
-from rlhf_jax.config.removed import REMOVED, is_removed
-from rlhf_jax.config.values import checked_types, field_types, nearest, stage_type
+from rlhf_jax.config.stages import STAGES, Config, PolicyConfig, config_types, stage_name
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import checked_types, field_types, nearest, stage_type
+from rlhf_jax.runtime.removed_options import REMOVED, is_removed
 from rlhf_jax.utils.text import parse_json, short_repr
 
 # --- config.json

@@ -13,9 +13,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhf_jax.config.dataclasses import STAGES, Pipeline, PolicyConfig
-from rlhf_jax.config.values import describe_type, field_ranges, field_types
-from rlhf_jax.option import metadata
+from rlhf_jax.config.stages import STAGES, Pipeline, PolicyConfig, StageConfig
+from rlhf_jax.option import describe_type, field_ranges, field_types, metadata
 
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
 _FLAG_WIDTH = 40
@@ -49,33 +48,26 @@ def options_of(config: type) -> tuple[Option, ...]:
     return tuple(options)
 
 
-def inherited(config: type, name: str) -> Option | None:
-    """The option of that name in a class that `config` extends."""
-    bases = [base for base in config.__mro__[1:] if dataclasses.is_dataclass(base)]
-    return next(
-        (option for base in bases for option in options_of(base) if option.name == name and option.meaning), None
-    )
+def owners(config_type: type) -> list[type]:
+    """The classes that an options dataclass is made of, itself first."""
+    return [owner for owner in config_type.__mro__ if dataclasses.is_dataclass(owner)]
+
+
+def meaning(config_type: type, name: str) -> str:
+    """The help text of an option, from the nearest class that has one: a class that only changes a default has none."""
+    options = (option for owner in owners(config_type) for option in options_of(owner))
+    return next((option.meaning for option in options if option.name == name and option.meaning), "")
 
 
 def groups(config_type: type) -> dict[str, list[Option]]:
-    """Options by section, those of the class itself first; each once, in the section that the nearest class names."""
-    found: dict[str, tuple[int, int, Option]] = {}  # where it is first in a section: number of its class, of its line
-    for depth, owner in enumerate(owner for owner in config_type.__mro__ if dataclasses.is_dataclass(owner)):
-        for place, option in enumerate(options_of(owner)):
-            known = found.get(option.name)
-            if known is None:
-                found[option.name] = depth, place, option
-            elif option.section and not known[2].section:  # an override stands where its base does
-                found[option.name] = (
-                    depth,
-                    place,
-                    Option(option.section, option.name, known[2].meaning or option.meaning),
-                )
-            elif not known[2].meaning:
-                found[option.name] = *known[:2], Option(known[2].section, option.name, option.meaning)
+    """Options by section, those of the class itself first; each once, in the section where it is declared."""
     by_section: dict[str, list[Option]] = {}
-    for *_, option in sorted(found.values(), key=lambda entry: entry[:2]):
-        by_section.setdefault(option.section, []).append(option)
+    declared = {option.name: owner for owner in owners(config_type) for option in options_of(owner)}
+    for owner in owners(config_type):
+        for option in options_of(owner):
+            if declared[option.name] is owner:
+                text = meaning(config_type, option.name)
+                by_section.setdefault(option.section, []).append(Option(option.section, option.name, text))
     return by_section
 
 
@@ -92,7 +84,7 @@ def text(config: Any, usage: str, everything: bool = False) -> str:
         lines += _pipeline(config, everything)
     else:
         for section, options in groups(type(config)).items():
-            lines += _group(_heading(config, section, options), options, config, "", everything)
+            lines += _group(_heading(section), options, config, "", everything)
     shortened = not everything and (isinstance(config, Pipeline) or any(_hidden(config, n) for n in vars(config)))
     more = " --help_all lists all, in full." if shortened else ""
     lines += [f"Each option is shown with its value here.{more} Lists: a b or a,b. Dicts: JSON."]
@@ -103,11 +95,12 @@ def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
     """The options of a pipeline: its own, the policy's, and of the other stages what is theirs or set by the config."""
     stages = {name: stage for name in STAGES if (stage := getattr(config, name)) is not None}
     policy = next((name for name, stage in stages.items() if isinstance(stage, PolicyConfig)), [*stages][-1])
-    own = [option for option in options_of(Pipeline) if option.name not in STAGES]
+    own = [option for options in groups(Pipeline).values() for option in options if option.name not in STAGES]
     yield from _group("The run", own, config, "", everything)
     of_all = {option.name for option in own}  # of every stage at once
     for name in [policy, *(name for name in stages if name != policy)]:
-        stage, mine = stages[name], {option.name for option in options_of(type(stages[name]))}
+        stage = stages[name]
+        mine = set(field_types(type(stage))) - set(field_types(StageConfig))
         for section, options in groups(type(stage)).items():
             if not everything:
                 options = [option for option in options if option.name not in of_all]
@@ -120,14 +113,8 @@ def _pipeline(config: Pipeline, everything: bool) -> Iterator[str]:
         yield ""
 
 
-def _heading(config: Any, section: str, options: Sequence[Option]) -> str:
-    """'PPO: the algorithm' for what the config's class itself defines, 'Rollout' for what it extends."""
-    names = {option.name for option in options}
-    owners = [owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)]
-    owner = next(owner for owner in owners if any(o.name in names and o.section == section for o in options_of(owner)))
-    title = next((TITLES.get(name, name) for name, stage in STAGES.items() if stage is owner), "")
-    heading = ": ".join(filter(None, [title, section]))
-    return heading[:1].upper() + heading[1:]
+def _heading(section: str) -> str:
+    return section[:1].upper() + section[1:]
 
 
 def _group(heading: str, options: Sequence[Option], config: Any, prefix: str, everything: bool) -> Iterator[str]:

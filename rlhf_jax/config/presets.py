@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlhf_jax.config.dataclasses import GRPOConfig, StageConfig
-from rlhf_jax.config.values import nearest
+from rlhf_jax.config.stages import GRPOConfig, StageConfig
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import nearest
 
 _REINFORCE_PP = {
     "loss_type": "bnpo",

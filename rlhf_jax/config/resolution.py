@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from rlhf_jax import storage
-from rlhf_jax.config.dataclasses import STAGES, Config, Pipeline, PolicyConfig, StageConfig, stage_name
-from rlhf_jax.config.values import checked_types, checked_value, field_types
+from rlhf_jax.config.stages import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import checked_types
+from rlhf_jax.runtime.options import CommandOptions
 
 SHARED = ("seed", "resume", "dry_run", "override_resume")
 """Options of a pipeline that override those of its stages, if given."""
-COMMAND_OPTIONS = ("distributed", "num_processes", "process_id", "topology", "max_minutes", "deterministic")
+COMMAND_OPTIONS = tuple(field.name for field in dataclasses.fields(CommandOptions) if field.name not in SHARED)
 """Options of the command, which all stages of a pipeline share."""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Options that generation_kwargs may override."""
 
 
 def resolve(config: Config) -> Config:
@@ -71,9 +69,3 @@ def _stages(config: Config) -> dict[str, StageConfig]:
         paths = {key: text.replace("{run_dir}", run_dir) for key, text in vars(stage).items() if isinstance(text, str)}
         stages[name] = dataclasses.replace(stage, **{**paths, **shared, **of_command, "run_dir": folder})
     return stages
-
-
-def sampling_options(config: PolicyConfig) -> dict[str, Any]:
-    """temperature, top_k, top_p, min_p and repetition_penalty, with generation_kwargs applied."""
-    given, hints = config.generation_kwargs or {}, field_types(type(config))
-    return {name: checked_value(name, hints[name], given.get(name, getattr(config, name))) for name in SAMPLING}

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_jax.config.files import config_folder, load_config, shipped_config, shipped_configs, to_json
-from rlhf_jax.config.values import nearest
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import nearest
 
 USAGE = """usage: rlhf-jax configs list                      every shipped config and its variants
        rlhf-jax configs show NAME                 the file of a config, with a reason beside each option

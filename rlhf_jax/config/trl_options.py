@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Collection
 from typing import Any, Literal
 
-from rlhf_jax.config.dataclasses import STAGES
+from rlhf_jax.config.stages import STAGES
 
 
 @dataclasses.dataclass(frozen=True)

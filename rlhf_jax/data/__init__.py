@@ -1,32 +1,9 @@
 """Prompts, demonstrations and preference pairs: from files, the hub, objects or the built-in synthetic task to numpy
 batches that are pure functions of seed and step."""
 
-from rlhf_jax.data.batches import DataReport, bucket, default_buckets, fingerprint
-from rlhf_jax.data.demonstrations import (
-    DemoBatch,
-    DemoData,
-    demonstrations_from_rows,
-    load_demonstrations,
-    load_eval_demonstrations,
-    load_normalization_data,
-    make_demonstrations,
-)
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows, text_columns_of
-from rlhf_jax.data.mixture import TrainingRows, load_training_rows
-from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
-from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
-from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
-from rlhf_jax.data.reward_tokens import reward_tokens
-from rlhf_jax.data.tldr import format_post, parse_post
-from rlhf_jax.data.tokenizer import (
-    Tokenizer,
-    check_same_tokenizer,
-    check_tokenizer_fits_model,
-    load_tokenizer,
-    own_pad_id,
-    same_tokenizer,
-    save_tokenizer,
-)
+from typing import TYPE_CHECKING
+
+from rlhf_jax.utils.lazy import attributes
 
 __all__ = [
     "DataReport",
@@ -71,3 +48,78 @@ __all__ = [
     "save_tokenizer",
     "text_columns_of",
 ]
+
+if TYPE_CHECKING:
+    from rlhf_jax.data.batches import DataReport, bucket, default_buckets, fingerprint
+    from rlhf_jax.data.demonstrations import (
+        DemoBatch,
+        DemoData,
+        demonstrations_from_rows,
+        load_demonstrations,
+        load_eval_demonstrations,
+        load_normalization_data,
+        make_demonstrations,
+    )
+    from rlhf_jax.data.loading import Rows, eval_sets, load_rows, text_columns_of
+    from rlhf_jax.data.mixture import TrainingRows, load_training_rows
+    from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
+    from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
+    from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
+    from rlhf_jax.data.reward_tokens import reward_tokens
+    from rlhf_jax.data.tldr import format_post, parse_post
+    from rlhf_jax.data.tokenizer import (
+        Tokenizer,
+        check_same_tokenizer,
+        check_tokenizer_fits_model,
+        load_tokenizer,
+        own_pad_id,
+        same_tokenizer,
+        save_tokenizer,
+    )
+
+__getattr__ = attributes(
+    __name__,
+    {
+        "DataReport": "batches",
+        "DemoBatch": "demonstrations",
+        "DemoData": "demonstrations",
+        "PackedDemoData": "packing",
+        "PairBatch": "pairs",
+        "PairData": "pairs",
+        "PromptData": "prompts",
+        "Rows": "loading",
+        "Tokenizer": "tokenizer",
+        "TrainingRows": "mixture",
+        "best_fit_decreasing": "packing",
+        "bucket": "batches",
+        "check_same_tokenizer": "tokenizer",
+        "check_tokenizer_fits_model": "tokenizer",
+        "default_buckets": "batches",
+        "demonstrations_from_rows": "demonstrations",
+        "eval_sets": "loading",
+        "fingerprint": "batches",
+        "format_post": "tldr",
+        "load_demonstrations": "demonstrations",
+        "load_eval_demonstrations": "demonstrations",
+        "load_eval_pairs": "pairs",
+        "load_eval_prompts": "prompts",
+        "load_normalization_data": "demonstrations",
+        "load_pairs": "pairs",
+        "load_prompts": "prompts",
+        "load_rows": "loading",
+        "load_tokenizer": "tokenizer",
+        "load_training_rows": "mixture",
+        "make_demonstrations": "demonstrations",
+        "make_pairs": "pairs",
+        "make_prompts": "prompts",
+        "own_pad_id": "tokenizer",
+        "pack": "packing",
+        "pairs_from_rows": "pairs",
+        "parse_post": "tldr",
+        "prompts_from_rows": "prompts",
+        "reward_tokens": "reward_tokens",
+        "same_tokenizer": "tokenizer",
+        "save_tokenizer": "tokenizer",
+        "text_columns_of": "loading",
+    },
+)

@@ -84,7 +84,6 @@ def load_rows(
     kind: str = "prompts",
     dataset_config: str | None = None,
     dataset_revision: str | None = None,
-    streaming: bool = False,
     max_samples: int | None = None,
     seed: int = 0,
     label: str | None = None,
@@ -99,7 +98,6 @@ def load_rows(
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset_config, dataset_revision: of a hub data set.
-      streaming: not supported; true raises.
       max_samples: load only the first max_samples rows.
       seed: of the built-in data sets.
       label: name for an object in messages; default: the split followed by 'data', as in 'train data'.
@@ -108,12 +106,12 @@ def load_rows(
     Raises:
       UserError: the source or split does not exist or has no rows, or the source is a stream.
     """
-    if streaming or type(source).__name__ in ("IterableDataset", "IterableDatasetDict", "generator"):
+    if type(source).__name__ in ("IterableDataset", "IterableDatasetDict", "generator"):
         raise UserError(
-            "dataset_streaming is refused: the rows of an update are a function of seed and step, so that a run can "
-            "resume at any step, and a stream has no random access. Leave it off: rows are mapped from the disk, so "
-            "memory does not grow with their number. max_train_samples takes the first rows. To train on a stream, "
-            "write as many rows as the run needs to a file: datasets' take, then to_json."
+            "a stream is refused: the rows of an update are a function of seed and step, so that a run can resume at "
+            "any step, and a stream has no random access. Rows of files are mapped from the disk, so memory does not "
+            "grow with their number; max_train_samples takes the first rows. To train on a stream, write as many rows "
+            "as the run needs to a file: datasets' take, then to_json."
         )
     try:
         rows = _read(
@@ -250,7 +248,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     Raises:
       UserError: a name is missing, empty, repeated or has other characters; a source is missing; see `load_rows`.
     """
-    limits = {"kind": kind, "streaming": config.dataset_streaming, "max_samples": config.max_eval_samples}
+    limits = {"kind": kind, "max_samples": config.max_eval_samples}
     limits |= {"text_columns": text_columns_of(config)}
     limits |= {"split_option": "dataset_test_split, None for a run without evaluation"}
     split = config.dataset_test_split or "validation"
@@ -287,7 +285,6 @@ def load_train_split(config: Any, kind: str, dataset: Any = None, text_columns: 
         kind=kind,
         dataset_config=config.dataset_config,
         dataset_revision=config.dataset_revision,
-        streaming=config.dataset_streaming,
         max_samples=config.max_train_samples,
         text_columns=text_columns_of(config).union(text_columns),
     )

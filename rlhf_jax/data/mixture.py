@@ -6,113 +6,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.files import MalformedRow, Rows
+from rlhf_jax.data.files import Rows
+from rlhf_jax.data.format import Format, formatted
 from rlhf_jax.data.loading import load_train_split
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import UserError
 
 Data = TypeVar("Data")
-NAMES = {
-    "path": "dataset_name",
-    "name": "dataset_config",
-    "revision": "dataset_revision",
-    "split": "dataset_train_split",
-}
-"""TRL's names in an entry of the option datasets -> our options."""
-OWN = ("weight", "fraction", "format")
-"""What an entry may have beside options."""
-OPTIONS = (
-    *("prompt_column", "completion_column", "chosen_column", "rejected_column", "margin_column"),
-    *("chat_template_kwargs", "max_train_samples", "query_length", "query_overflow", "on_bad_row"),
-)
-"""Options that an entry may set for its rows."""
-
-
-def faults(config: Any) -> Iterator[str]:
-    """A line for everything that is wrong with the option datasets of a stage's config."""
-    if not config.datasets:
-        if config.datasets is not None:
-            yield "datasets is empty; give a list of dicts with 'path', or leave it out."
-        return
-    known = [*NAMES, *OWN, *(name for name in OPTIONS if name in vars(config))]
-    for number, entry in enumerate(config.datasets, 1):
-        where = f"datasets, entry {number}"
-        if unknown := sorted(entry.keys() - set(known)):
-            yield f"{where}: {', '.join(unknown)} is not known; it takes {', '.join(known)}."
-        if not isinstance(entry.get("path"), str) or not entry["path"]:
-            yield f"{where} has no 'path': a hub name, a file or folder, or a built-in task."
-        for name in ("weight", "fraction"):
-            value = entry.get(name, 1)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-                yield f"{where}: {name} is {value!r}; it must be a number above 0."
-        try:
-            Format(entry.get("format") or {})
-        except UserError as error:
-            yield f"{where}: {error}"
-    for name in ("weight", "fraction"):
-        if 0 < sum(name in entry for entry in config.datasets) < len(config.datasets):
-            yield f"datasets: give {name} to all data sets, or to none."
-    if any("weight" in entry for entry in config.datasets) and any("fraction" in entry for entry in config.datasets):
-        yield "datasets: give weight or fraction, not both."
-
-
-class Format:
-    """New columns of texts, made of other columns: {"prompt": "Question: {question}\\nAnswer:"}.
-
-    Raises:
-      UserError: it is no dict of texts, or a text names something else than columns in braces.
-    """
-
-    def __init__(self, columns: Any):
-        if not isinstance(columns, Mapping) or not all(isinstance(text, str) for text in columns.values()):
-            raise UserError(f"format is {columns!r:.100}; it must be a dict of column -> text with {{column}} in it.")
-        self._parts: dict[str, list[tuple[str, str | None]]] = {}
-        for name, text in columns.items():
-            try:
-                parts = list(string.Formatter().parse(text))
-            except ValueError as error:
-                raise UserError(f"format of {name!r} is {text!r}: {error}.") from error
-            if any(column == "" or spec or conversion for _, column, spec, conversion in parts):
-                raise UserError(f"format of {name!r} is {text!r}: write {{column}}, and braces as {{{{ and }}}}.")
-            self._parts[name] = [(literal, column) for literal, column, _, _ in parts]
-
-    @property
-    def columns(self) -> set[str]:
-        """The columns that they are made of."""
-        return {column for parts in self._parts.values() for _, column in parts if column is not None}
-
-    @property
-    def names(self) -> list[str]:
-        """The columns that are made."""
-        return list(self._parts)
-
-    def __call__(self, row: Any) -> Any:
-        """The row with these columns; a `MalformedRow` where one that they need is no text or number."""
-        if not isinstance(row, Mapping):
-            return row
-        made = {}
-        for name, parts in self._parts.items():
-            for _, column in parts:
-                if column is not None and not isinstance(row.get(column), str | int | float):
-                    what = "is missing" if column not in row else f"is {type(row[column]).__name__}, not text"
-                    return MalformedRow(f"{column!r}, of which the format of {name!r} is made, {what}")
-            made[name] = "".join(literal + ("" if column is None else str(row[column])) for literal, column in parts)
-        return {**row, **made}
-
-
-def formatted(rows: Rows, columns: Mapping[str, str]) -> Rows:
-    """Rows with new columns; see `Format`."""
-    form = Format(columns)
-    return rows.mapped(form, form.names, dict(columns))
-
-
 # --- the data sets of a config
 
 
@@ -141,7 +47,7 @@ def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingR
     entries = config.datasets
     if dataset is not None or entries is None:
         return TrainingRows(((load_train_split(config, kind, dataset), config),))
-    configs = [config_of(config, entry) for entry in entries]
+    configs = [config.of_entry(entry) for entry in entries]
     formats = [Format(entry.get("format") or {}) for entry in entries]
     rows = [load_train_split(one, kind, text_columns=form.columns) for one, form in zip(configs, formats, strict=True)]
     if "fraction" in entries[0]:
@@ -164,13 +70,6 @@ def load_training(config: Any, kind: str, dataset: Any, make: Callable[[Rows, An
     loaded = dataset if isinstance(dataset, TrainingRows) else load_training_rows(config, kind, dataset)
     made = [make(rows, own) for rows, own in loaded.sets]
     return mixed(made, loaded.weights, config.length_buckets, lists) if loaded.is_mixture else made[0]
-
-
-def config_of(config: Any, entry: Mapping[str, Any]) -> Any:
-    """The stage's config for one data set of the mixture."""
-    options = {NAMES.get(name, name): value for name, value in entry.items() if name not in OWN}
-    hub = {"dataset_config": None, "dataset_revision": None}
-    return dataclasses.replace(config, datasets=None, length_buckets=None, **{**hub, **options})
 
 
 def _fractions(rows: Sequence[Rows], fractions: Sequence[float]) -> list[Rows]:

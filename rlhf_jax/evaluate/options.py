@@ -6,18 +6,20 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlhf_jax.config import command_line, validation
-from rlhf_jax.config.dataclasses import Seed, TopP
-from rlhf_jax.config.values import (
+from rlhf_jax.config import command_line
+from rlhf_jax.errors import UserError
+from rlhf_jax.option import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
+    Seed,
+    TopP,
+    option,
+    out_of_range,
 )
-from rlhf_jax.errors import UserError
-from rlhf_jax.option import option
 from rlhf_jax.utils.text import has_password
 
 PROG = "rlhf-jax evaluate"
@@ -202,7 +204,7 @@ def check(config: EvaluateConfig) -> None:
 
 
 def _problems(config: EvaluateConfig) -> Iterator[str]:
-    yield from validation.out_of_range(config)
+    yield from out_of_range(config)
     for name, value in vars(config).items():
         if isinstance(value, str) and has_password(value):
             yield f"{name} is a URL with a user name or a password, and evaluation.json would contain it. Remove it."

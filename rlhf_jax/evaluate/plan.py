@@ -7,21 +7,13 @@ import os
 from typing import Any
 
 from rlhf_jax import storage
-from rlhf_jax.config import (
-    STAGES,
-    PolicyConfig,
-    PPOConfig,
-    RewardConfig,
-    SFTConfig,
-    StageConfig,
-    diff,
-    validation,
-)
+from rlhf_jax.config import STAGES, PolicyConfig, PPOConfig, RewardConfig, SFTConfig, StageConfig
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import problems_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import POLICY_STAGES, policy_folder
-from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime import config_diff, run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
 from rlhf_jax.storage.relocation import Relocation
 
@@ -172,7 +164,7 @@ def _relocated(config: StageConfig, folder: str) -> StageConfig:
     paths = Relocation(config.run_dir or folder, folder)
     changed: dict[str, Any] = {"run_dir": folder}
     for name, value in vars(config).items():
-        if isinstance(value, str) and diff.is_path(name) and not storage.exists(value):
+        if isinstance(value, str) and config_diff.is_path(name) and not storage.exists(value):
             if storage.exists(place := paths.find(value)):
                 changed[name] = place
     return dataclasses.replace(config, **changed)
@@ -318,7 +310,7 @@ def _check(plan: Plan) -> None:
     problems = []
     for config in (plan.prompts, plan.pairs):
         if config is not None:
-            problems += [*validation.out_of_range(config)] or [*validation.combinations(config)]
+            problems += problems_of(config)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if storage.is_remote(plan.output_dir):

@@ -1,21 +1,8 @@
-"""Sampling: prompts in, a `Rollout` out, prefill and decoding in one compiled program.
+"""Sampling: prompts in, a `Rollout` out, prefill and decoding in one compiled program."""
 
-Every row samples with its own key, `fold_in(fold_in(key, row), t)`, so samples depend neither on the other rows of the
-batch, nor on slots, chunks or the number of devices.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
-
-import dataclasses
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
-from rlhf_jax.generate.sampling import Sampling, draw, process_logits, sample
-from rlhf_jax.generate.slots import Decoding, Prompts, Rows, Steps, decode_rows, mark_seen, take_rows
-from rlhf_jax.types import Array, Params, PromptBatch, Rollout, Unfinished
+from rlhf_jax.utils.lazy import attributes
 
 __all__ = [
     "Decoding",
@@ -28,159 +15,22 @@ __all__ = [
     "process_logits",
 ]
 
+if TYPE_CHECKING:
+    from rlhf_jax.generate.chunks import map_in_chunks
+    from rlhf_jax.generate.rollout import generate, generate_unstacked
+    from rlhf_jax.generate.sampling import Sampling, draw, process_logits
+    from rlhf_jax.generate.slots import Decoding, Steps
 
-def generate(
-    model: Any,
-    params: Params,
-    prompts: PromptBatch,
-    key: Array,
-    sampling: Sampling,
-    *,
-    dtype: Any = jnp.float32,
-    **options: Any,
-) -> Rollout:
-    """Samples responses to prompts. Pure; jit it with model, sampling, group, decoding and dtype static.
-
-    Args:
-      model: a `models.Model` with a causal head.
-      params: its params, layers stacked; they are sliced into layers once, here.
-      prompts: tokens [P, C] int32 left-padded, lengths [P] int32; each is computed once for all of its responses.
-      key: typed PRNG key of this rollout.
-      sampling: what is sampled.
-      dtype: compute dtype; logits and log-probabilities are float32.
-      **options: group, responses to a prompt; and further ones, see `generate_unstacked`.
-
-    Returns:
-      Rollout of B = P * group rows with T = sampling.max_new_tokens: response [B, T] int32, lengths [B] int32,
-      logprobs [B, T] float32.
-    """
-    return generate_unstacked(model, model.unstack(params, dtype), prompts, key, sampling, dtype=dtype, **options)
-
-
-def generate_unstacked(
-    model,
-    unstacked,
-    prompts: PromptBatch,
-    key: Array,
-    sampling: Sampling,
-    *,
-    group: int = 1,
-    rows: Array | None = None,
-    dtype=jnp.float32,
-    decoding: Decoding | None = None,
-    limits: Array | None = None,
-    expected: Array | None = None,
-    keys: Array | None = None,
-    unfinished: Unfinished | None = None,
-    return_steps: bool = False,
-):
-    """`generate` with params from `model.unstack`, for a rollout of several chunks that unstacks only once.
-
-    Args:
-      model: a `models.Model` with a causal head.
-      unstacked: its params.
-      prompts: tokens [P, C] left-padded, lengths [P], images; each is computed once for all of its responses.
-      key: typed PRNG key of this rollout.
-      sampling: what is sampled.
-      group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
-      rows: [B] int32 index of each row in the global batch (default 0..B-1), folded into its key.
-      dtype: compute dtype; logits and log-probabilities are float32.
-      decoding: how rows are decoded; None: `Decoding()`.
-      limits: [B] int32, most tokens of each row, 1 to T; None: T.
-      expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
-      keys: [B] typed keys of the rows, in place of those that `key` and `rows` give.
-      unfinished: responses of an earlier call with `decoding.max_steps`; where it holds a prompt they go on.
-      return_steps: whether to return what decoding took.
-
-    Returns:
-      Rollout of B rows with T = sampling.max_new_tokens; with `return_steps` (Rollout, Steps), a count of each shard of
-      the rows.
-    """
-    prompts, decoding = jax.tree.map(jnp.asarray, prompts), decoding or Decoding()
-    b, t_max = prompts.tokens.shape[0] * group, sampling.max_new_tokens
-    rows = jnp.arange(b) if rows is None else rows
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows) if keys is None else keys
-    limits = jnp.full(b, t_max, jnp.int32) if limits is None else jnp.minimum(limits, t_max).astype(jnp.int32)
-    expected = jnp.zeros(b, jnp.float32) if expected is None else expected
-    slots = decoding.slots or b
-    at_once = largest_divisor(b // group, slots // group)
-    token, logprob, prefix = first_tokens(
-        model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype
-    )
-    queue = Rows(
-        response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
-        logprobs=jnp.zeros((b, t_max), jnp.float32),
-        lengths=jnp.ones(b, jnp.int32),
-        ended=jnp.zeros(b, bool),
-        keys=keys,
-        limits=limits,
-        expected=expected,
-    )
-    queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
-    for stop in sampling.stop_ids:
-        queue = queue._replace(ended=queue.ended | (token == stop))
-    if unfinished is not None:
-        held = jnp.repeat(unfinished.held, group)
-        names = ("response", "logprobs", "lengths", "ended")
-        going_on = {name: take_rows(held, getattr(unfinished, name), getattr(queue, name)) for name in names}
-        queue = queue._replace(**going_on)
-
-    def decode(model, unstacked, work):
-        shards = b // work[1].lengths.shape[0]
-        own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
-        started = unfinished is not None
-        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=own, dtype=dtype, started=started)
-
-    work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)
-    queue, steps = model.map_row_shards(decode, unstacked, work, units=prompts.tokens.shape[0])
-    rollout = Rollout(
-        prompt_tokens=jnp.repeat(prompts.tokens, group, axis=0),
-        prompt_lengths=jnp.repeat(prompts.lengths, group),
-        response=queue.response,
-        lengths=queue.lengths,
-        ended=queue.ended,
-        logprobs=queue.logprobs,
-        response_mask=jnp.ones((b, t_max), bool),
-    )
-    return (rollout, steps) if return_steps else rollout
-
-
-def first_tokens(
-    model, unstacked, prompts: PromptBatch, keys: Array, sampling: Sampling, *, group: int, at_once: int, dtype
-) -> tuple[Array, Array, Any]:
-    """Prefill, and the first token of each row.
-
-    Args:
-      keys: [B] typed keys of the rows.
-      at_once: prompts of a forward pass.
-      Others as `generate_unstacked`.
-
-    Returns:
-      (tokens [B] int32, their log-probabilities [B] float32, keys and values of the prompts)
-    """
-    width = prompts.tokens.shape[1]
-    prompt_mask = jnp.arange(width)[None, :] >= (width - prompts.lengths)[:, None]
-
-    def prefill(part):
-        tokens, mask, images = part
-        return model.prefill(unstacked, tokens, mask, dtype, images)
-
-    hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask, prompts.images), at_once)
-    seen = None
-    if sampling.repetition_penalty != 1.0:
-        seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
-
-    def first(part):
-        hidden, keys, seen = part
-        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
-
-    rows = (jnp.repeat(hidden, group, axis=0), keys, seen)
-    token, logprob = map_in_chunks(first, rows, at_once * group)
-    return token, logprob, prefix
-
-
-def prompt_tokens_seen(tokens: Array, mask: Array, vocabulary: int) -> Array:
-    """[P, C] tokens, those that `mask` has -> [P, V] bool."""
-    # Index V is out of bounds and dropped: padding is not a seen token.
-    tokens = jnp.where(mask, tokens, vocabulary)
-    return mark_seen(jnp.zeros((len(tokens), vocabulary), bool), tokens)
+__getattr__ = attributes(
+    __name__,
+    {
+        "Decoding": "slots",
+        "Sampling": "sampling",
+        "Steps": "slots",
+        "draw": "sampling",
+        "generate": "rollout",
+        "generate_unstacked": "rollout",
+        "map_in_chunks": "chunks",
+        "process_logits": "sampling",
+    },
+)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
+
+from rlhf_jax.metrics.options import AlarmOptions
 
 WINDOW = 5
 """Number of updates in the mean at the start and in the recent mean."""
@@ -56,24 +58,24 @@ ALARMS: dict[str, tuple[str, Callable[[float, Readings, Readings, Readings], boo
 }
 
 
-def threshold(config, name: str) -> float | None:
-    """The threshold of an alarm; None if it is off.
+def thresholds(options: AlarmOptions, *, dtype: str, batch_size: int) -> dict[str, float | None]:
+    """The threshold of each alarm; None if it is off.
 
     Args:
-      config: a PolicyConfig.
-      name: one of ALARMS.
+      options: alarm_*.
+      dtype: compute dtype of the run.
+      batch_size: episodes per update.
     """
-    limits = {
-        "kl_below": config.alarm_kl_below,
-        "kl_above": config.alarm_kl_above,
-        "first_ratio": config.alarm_first_ratio if config.dtype == "float32" else config.alarm_first_ratio_bfloat16,
-        "reward_std": config.alarm_reward_std if config.batch_size > 1 else None,  # one score has no deviation
-        "eos_share": config.alarm_eos_share,
-        "unused_ids": None if config.alarm_unused_ids is None else config.alarm_unused_ids * config.batch_size,
-        "length_growth": config.alarm_length_growth,
-        "length_collapse": config.alarm_length_collapse,
+    return {
+        "kl_below": options.alarm_kl_below,
+        "kl_above": options.alarm_kl_above,
+        "first_ratio": options.alarm_first_ratio if dtype == "float32" else options.alarm_first_ratio_bfloat16,
+        "reward_std": options.alarm_reward_std if batch_size > 1 else None,  # one score has no deviation
+        "eos_share": options.alarm_eos_share,
+        "unused_ids": None if options.alarm_unused_ids is None else options.alarm_unused_ids * batch_size,
+        "length_growth": options.alarm_length_growth,
+        "length_collapse": options.alarm_length_collapse,
     }
-    return limits[name]
 
 
 def readings(metrics: dict[str, Any]) -> Readings:
@@ -115,13 +117,19 @@ class Alarms:
       stop_step: the first update at which an alarm of early_stop was raised, or None.
     """
 
-    def __init__(self, config, lines: Iterable[dict[str, Any]] = ()):
+    def __init__(
+        self,
+        early_stop: Collection[str],
+        thresholds: Mapping[str, float | None],
+        lines: Iterable[dict[str, Any]] = (),
+    ):
         """
         Args:
-          config: a PolicyConfig.
+          early_stop: the alarms that end the run.
+          thresholds: of `thresholds`.
           lines: of metrics.jsonl so far.
         """
-        self._config = config
+        self._early_stop, self._thresholds = frozenset(early_stop), thresholds
         self._start: list[Readings] = []
         self._recent: collections.deque[Readings] = collections.deque(maxlen=WINDOW)
         self.raised: frozenset[str] = frozenset()
@@ -148,7 +156,7 @@ class Alarms:
         start, recent = _means(self._start), _means(self._recent)
         raised, messages = set(), []
         for name, (reading, condition, text) in ALARMS.items():
-            limit = threshold(self._config, name)
+            limit = self._thresholds[name]
             if limit is None or reading not in now or not condition(limit, now, start, recent):
                 continue
             raised.add(name)
@@ -158,6 +166,6 @@ class Alarms:
                 messages.append(f"alarm {name}: {text.format(limit=limit, **at_start, **current)}")
         alarms = {f"alarm/{name}": float(name in raised) for name in ALARMS if name in raised or name in self.raised}
         self.raised = frozenset(raised)
-        if self.stop_step is None and raised.intersection(self._config.early_stop):
+        if self.stop_step is None and raised.intersection(self._early_stop):
             self.stop_step = step
         return alarms, messages

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.config.diff import may_change
 from rlhf_jax.report.read_run import Run
+from rlhf_jax.runtime.config_diff import may_change
 
 MAX_POINTS = 600
 """Maximum number of points of a curve."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from typing import Any
 
 import huggingface_hub.utils
 from huggingface_hub import errors
 
 from rlhf_jax import storage
-from rlhf_jax.config import STAGES
 from rlhf_jax.errors import UserError
+from rlhf_jax.runtime.options import RunOptions
 
 
-def repository(config: Any) -> str | None:
+def repository(config: RunOptions, stage: str) -> str | None:
     """The repository of a run's model, OWNER/NAME; None without push_to_hub. Asks the hub for the token's user.
+
+    Args:
+      config: of a stage, its run folder named.
+      stage: its name.
 
     Raises:
       UserError: there is no valid token, the hub cannot be reached, or hub_model_id is not a valid name.
@@ -32,7 +35,7 @@ def repository(config: Any) -> str | None:
         raise UserError(f"--push_to_hub: the hub could not identify you: {_first_line(error)}. {login}") from error
     *_, parent, folder = storage.absolute(config.run_dir).split("/" if storage.is_remote(config.run_dir) else os.sep)
     # In a pipeline, the folder has the name of a stage.
-    name = config.hub_model_id or (f"{parent}-{folder}" if folder in STAGES else folder)
+    name = config.hub_model_id or (f"{parent}-{folder}" if folder == stage else folder)
     name = name if "/" in name else f"{user}/{name}"
     try:
         huggingface_hub.utils.validate_repo_id(name)
@@ -41,7 +44,7 @@ def repository(config: Any) -> str | None:
     return name
 
 
-def push(config: Any, name: str, folder: str, kept: str, warn: Callable[[str], None]) -> str | None:
+def push(config: RunOptions, name: str, folder: str, kept: str, warn: Callable[[str], None]) -> str | None:
     """Uploads a model's folder; if that fails, warns with the command that uploads it later.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 
 from rlhf_jax import storage
-from rlhf_jax.config import StageConfig, batch_sizes
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
@@ -67,8 +67,7 @@ class Loop:
         host_memory.trim()  # of tokenising and of reading weights
         self._compile_clock = compile_cache.CompileTimer()
         self._eval_updates, self._save_updates = (
-            batch_sizes.updates_between(steps, stage.total_steps)
-            for steps in (self.config.eval_steps, self.config.save_steps)
+            updates_between(steps, stage.total_steps) for steps in (self.config.eval_steps, self.config.save_steps)
         )
 
     @property
@@ -144,7 +143,7 @@ class Loop:
         """What is due after the present update, as `due`."""
         config, step, total, last = self.config, self.step, self.stage.total_steps, self.is_last()
         due = ["evaluate"] if last or self.control.evaluate or every(self._eval_updates, step) else []
-        due += ["samples"] if samples_due(config, step, total, last) else []
+        due += ["samples"] if samples_due(config.num_sample_generations, step, total, last) else []
         return [*due, *(["last"] if last else []), "save"]
 
     def finish_update(self) -> bool:
@@ -162,7 +161,7 @@ class Loop:
             self.due.remove("evaluate")
         if "samples" in self.due:
             self.activity = "samples"
-            printed = samples_printed(self.config, self.step, self.stage.total_steps, last)
+            printed = samples_printed(self.config.num_sample_generations, self.step, self.stage.total_steps, last)
             self.show(self.stage.samples(self.state, self.tick), "samples", printed)
             self.due.remove("samples")
         self.due = []
@@ -334,15 +333,29 @@ def every(n: int, step: int) -> bool:
     return n > 0 and step % n == 0
 
 
-def samples_due(config: StageConfig, step: int, total: int, last: bool) -> bool:
-    """Whether sample completions are due: num_sample_generations times in a run, evenly as TRL, and at its end."""
-    n = config.num_sample_generations
-    return n > 0 and (last or step % max(1, total // n) == 0)
+def updates_between(steps: float, total_updates: int) -> int:
+    """eval_steps or save_steps in updates: below 1 it is a fraction of the run, at least one update (transformers).
+
+    Args:
+      steps: the option.
+      total_updates: of the whole run.
+
+    Returns:
+      Updates between two evaluations or checkpoints; 0: only at the end.
+    """
+    if 0 < steps < 1:
+        return max(1, math.ceil(steps * total_updates))
+    return int(steps)
 
 
-def samples_printed(config: StageConfig, step: int, total: int, last: bool) -> bool:
+def samples_due(generations: int, step: int, total: int, last: bool) -> bool:
+    """Whether sample completions are due: `generations` times in a run, evenly as TRL, and at its end."""
+    return generations > 0 and (last or step % max(1, total // generations) == 0)
+
+
+def samples_printed(generations: int, step: int, total: int, last: bool) -> bool:
     """Whether samples that are due are printed too: the first, the last, and those after a third and two thirds."""
-    interval = max(1, total // config.num_sample_generations)
+    interval = max(1, total // generations)
     number, count = step // interval, max(1, total // interval)
     return last or number == 1 or 3 * (number - 1) // count < 3 * number // count < 3
 

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 
-from rlhf_jax.config.diff import may_change
+from rlhf_jax.runtime.config_diff import may_change
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import printable, redact_queries, short_number
 

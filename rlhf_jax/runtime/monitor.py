@@ -11,10 +11,10 @@ import numpy as np
 
 from rlhf_jax import storage
 from rlhf_jax.algorithms import nonfinite
-from rlhf_jax.config import PolicyConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger
-from rlhf_jax.metrics.alarms import WATCHED, Alarms
+from rlhf_jax.metrics.alarms import WATCHED, Alarms, thresholds
+from rlhf_jax.metrics.options import AlarmOptions
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.types import TrainState
 
@@ -53,7 +53,10 @@ class Monitor:
         lines = multihost.from_first(self._so_far)
         self._updates = max((line.get("nonfinite/updates", 0) for line in lines), default=0)
         self._in_a_row = next((line["nonfinite/in_a_row"] for line in reversed(lines) if _RAW[2] in line), 0)
-        self._alarms = Alarms(self._config, lines) if isinstance(self._config, PolicyConfig) else None
+        config, self._alarms = stage.config, None
+        if isinstance(config, AlarmOptions):
+            limits = thresholds(config, dtype=config.dtype, batch_size=config.batch_size)
+            self._alarms = Alarms(config.early_stop, limits, lines)
         self._error: NonFinite | None = None
 
     def _so_far(self) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rlhf_jax.config import Config, Pipeline, PolicyConfig, stages_of
 from rlhf_jax.metrics.logger import peak_memory
 from rlhf_jax.metrics.sinks import Entry
 from rlhf_jax.parallel import multihost
@@ -173,16 +172,15 @@ def command(name: str) -> str:
     return f"{shlex.quote(python.removeprefix(beside))} -m rlhf_jax.{name}"
 
 
-def summary(config: Config, result: Any, seconds: float) -> list[str]:
+def summary(result: Any, seconds: float) -> list[str]:
     """Lines for the end of a command: where its outputs are, and what to run next.
 
     Args:
-      config: of the run.
       result: `train.Result`.
       seconds: how long it took.
     """
-    pipeline = isinstance(config, Pipeline)
-    results = result.stages if pipeline else {next(iter(stages_of(config))): result}
+    pipeline = bool(result.stages)
+    results = result.stages or {"": result}
     lines = ["", f"done in {duration(seconds)}; everything is in {result.run_dir}"]
     rows = []
     for name, stage_result in results.items():
@@ -196,6 +194,6 @@ def summary(config: Config, result: Any, seconds: float) -> list[str]:
     lines += [f"  {name:<{width}}  {path}" for name, path in rows]
     place = shlex.quote(result.run_dir)
     lines += ["next:", f"  {command('report')} {place}", f"  {command('evaluate')} --run_dir {place}"]
-    if any(isinstance(stage, PolicyConfig) for stage in stages_of(config).values()) or "policy" in last.paths:
+    if "policy" in last.paths:
         lines += [f"  {command('chat')} {place} --multiline"]
     return [printable(line) for line in lines]

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import jax
 
 from rlhf_jax import storage
-from rlhf_jax.config.diff import differences
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import read_metrics
 from rlhf_jax.parallel import multihost
 from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.runtime.config_diff import differences
 from rlhf_jax.runtime.lease import Lease
 from rlhf_jax.runtime.lock import Lock
 from rlhf_jax.storage import relocation, write_atomically

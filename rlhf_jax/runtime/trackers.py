@@ -7,6 +7,7 @@ computes again have the same values at the same steps.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax import storage
-from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.callbacks import Callback, Control
@@ -109,7 +109,8 @@ class TrackerCallback(Callback):
         path = os.path.join(config.run_dir, _FILE)
         stored = _read(path)
         project = config.project or os.environ.get("WANDB_PROJECT") or PROJECT
-        options = {name: redact_queries(value) for name, value in json.loads(config_files.to_json(config)).items()}
+        plain = json.loads(json.dumps({"stage": stage.name, **dataclasses.asdict(config)}))
+        options = {name: redact_queries(value) for name, value in plain.items()}
         if storage.is_remote(config.run_dir):  # the trackers' own files stay on this machine
             folder, shown = storage.cache_folder("trackers"), config.run_dir
             storage.make_dir(folder)

@@ -16,7 +16,6 @@ from rlhf_jax.algorithms.groups import group_rows
 from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.config import sampling_options
 from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards.interface import TrainerState
@@ -49,7 +48,7 @@ def sampling_of(
       temperature: overrides that of the config and of generation_kwargs.
       suppress_ids: of `Sampling`.
     """
-    options = sampling_options(config)
+    options = config.sampling()
     if temperature is not None:
         options["temperature"] = temperature
     stop = () if config.stop_token_id is None else (config.stop_token_id,)
@@ -182,7 +181,7 @@ class Programs:
           group that is not finished have length -1.
         """
         base = self.models.base
-        if temperature == sampling_options(self.config)["temperature"]:
+        if temperature == self.config.sampling()["temperature"]:
             temperature = None  # the same program as in training
         return self.run(
             "generate",

@@ -36,9 +36,10 @@ from jax.errors import JaxRuntimeError
 from rlhf_jax.algorithms import groups, microbatch, response_logprobs
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.config import files as config_files
-from rlhf_jax.config import validation, values
+from rlhf_jax.config.check import check
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
+from rlhf_jax.option import checked_types
 from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
@@ -262,7 +263,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
     """All measurements of this process."""
     compiling = compile_cache.CompileTimer()
     config = config_of(case, work, micro, str(work / f"run-{name}"))
-    validation.check(values.checked_types(config))
+    check(checked_types(config))
     began = time.perf_counter()
     stage = open_stage(config, train_dataset=rows_of(work, pair))
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}

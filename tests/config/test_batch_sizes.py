@@ -4,15 +4,7 @@ import dataclasses
 
 import pytest
 
-from rlhf_jax.config import (
-    Pipeline,
-    PPOConfig,
-    RewardConfig,
-    RLOOConfig,
-    SFTConfig,
-    batch_sizes,
-    sampling_options,
-)
+from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, batch_sizes
 from rlhf_jax.errors import UserError
 
 
@@ -42,7 +34,7 @@ def test_with_shared_prompts_the_mesh_divides_prompts_and_without_it_rows():
 
 
 def test_generation_kwargs_come_over_the_sampling_options():
-    assert sampling_options(PPOConfig()) == {
+    assert PPOConfig().sampling() == {
         "temperature": 0.7,
         "top_k": 0,
         "top_p": 1.0,
@@ -50,18 +42,9 @@ def test_generation_kwargs_come_over_the_sampling_options():
         "repetition_penalty": 1.0,
     }
     config = RLOOConfig(top_k=5, min_p=0.1, generation_kwargs={"top_k": 50, "min_p": None, "do_sample": True})
-    sampling = sampling_options(config)
+    sampling = config.sampling()
     assert sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
-    assert type(sampling_options(RLOOConfig(generation_kwargs={"temperature": 2}))["temperature"]) is float
-
-
-@pytest.mark.parametrize(
-    ("eval_steps", "total", "updates"),
-    [(0, 100, 0), (5, 100, 5), (0.1, 100, 10), (0.25, 10, 3), (0.01, 10, 1), (1, 10, 1)],
-)
-def test_steps_below_1_are_a_share_of_the_run(eval_steps, total, updates):
-    found = batch_sizes.updates_between(eval_steps, total)
-    assert found == updates and type(found) is int
+    assert type(RLOOConfig(generation_kwargs={"temperature": 2}).sampling()["temperature"]) is float
 
 
 def test_rows_of_rloo_are_prompts_and_batches_are_responses():

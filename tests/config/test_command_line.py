@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import STAGES, PPOConfig, command_line, values
+from rlhf_jax.config import STAGES, PPOConfig, command_line
 from rlhf_jax.config import files as config_files
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import field_types
 
 
 def ppo(*flags: str):
@@ -80,7 +81,7 @@ def test_every_form_of_a_flag_is_read(flags, field, value):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_is_a_flag_of_its_own_name(stage):
     config = STAGES[stage]()
-    for name, hint in values.field_types(STAGES[stage]).items():
+    for name, hint in field_types(STAGES[stage]).items():
         value = getattr(config, name)
         words = ([str(v) for v in value] or ["none"]) if isinstance(value, tuple) else [str(value)]
         assert getattr(command_line.with_flag(config, name, words), name) == value, (name, hint)

@@ -14,15 +14,15 @@ from rlhf_jax.config import (
     RLOOConfig,
     SFTConfig,
     batch_sizes,
-    diff,
     shipped,
     stages_of,
-    validation,
-    values,
 )
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import check
 from rlhf_jax.data import arithmetic, load_tokenizer
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import checked_types
+from rlhf_jax.runtime import config_diff
 
 
 def config_file(folder, body: str) -> str:
@@ -45,7 +45,7 @@ WITH_RLOO = Pipeline(ppo=None, rloo=RLOOConfig(sft_model_path=SFT_EXPORT, reward
 @pytest.mark.parametrize("spec", [*config_files.shipped_configs(), *VARIANTS])
 def test_shipped_configs_load_check_and_survive_config_json(spec):
     config = config_files.load_config(spec)
-    validation.check(config)
+    check(config)
     assert config_files.from_json(config_files.to_json(config)) == config
 
 
@@ -68,7 +68,7 @@ def test_config_json_round_trips_rloo_and_its_dicts_and_lists(tmp_path):
         eval_steps=0.25,
     )
     (tmp_path / "config.json").write_text(config_files.to_json(config))
-    assert config_files.load_config(str(tmp_path)) == config == values.checked_types(config)
+    assert config_files.load_config(str(tmp_path)) == config == checked_types(config)
     pipeline = config_files.from_json(config_files.to_json(WITH_RLOO))
     assert pipeline == WITH_RLOO and pipeline.ppo is None
 
@@ -77,25 +77,25 @@ def test_a_config_json_of_an_earlier_version_may_have_an_option_that_was_removed
     text = config_files.to_json(PPOConfig())
     old = json.dumps({**json.loads(text), "metrics": "correct"})
     assert config_files.from_json(old) == PPOConfig()
-    assert diff.differences(json.loads(old), json.loads(text)) == []
+    assert config_diff.differences(json.loads(old), json.loads(text)) == []
     with pytest.raises(UserError, match="unknown field metrics. It was removed"):
         config_files.from_json(old.replace("correct", "trl"))
-    changed = diff.differences(json.loads(old.replace("correct", "trl")), json.loads(text))
+    changed = config_diff.differences(json.loads(old.replace("correct", "trl")), json.loads(text))
     assert changed == ['metrics: "trl" -> (no such option)']
 
 
 def test_one_word_or_number_for_a_list_is_a_list_of_one():
     given = RLOOConfig(report_to="tensorboard", more_reward_models="x", reward_funcs="m:f", reward_clip_range=10)
-    config = values.checked_types(given)
+    config = checked_types(given)
     assert config.report_to == ("tensorboard",) and config.more_reward_models == ("x",)
     assert config.reward_funcs == ("m:f",) and config.reward_clip_range == (10.0,)
     assert type(config.reward_clip_range[0]) is float
-    assert values.checked_types(SFTConfig(report_to="none")).report_to == ()
-    assert values.checked_types(SFTConfig(report_to=["none"])).report_to == ()
+    assert checked_types(SFTConfig(report_to="none")).report_to == ()
+    assert checked_types(SFTConfig(report_to=["none"])).report_to == ()
 
 
 def test_a_dict_becomes_what_config_json_would_give_back():
-    config = values.checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
+    config = checked_types(PPOConfig(chat_template_kwargs={"a": (1, 2), "b": {"c": None}}))
     assert config.chat_template_kwargs == {"a": [1, 2], "b": {"c": None}}
 
 
@@ -170,7 +170,7 @@ def test_the_study_of_over_optimisation_has_its_stages_in_the_order_in_which_the
     made = {f"{scope['RUNS']}/{name}": config_files.load_config(f"goldrush:{name}") for name in scope["VARIANTS"]}
     known: set[str] = set()
     for run_dir, config in made.items():
-        validation.check(config)
+        check(config)
         assert config.run_dir == run_dir
         needed = [getattr(config, of, None) for of in ("sft_model_path", "reward_model_path", "value_model_path")]
         needed += getattr(config, "more_reward_models", ())
@@ -195,14 +195,14 @@ def test_a_pipeline_may_have_rloo_in_place_of_ppo():
     stages = stages_of(dataclasses.replace(WITH_RLOO, run_dir="R"))
     assert list(stages) == ["sft", "reward", "rloo"] and stages["rloo"].run_dir == "R/rloo"
     assert stages["rloo"].reward_model_path == "R/reward/reward_model"
-    validation.check(WITH_RLOO)
+    check(WITH_RLOO)
 
 
 def test_a_pipeline_has_exactly_one_policy_stage():
     with pytest.raises(UserError, match="one of ppo, rloo and grpo, not ppo and rloo: set the others"):
-        validation.check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
+        check(dataclasses.replace(WITH_RLOO, ppo=Pipeline().ppo))
     with pytest.raises(UserError, match="one of ppo, rloo and grpo, not none"):
-        validation.check(Pipeline(ppo=None))
+        check(Pipeline(ppo=None))
 
 
 def test_a_pipelines_seed_resume_and_dry_run_go_to_every_stage():
@@ -225,39 +225,39 @@ def test_a_stage_in_a_pipeline_may_not_have_a_folder_of_its_own():
 def test_paths_of_a_pipeline_may_have_another_form():
     ppo = PPOConfig(run_dir="./R/ppo/", sft_model_path="R//sft/policy", reward_model_path="./R/reward/reward_model")
     pipeline = Pipeline(run_dir="R/", ppo=ppo)
-    validation.check(pipeline)
+    check(pipeline)
     assert stages_of(pipeline)["ppo"].run_dir == "R/ppo" and stages_of(pipeline)["sft"].run_dir == "R/sft"
 
 
 def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
     with pytest.raises(UserError, match="sft_model_path is 'cleanrl/.*'{run_dir}/sft/policy'"):
-        validation.check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
+        check(Pipeline(ppo=PPOConfig(reward_model_path=REWARD_EXPORT)))
     with pytest.raises(UserError, match="reward_model_path is None, not this pipeline's own"):
-        validation.check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
+        check(Pipeline(ppo=PPOConfig(sft_model_path=SFT_EXPORT)))
     with pytest.raises(UserError, match="rloo: sft_model_path is 'cleanrl/"):
-        validation.check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
+        check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
 def test_a_pipeline_without_a_reward_stage_has_rewards_of_another_kind():
     scored = RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_funcs=("think_format_reward",))
     pipeline = Pipeline(run_dir="R", reward=None, ppo=None, rloo=scored)
-    validation.check(pipeline)
+    check(pipeline)
     assert list(stages_of(pipeline)) == ["sft", "rloo"]
     assert config_files.from_json(config_files.to_json(pipeline)).reward is None
     ppo = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_server="http://localhost:1/score")
-    validation.check(Pipeline(reward=None, ppo=ppo))
+    check(Pipeline(reward=None, ppo=ppo))
     with pytest.raises(UserError, match="rloo: without a reward stage .* needs reward_funcs or reward_server"):
-        validation.check(dataclasses.replace(pipeline, rloo=dataclasses.replace(scored, reward_funcs=())))
+        check(dataclasses.replace(pipeline, rloo=dataclasses.replace(scored, reward_funcs=())))
     with pytest.raises(UserError, match="reward_model_path is '{run_dir}/reward/.*no reward stage.*set it to None"):
-        validation.check(Pipeline(reward=None))
+        check(Pipeline(reward=None))
     with pytest.raises(UserError, match="reward_model_path is None, not this pipeline's own"):
-        validation.check(dataclasses.replace(pipeline, reward=Pipeline().reward))
+        check(dataclasses.replace(pipeline, reward=Pipeline().reward))
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dapo", "rloo", "ppo"])
 def test_the_quickstart_of_verifiable_rewards_has_a_variant_of_each_algorithm(variant):
     config = config_files.load_config(f"quickstart_math:{variant}")
-    validation.check(config)
+    check(config)
     stages = stages_of(config)
     name, stage = list(stages.items())[-1]
     assert list(stages) == ["sft", name] and name == {"dapo": "grpo"}.get(variant, variant)

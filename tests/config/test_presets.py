@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from rlhf_jax.config import GRPOConfig, Pipeline, RLOOConfig, preset, validation
+from rlhf_jax.config import GRPOConfig, Pipeline, RLOOConfig, preset
+from rlhf_jax.config.check import check
 from rlhf_jax.config.command_line import with_flags
 from rlhf_jax.config.presets import PRESETS, with_preset
 from rlhf_jax.errors import UserError
@@ -16,7 +17,7 @@ START = {"scratch_model": "2x32x4", "tokenizer_name_or_path": "synthetic", "data
 def test_a_preset_sets_its_options_and_passes_validation(name):
     config = preset(name, **START)
     assert {key: getattr(config, key) for key in PRESETS[name][1]} == PRESETS[name][1]
-    validation.check(config)
+    check(config)
 
 
 @pytest.mark.parametrize("flags", [["epsilon_high", "preset"], ["preset", "epsilon_high"]])

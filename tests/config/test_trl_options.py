@@ -11,8 +11,9 @@ import typing
 import pytest
 
 from rlhf_jax import run
-from rlhf_jax.config import STAGES, command_line, trl_options, values
+from rlhf_jax.config import STAGES, command_line, trl_options
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import field_types, is_dict, is_json, without_none
 
 ROWS = sorted({(name, stage) for table in trl_options.TABLES for name in table.options for stage in table.stages})
 SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
@@ -20,9 +21,9 @@ SAMPLES = {str: "x", int: "1", float: "0.5", bool: "true"}
 
 def sample_word(field: str, hint) -> str:
     """A command-line word that the field takes."""
-    inner = values.without_none(hint)[0]
-    if values.is_json(hint):
-        return '{"top_k": 3}' if values.is_dict(hint) else '[{"path": "posts.jsonl"}]'
+    inner = without_none(hint)[0]
+    if is_json(hint):
+        return '{"top_k": 3}' if is_dict(hint) else '[{"path": "posts.jsonl"}]'
     if typing.get_origin(inner) is tuple:
         inner = inner.__args__[0]
     if inner in SAMPLES and field != "report_to":
@@ -48,7 +49,7 @@ def test_every_row_is_on_the_page_once(table):
 @pytest.mark.parametrize(("name", "stage"), ROWS, ids=["-".join(row) for row in ROWS])
 def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
     config = STAGES[stage]()
-    hints = values.field_types(STAGES[stage])
+    hints = field_types(STAGES[stage])
     typed = name.replace("*", "num_workers")
     answer = trl_options.answer(typed, stage)
     if answer.kind == "unsupported":
@@ -67,13 +68,13 @@ def test_the_parser_gives_every_name_the_pages_answer(name, stage, capsys):
         target = answer.renamed.to
         word, value = ("true", "bfloat16") if answer.renamed.values else (sample_word(target, hints[target]), None)
         changed = command_line.with_flag(config, typed, [word])
-        expected = values.value_from_words(target, hints[target], [value or word])
+        expected = command_line.value_from_words(target, hints[target], [value or word])
         assert getattr(changed, target) == expected
         assert f"note: --{typed} is --{target} here" in capsys.readouterr().err
     else:
         word = sample_word(typed, hints[typed])
         changed = command_line.with_flag(config, typed, [word])
-        assert getattr(changed, typed) == values.value_from_words(typed, hints[typed], [word])
+        assert getattr(changed, typed) == command_line.value_from_words(typed, hints[typed], [word])
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_unshuffled_rows_come_in_order_pass_after_pass(rows, batch_size, seed, s
 
 def test_the_config_says_whether_to_shuffle_and_what_the_template_gets():
     options = {
-        "dataset_train_split": "train", "dataset_streaming": False, "dataset_config": None, "dataset_revision": None,
+        "dataset_train_split": "train", "dataset_config": None, "dataset_revision": None,
         "max_train_samples": None, "prompt_column": "prompt", "on_bad_row": "raise", "query_length": 99,
         "query_overflow": "drop", "length_buckets": None, "shuffle_dataset": False,
         "chat_template_kwargs": {"title": "help"}, "datasets": None, "dataset_num_proc": None,

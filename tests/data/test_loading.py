@@ -40,7 +40,6 @@ def config(**options):
         "dataset_train_split": "train",
         "dataset_test_split": "validation",
         "eval_dataset_name": None,
-        "dataset_streaming": False,
         "max_train_samples": None,
         "max_eval_samples": 256,
         "prompt_column": "prompt",
@@ -341,9 +340,7 @@ def test_hub_answers_are_passed_on(monkeypatch):
 
 
 def test_streams_are_refused():
-    with pytest.raises(UserError, match="dataset_streaming"):
-        data.load_rows("synthetic", streaming=True)
-    with pytest.raises(UserError, match="dataset_streaming is refused"):
+    with pytest.raises(UserError, match="a stream is refused"):
         data.load_rows(datasets.Dataset.from_list(ROWS).to_iterable_dataset())
 
 

@@ -29,7 +29,6 @@ def config(**options):
         "dataset_revision": None,
         "dataset_test_split": "validation",
         "eval_dataset_name": None,
-        "dataset_streaming": False,
         "max_eval_samples": 4,
         "prompt_column": "prompt",
         "completion_column": "completion",
@@ -206,7 +205,7 @@ def test_objects_need_names_that_metrics_can_have(tokenizer, name):
 
 def test_streams_are_refused_among_several_too(tokenizer):
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(UserError, match="dataset_streaming is refused"):
+    with pytest.raises(UserError, match="a stream is refused"):
         data.load_eval_prompts(config(), tokenizer, {"a": ROWS, "b": stream})
-    with pytest.raises(UserError, match="dataset_streaming is refused"):
+    with pytest.raises(UserError, match="a stream is refused"):
         data.load_eval_prompts(config(), tokenizer, datasets.IterableDatasetDict(validation=stream))

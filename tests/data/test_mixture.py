@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import data
-from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig, files, validation
+from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig, files
 from rlhf_jax.data import mixture, synthetic
 from rlhf_jax.data.mixture import Shares
 from rlhf_jax.errors import UserError
@@ -27,7 +27,7 @@ def paths(tmp_path):
 
 def config(entries, kind=SFTConfig, **options):
     made = files.from_json(files.to_json(kind(datasets=tuple(entries), **options)), "config.json")
-    assert not list(validation.combinations(made)), list(validation.combinations(made))
+    assert not list(made.problems()), list(made.problems())
     return made
 
 
@@ -185,7 +185,7 @@ def test_an_object_takes_the_place_of_the_mixture_and_it_has_no_evaluation_data(
     ],
 )
 def test_what_is_wrong_with_a_mixture_is_named(wrong, named):
-    found = list(validation.combinations(SFTConfig(datasets=tuple(wrong))))
+    found = list(SFTConfig(datasets=tuple(wrong)).problems())
     assert any(named in line for line in found), found
 
 

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from rlhf_jax import train
-from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
+from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -148,7 +149,7 @@ def test_steps_that_may_be_skipped_are_a_branch_except_on_gpus(topology):
 
 def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     config = PPOConfig(**POLICY)
-    validation.check(config)
+    check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]

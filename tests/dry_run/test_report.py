@@ -6,13 +6,9 @@ import jax
 import pytest
 
 from rlhf_jax import data, models
-from rlhf_jax.config import (
-    PPOConfig,
-    RLOOConfig,
-    stages_of,
-    validation,
-)
+from rlhf_jax.config import PPOConfig, RLOOConfig, stages_of
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import sharding
@@ -30,7 +26,7 @@ ROLES = [
 
 @pytest.mark.parametrize(("config", "roles"), ROLES, ids=[f"{type(c).__name__}: {roles}" for c, roles in ROLES])
 def test_a_dry_run_counts_the_models_that_the_stage_holds(config, roles, capsys):
-    validation.check(config)
+    check(config)
     report.show(config)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "parameters" in line] == roles.split()

@@ -25,7 +25,7 @@ def program(name: str) -> str:
 @pytest.fixture
 def registries(monkeypatch):
     """The registries as they are without the test's algorithm, afterwards."""
-    monkeypatch.setattr(config.dataclasses, "STAGES", config.dataclasses.STAGES)
+    monkeypatch.setattr(config.stages, "STAGES", config.stages.STAGES)
     stages, algorithms = dict(config.STAGES), dict(ALGORITHMS)
     yield
     for registry, before in ((config.STAGES, stages), (ALGORITHMS, algorithms)):

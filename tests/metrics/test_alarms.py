@@ -6,7 +6,7 @@ import math
 import pytest
 
 from rlhf_jax.config import PPOConfig, RLOOConfig
-from rlhf_jax.metrics.alarms import ALARMS, Alarms, readings, threshold
+from rlhf_jax.metrics.alarms import ALARMS, Alarms, readings, thresholds
 from rlhf_jax.utils.strict_json import json_text, with_floats
 
 FINE = {
@@ -31,9 +31,17 @@ RUNNING = {  # in the mean of the last five
 }
 
 
+def limits(config):
+    return thresholds(config, dtype=config.dtype, batch_size=config.batch_size)
+
+
+def alarms_of(config, lines=()):
+    return Alarms(config.early_stop, limits(config), lines)
+
+
 def run(config, *updates):
     """(what each update adds to its line, the words of each, the Alarms)"""
-    alarms = Alarms(config)
+    alarms = alarms_of(config)
     found, words = zip(*[alarms.update(step, {**FINE, **update}) for step, update in enumerate(updates, 1)])
     return list(found), list(words), alarms
 
@@ -68,7 +76,7 @@ def test_the_words_have_the_numbers():
 @pytest.mark.parametrize("name", ALARMS)
 def test_none_switches_an_alarm_off(name):
     config = PPOConfig(**{f"alarm_{name}": None})
-    assert threshold(config, name) is None and threshold(PPOConfig(), name) is not None
+    assert limits(config)[name] is None and limits(PPOConfig())[name] is not None
     updates = [{}] * 5 + [{**BAD, **RUNNING}[name]] * 6
     assert run(config, *updates)[0] == [{}] * 11
     assert run(PPOConfig(), *updates)[0][-1] == {f"alarm/{name}": 1.0}
@@ -96,7 +104,7 @@ def test_rloo_reads_its_own_names_and_groups_of_equal_scores():
 
 def test_what_is_no_number_raises_nothing_and_evaluations_change_nothing():
     assert run(PPOConfig(), dict.fromkeys(FINE, math.nan))[0] == [{}]
-    alarms = Alarms(PPOConfig())
+    alarms = alarms_of(PPOConfig())
     assert alarms.update(0, {"eval/scores": 1.0, "eval_objective/kl": -9.0}) == ({}, [])
 
 
@@ -108,6 +116,6 @@ def test_a_resume_finds_the_alarms_of_a_run_that_never_stopped():
     assert at_end.stop_step == 8 and sum(map(bool, whole)) > 4
     for cut in range(len(updates)):
         rows = [{"step": i, **FINE, **a, **b} for i, (a, b) in enumerate(zip(updates[:cut], whole), 1)]
-        again = Alarms(config, [with_floats(json.loads(json_text(row))) for row in rows])
+        again = alarms_of(config, [with_floats(json.loads(json_text(row))) for row in rows])
         rest = [again.update(step, {**FINE, **updates[step - 1]})[0] for step in range(cut + 1, len(updates) + 1)]
         assert rest == whole[cut:] and again.stop_step == at_end.stop_step and again.raised == at_end.raised

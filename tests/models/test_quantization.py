@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rlhf_jax.config import RLOOConfig, SFTConfig, validation
+from rlhf_jax.config import RLOOConfig, SFTConfig
+from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora, quantization
 from rlhf_jax.models.io import hf
@@ -244,9 +245,9 @@ def test_a_checkpoint_that_is_kept_narrow_is_never_held_in_float32(monkeypatch, 
 def test_what_cannot_be_quantized_is_refused_by_name(monkeypatch):
     for option in ("load_in_8bit", "load_in_4bit"):
         with pytest.raises(UserError, match=f"{option}.*use_peft"):
-            validation.check(SFTConfig(**{option: True}))
+            check(SFTConfig(**{option: True}))
     with pytest.raises(UserError, match="load_in_8bit and load_in_4bit"):
-        validation.check(SFTConfig(use_peft=True, load_in_8bit=True, load_in_4bit=True))
+        check(SFTConfig(use_peft=True, load_in_8bit=True, load_in_4bit=True))
     with pytest.raises(UserError, match="load_in_4bit.*33 rows"):
         narrow(np.ones((1, 33, 2), np.float32), "nf4")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

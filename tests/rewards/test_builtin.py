@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from rlhf_jax import rewards
-from rlhf_jax.config import command_line, validation
+from rlhf_jax.config import command_line
+from rlhf_jax.config.check import check
 from rlhf_jax.data import arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import builtin, interface, math_verification
@@ -285,7 +286,7 @@ def test_names_on_the_command_line_are_trls_functions(trl, monkeypatch):
     monkeypatch.setattr(math_verification, "find_spec", lambda name: True)
     flags = ["--reward_funcs", *builtin.BY_NAME, "rlhf_jax.rewards.think_format_reward", "--reward_model_path", "none"]
     config = command_line.parse(["--config", "tldr_rloo.py", *flags])
-    validation.check(config)
+    check(config)
     functions = [interface.resolve(spec) for spec in config.reward_funcs]
     assert functions[:5] == [getattr(rewards, name) for name in list(builtin.BY_NAME)[:5]]
     assert functions[5] == rewards.get_soft_overlong_punishment(1280, 256)
@@ -298,12 +299,12 @@ def test_names_on_the_command_line_are_trls_functions(trl, monkeypatch):
 
 @pytest.mark.parametrize("name", ["acuracy_reward", "get_cosine_scaled_reward"])
 def test_an_unknown_name_lists_those_that_are_known(name):
-    for check in (
+    for resolved in (
         lambda: interface.resolve(name),
-        lambda: validation.check(command_line.parse(["--config", "tldr_rloo.py", "--reward_funcs", name])),
+        lambda: check(command_line.parse(["--config", "tldr_rloo.py", "--reward_funcs", name])),
     ):
         with pytest.raises(UserError) as failure:
-            check()
+            resolved()
         assert all(known in str(failure.value) for known in builtin.BY_NAME) and repr(name) in str(failure.value)
 
 

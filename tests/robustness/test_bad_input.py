@@ -239,8 +239,7 @@ def test_a_folder_without_the_split(refusal, tmp_path):
     mentions(refusal(dataset_name=tmp_path / "empty"), tmp_path / "empty", "no data files")
 
 
-def test_a_stream_and_lengths_that_hold_no_row(user_files, refusal):
-    mentions(refusal(dataset_streaming=True), "dataset_streaming")
+def test_lengths_that_hold_no_row(user_files, refusal):
     mentions(refusal(query_length=8, query_overflow="drop"), user_files.posts, f"all {POSTS} rows", "query_length = 8")
     mentions(refusal(length_buckets=8), "length_buckets ends at 8")
 

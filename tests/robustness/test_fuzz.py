@@ -20,18 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import data, models
-from rlhf_jax.config import (
-    STAGES,
-    Pipeline,
-    PPOConfig,
-    RewardConfig,
-    SFTConfig,
-    batch_sizes,
-    command_line,
-    stages_of,
-    validation,
-)
+from rlhf_jax.config import STAGES, Pipeline, PPOConfig, RewardConfig, SFTConfig, batch_sizes, command_line, stages_of
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import check
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
@@ -111,7 +102,7 @@ FIELDS = sorted({field.name for stage in STAGES.values() for field in dataclasse
 
 def add_up(config) -> None:
     """What a run does with a config before it opens anything."""
-    validation.check(config)
+    check(config)
     for stage in stages_of(config).values():
         batch_sizes.batch_lines(stage, 1000)
         batch_sizes.check_rows(stage, 1000)

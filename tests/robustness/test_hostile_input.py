@@ -14,10 +14,13 @@ import typing
 import pytest
 
 from rlhf_jax import data, train
-from rlhf_jax.config import STAGES, PPOConfig, SFTConfig, validation, values
+from rlhf_jax.algorithms.options import divisors
+from rlhf_jax.config import STAGES, PPOConfig, SFTConfig, command_line
 from rlhf_jax.config import files as config_files
+from rlhf_jax.config.check import check
 from rlhf_jax.data import tldr
 from rlhf_jax.errors import UserError
+from rlhf_jax.option import checked_types, field_types
 from rlhf_jax.runtime import completion_tables, loop, run_folder
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
@@ -245,7 +248,7 @@ def test_a_link_in_the_place_of_the_final_model_is_refused(user_files, refusal, 
 
 def float_fields():
     for name, stage in STAGES.items():
-        for field, hint in values.field_types(stage).items():
+        for field, hint in field_types(stage).items():
             kinds = {kind for part in (hint, *typing.get_args(hint)) for kind in (part, *typing.get_args(part))}
             if float in kinds:
                 yield name, field, hint
@@ -257,10 +260,10 @@ def test_every_option_with_a_number_refuses_what_is_none_by_name(value):
     assert len({field for _, field, _ in fields}) > 30
     for name, field, hint in fields:
         with pytest.raises(UserError, match=f"^--{field} = .*: it must be (a finite number|0 or between)"):
-            values.value_from_words(f"--{field}", hint, [value])
+            command_line.value_from_words(f"--{field}", hint, [value])
         number = (float(value),) if "tuple" in str(hint) else float(value)
         with pytest.raises(UserError, match=f"^{field} = "):
-            values.checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
+            checked_types(dataclasses.replace(STAGES[name](), **{field: number}))
         with pytest.raises(UserError, match=rf"here.json: {field} = "):
             said = json.dumps({"stage": name, field: list(number) if isinstance(number, tuple) else number})
             config_files.from_json(said, "here.json")
@@ -270,17 +273,17 @@ def test_numbers_beyond_what_is_counted_in_are_refused_at_once():
     start = time.monotonic()
     for field in ("batch_size", "total_episodes", "response_length", "query_length", "save_steps"):
         with pytest.raises(UserError, match=rf"{field} is {2**31}.*; it must be .*below 2\^31"):
-            validation.check(PPOConfig(**{field: 2**31}))
+            check(PPOConfig(**{field: 2**31}))
     with pytest.raises(UserError, match="batch_size.*bits"):
         config_files.from_json('{"stage": "ppo", "batch_size": 1' + "0" * 400 + "}")
     with pytest.raises(UserError, match=r"micro_batch_size 7 .*micro_batch_size 3 or 9"):
-        validation.check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
+        check(PPOConfig(batch_size=2**31 - 11, micro_batch_size=7, num_mini_batches=1))
     assert time.monotonic() - start < 5
 
 
 def test_divisors_are_those_on_both_sides():
-    assert validation._divisors(360, 7) == "6 or 8" and validation._divisors(7, 3) == "1 or 7"
-    assert validation._divisors(36, 6) == "4 or 9" and validation._divisors(8, 3, 2) == "4 or 8"
+    assert divisors(360, 7) == "6 or 8" and divisors(7, 3) == "1 or 7"
+    assert divisors(36, 6) == "4 or 9" and divisors(8, 3, 2) == "4 or 8"
 
 
 PREFIX = "from rlhf_jax.config import *\n"

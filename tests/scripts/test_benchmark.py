@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.config import batch_sizes, validation, values
+from rlhf_jax.config import batch_sizes
+from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
+from rlhf_jax.option import checked_types
 from tests.helpers.paths import ROOT, SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS / "bench"))  # as for a script run from there
@@ -83,7 +85,7 @@ def test_both_systems_are_told_the_same(algo, micro, tmp_path):
 
     case = CASES[algo]
     ours = benchmark_ours.config_of(case, tmp_path, micro, str(tmp_path / "run"))
-    validation.check(values.checked_types(ours))
+    check(checked_types(ours))
     options = benchmark_case.trl_options(case, str(tmp_path), micro)
     theirs = {"ppo": PPOConfig, "rloo": RLOOConfig}[algo](**options)
     for name in (*benchmark_case.SAME, *benchmark_case.OWN[algo]):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rlhf_jax import models
-from rlhf_jax.config import validation
+from rlhf_jax.config.check import check
 from tests.helpers.paths import ROOT, SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS / "scaling"))
@@ -37,7 +37,7 @@ def test_models_of_a_family_go_from_large_to_small():
 @pytest.mark.parametrize("way", cards.WAYS)
 def test_every_way_is_a_valid_config_of_one_device(way):
     config = cards.config_of(way, "folder")
-    validation.check(config)
+    check(config)
     assert (config.mesh_data, config.mesh_fsdp, config.mesh_tensor) == (1, 1, 1)
     assert config.use_peft == ("LoRA" in way) and config.load_in_4bit == ("4 bits" in way)
 

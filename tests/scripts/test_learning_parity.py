@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.config.batch_sizes import batch_arithmetic
-from rlhf_jax.config.validation import check
+from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from tests.helpers.paths import SCRIPTS
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(SCRIPTS / "scaling"))
 import long_responses  # noqa: E402
 import slices  # noqa: E402
 
-from rlhf_jax.config import validation  # noqa: E402
+from rlhf_jax.config.check import check
 
 
 @pytest.mark.parametrize("table", long_responses.TABLES)
@@ -23,7 +23,7 @@ def test_the_page_shows_the_rows(table):
 def test_a_piece_changes_the_run_and_is_accepted(name):
     piece = long_responses.PIECES[name]
     config = long_responses.config_of(piece, "path", 8, (1, 8, 1), long_responses.RESPONSE)
-    validation.check(config)
+    check(config)
     for option, value in piece.options.items():
         assert getattr(config, option) == value
     for option, value in piece.rows.items():

@@ -10,7 +10,8 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax import data
-from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig, validation
+from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
@@ -28,7 +29,7 @@ OPTIONS = {**RLOO_OPTIONS, **PEFT, "reward_funcs": GOLD, "scratch_model": None}
 
 
 def checked(config):
-    validation.check(config)
+    check(config)
     return config
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_jax import stages
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
-from rlhf_jax.config.validation import check
+from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import partial_rollouts

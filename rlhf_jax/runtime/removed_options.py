@@ -12,7 +12,10 @@ class Removed(NamedTuple):
     reason: str
 
 
-REMOVED = {"metrics": Removed("correct", "It was removed: runs log what was metrics='correct'.")}
+REMOVED = {
+    "metrics": Removed("correct", "It was removed: runs log what was metrics='correct'."),
+    "dataset_streaming": Removed(False, "It was removed: a stream has no random access, so no run could use it."),
+}
 
 
 def is_removed(name: str, value: Any) -> bool:

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlhf_jax.config.dataclasses import options_metadata
-from rlhf_jax.config.removed import is_removed
+from rlhf_jax.option import options_metadata
+from rlhf_jax.runtime.removed_options import is_removed
 
 
 def may_change(rounding: bool = False) -> frozenset[str]:
