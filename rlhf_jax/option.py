@@ -142,10 +142,9 @@ Seed = Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**3
 TopP = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
 
 
-@functools.cache
-def field_ranges(config_type: type) -> dict[str, Range]:
+def _field_ranges(config_type: type) -> dict[str, Range]:
     """Field name -> its Range, for the fields of a config dataclass that have one."""
-    ranges = {}
+    ranges: dict[str, Range] = {}
     for name, hint in typing.get_type_hints(config_type, include_extras=True).items():
         parts = (hint, *typing.get_args(hint))  # Annotated[...] or Annotated[...] | None
         metadata = [extra for part in parts for extra in getattr(part, "__metadata__", ())]
@@ -156,11 +155,15 @@ def field_ranges(config_type: type) -> dict[str, Range]:
 # --- types
 
 
-@functools.cache
-def field_types(config_type: type) -> dict[str, Any]:
+def _field_types(config_type: type) -> dict[str, Any]:
     """Field name -> type of a config dataclass, without ranges."""
     hints = typing.get_type_hints(config_type)
     return {f.name: hints[f.name] for f in dataclasses.fields(config_type)}
+
+
+# Not decorated: mypy takes no class of dataclasses as the argument of a cached function.
+field_types: Callable[[type], dict[str, Any]] = functools.cache(_field_types)
+field_ranges: Callable[[type], dict[str, Range]] = functools.cache(_field_ranges)
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
@@ -183,7 +186,7 @@ def list_or_word(hint: Any) -> tuple[str, ...]:
 def stage_type(hint: Any) -> type | None:
     """The stage's config class of a pipeline's field (`PPOConfig`, `PPOConfig | None`); None for other types."""
     inner, _ = without_none(hint)
-    return inner if dataclasses.is_dataclass(inner) else None
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
 def is_dict(hint: Any) -> bool:

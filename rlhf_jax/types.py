@@ -16,8 +16,7 @@ Params = dict[str, Any]
 Metrics = dict[str, Array]
 
 
-@flax.struct.dataclass
-class Images:
+class Images(flax.struct.PyTreeNode):
     """The images of prompts, cut into tiles of one size."""
 
     pixels: Array  # [P, I, 3, S, S] uint8, or as the model reads them float32; rows of fewer tiles end in zeros
@@ -27,8 +26,7 @@ class Images:
     std: tuple[float, ...] = flax.struct.field(pytree_node=False, default=(0.5, 0.5, 0.5))
 
 
-@flax.struct.dataclass
-class PromptBatch:
+class PromptBatch(flax.struct.PyTreeNode):
     """Left-padded prompts: a pure function of (seed, step)."""
 
     tokens: Array  # [B, C] int32; the prompt ends in the last column
@@ -38,8 +36,7 @@ class PromptBatch:
     images: Images | None = None  # of the prompts, as tokens; None: the prompts are text
 
 
-@flax.struct.dataclass
-class Rollout:
+class Rollout(flax.struct.PyTreeNode):
     """Sampled responses and the prompts they answer."""
 
     prompt_tokens: Array  # [B, C] int32, left-padded
@@ -51,8 +48,7 @@ class Rollout:
     response_mask: Array  # [B, T] bool: response columns that may be attended
 
 
-@flax.struct.dataclass
-class ScoredRollout:
+class ScoredRollout(flax.struct.PyTreeNode):
     """A rollout with its scores: what an algorithm makes experience of."""
 
     rollout: Rollout
@@ -67,8 +63,7 @@ class ScoredRollout:
     reward_weights: tuple[float, ...] | None = flax.struct.field(pytree_node=False, default=None)  # of `each_reward`
 
 
-@flax.struct.dataclass
-class Experience:
+class Experience(flax.struct.PyTreeNode):
     """What one update of a policy trains on: G responses to each prompt, 1 with PPO.
 
     With G = 1 each response has its own copy of the prompt: the same numbers, more work.
@@ -92,8 +87,7 @@ class Experience:
     images: Images | None = None  # [P, ...] of the prompts; None: they are text
 
 
-@flax.struct.dataclass
-class Unfinished:
+class Unfinished(flax.struct.PyTreeNode):
     """Responses that a rollout of `rollout_max_steps` left unfinished: they go on in the next update."""
 
     rows: Array  # [P] int32, rows of the data set that the batch's places answer
@@ -106,8 +100,7 @@ class Unfinished:
     taken: Array  # [] int32, prompts taken from the data set so far
 
 
-@flax.struct.dataclass
-class RolloutState:
+class RolloutState(flax.struct.PyTreeNode):
     """What a rollout leaves for later ones."""
 
     response_lengths: Array | None = None  # [rows of the data set] float32, mean length of the responses at the last
@@ -115,8 +108,7 @@ class RolloutState:
     unfinished: Unfinished | None = None  # None: every rollout is finished
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """All that a run needs to resume."""
 
     params: Params  # {"policy": ..., "value": ...} or {"model": ...}

@@ -21,6 +21,7 @@ from rlhf_jax import losses
 from rlhf_jax.algorithms import metrics as measures
 from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.grpo_options import GRPOOptions
 from rlhf_jax.algorithms.microbatch import Tally
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.response_logprobs import response_logprobs
@@ -32,7 +33,7 @@ STD_EPSILON = 1e-4
 # --- rewards to advantages
 
 
-def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
+def advantages(rewards: pg.Rewards, config: GRPOOptions) -> pg.Advantages:
     """(reward - baseline) / scale of each response (:2749-2800), or of each token with kl_in_reward.
 
     Args:
@@ -62,7 +63,7 @@ def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
     return pg.Advantages(result, scores, penalty)
 
 
-def subtract_baseline(rewards: pg.Rewards, config) -> Array:
+def subtract_baseline(rewards: pg.Rewards, config: GRPOOptions) -> Array:
     """Rewards minus the baseline of their group: [B]; 0 with one response to a prompt, or with 'none' its reward."""
     if config.baseline == "none":
         return rewards.scores
@@ -72,7 +73,7 @@ def subtract_baseline(rewards: pg.Rewards, config) -> Array:
     return (scores - adv.group_mean(scores, keep)).reshape(-1)
 
 
-def reward_deviations(rewards: pg.Rewards, config) -> Array:
+def reward_deviations(rewards: pg.Rewards, config: GRPOOptions) -> Array:
     """Standard deviation of the rewards of each group, or with scale_rewards 'batch' of the batch: [B / G]."""
     scores, keep = (group_rows(x, rewards.group_size) for x in (rewards.scores, rewards.scorable))
     if config.scale_rewards == "batch":
@@ -91,7 +92,7 @@ def normalize_then_sum(rewards: pg.Rewards) -> Array:
     return jnp.where(total == 0, 0.0, normalized)
 
 
-def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config: GRPOOptions) -> Metrics:
     """`reward...` of a rollout, and with kl_in_reward `kl`, the mean over tokens: [] float32 each."""
     metrics = pg.group_metrics(rewards, result, config)
     kl = config.beta and config.kl_in_reward  # else the loss logs it
@@ -127,7 +128,7 @@ class Loss(NamedTuple):
     corrects_sampler: bool = False
 
 
-def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
+def clipped_terms(actions: Actions, config: GRPOOptions) -> tuple[Array, Metrics]:
     """The clipped ratio of PPO, with the bound `delta` (:3210-3218)."""
     high = pg.epsilon_high(config)
     log_ratio, options = actions.action_log_ratio, {"cliprange": config.epsilon, "cliprange_high": high}
@@ -135,19 +136,19 @@ def clipped_terms(actions: Actions, config) -> tuple[Array, Metrics]:
         log_ratio, jnp.zeros_like(log_ratio), actions.advantages, **options, delta=config.delta
     )
     ratio = actions.ratio if config.delta is None else jnp.minimum(actions.ratio, config.delta)
-    low = (ratio < 1 - config.epsilon) & (actions.advantages < 0)
-    high = (ratio > 1 + high) & (actions.advantages > 0)
-    return terms, {"clip_ratio/low": low, "clip_ratio/high": high}
+    below = (ratio < 1 - config.epsilon) & (actions.advantages < 0)
+    above = (ratio > 1 + high) & (actions.advantages > 0)
+    return terms, {"clip_ratio/low": below, "clip_ratio/high": above}
 
 
-def cispo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
+def cispo_terms(actions: Actions, config: GRPOOptions) -> tuple[Array, Metrics]:
     """CISPO: REINFORCE weighted by the capped ratio (:3206-3208)."""
     cap = pg.epsilon_high(config)
     terms = losses.cispo_loss_terms(actions.logprobs, actions.ratio, actions.advantages, epsilon_high=cap)
     return terms, {"cispo_clip_ratio": (actions.ratio > cap) & (actions.advantages > 0)}
 
 
-def sapo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
+def sapo_terms(actions: Actions, config: GRPOOptions) -> tuple[Array, Metrics]:
     """SAPO's soft gate (:3219-3222)."""
     temperatures = {
         "temperature_pos": config.sapo_temperature_pos,
@@ -156,7 +157,7 @@ def sapo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     return losses.sapo_loss_terms(actions.ratio, actions.advantages, **temperatures), {}
 
 
-def vespo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
+def vespo_terms(actions: Actions, config: GRPOOptions) -> tuple[Array, Metrics]:
     """VESPO: REINFORCE weighted by a function of the ratio of the whole response (:3223-3235)."""
     weights = losses.vespo_weights(
         actions.log_ratio,
@@ -172,27 +173,27 @@ def vespo_terms(actions: Actions, config) -> tuple[Array, Metrics]:
     return losses.reinforce_loss_terms(actions.logprobs, weighted), {"vespo/phi_seq": weights}
 
 
-def mean_of_row_means(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
+def mean_of_row_means(terms: Array, mask: Array, counts: pg.Counts, config: GRPOOptions) -> Array:
     """Mean over responses of the mean over their tokens (:3250-3254)."""
     return jnp.sum(terms.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)) / counts.rows
 
 
-def mean_of_row_sums(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
+def mean_of_row_sums(terms: Array, mask: Array, counts: pg.Counts, config: GRPOOptions) -> Array:
     """Mean over responses of the sum over their tokens (:3269-3276)."""
     return jnp.sum(terms) / counts.rows
 
 
-def mean_of_tokens(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
+def mean_of_tokens(terms: Array, mask: Array, counts: pg.Counts, config: GRPOOptions) -> Array:
     """Mean over the tokens of the minibatch, or of micro-batches (:3255-3258)."""
     return jnp.sum(terms) / pg.token_count(mask, counts.tokens, counts, config)
 
 
-def mean_over_longest(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
+def mean_over_longest(terms: Array, mask: Array, counts: pg.Counts, config: GRPOOptions) -> Array:
     """Sum over tokens divided by responses times response_length (:3259-3262)."""
     return jnp.sum(terms) / (counts.rows * config.response_length)
 
 
-def mean_of_batch_tokens(terms: Array, mask: Array, counts: pg.Counts, config) -> Array:
+def mean_of_batch_tokens(terms: Array, mask: Array, counts: pg.Counts, config: GRPOOptions) -> Array:
     """Sum over tokens divided by the tokens that a minibatch has on average in this batch (:3263-3268)."""
     return jnp.sum(terms) / jnp.maximum(counts.batch_tokens, 1.0 / config.num_mini_batches)
 
@@ -210,12 +211,12 @@ LOSSES: dict[str, Loss] = {
 """By `loss_type`."""
 
 
-def has_entropy_bonus(config) -> bool:
+def has_entropy_bonus(config: GRPOOptions) -> bool:
     """Whether the loss has an entropy bonus."""
     return config.entropy_coef != 0.0 or config.use_adaptive_entropy
 
 
-def needs(config) -> pg.Needs:
+def needs(config: GRPOOptions) -> pg.Needs:
     """With a single optimizer step an update the behavior policy is the policy itself: no forward pass before it."""
     single = pg.steps_per_update(config) == 1 and config.old_logprobs == "forward"
     return pg.Needs(
@@ -226,7 +227,7 @@ def needs(config) -> pg.Needs:
 
 
 def loss_and_metrics(
-    models: Models, micro: Experience, counts: pg.Counts, config, entropy_coef: Array | None = None
+    models: Models, micro: Experience, counts: pg.Counts, config: GRPOOptions, entropy_coef: Array | None = None
 ) -> tuple[Array, tuple[Tally, dict[str, Array]]]:
     """The loss of one micro-batch: its share of the minibatch's (:3109-3340).
 
@@ -310,7 +311,7 @@ def loss_and_metrics(
     return loss, (tally._replace(sums={**tally.sums, "loss": loss, "policy_loss": policy_loss}), tokens)
 
 
-def select(models: Models, minibatch: Experience, config) -> Array | None:
+def select(models: Models, minibatch: Experience, config: GRPOOptions) -> Array | None:
     """Tokens of the highest entropy in a minibatch: [p, G, T] bool; None without top_entropy_quantile, and with
     token_mean_micro, where the quantile is of each micro-batch.
 
@@ -326,13 +327,13 @@ def select(models: Models, minibatch: Experience, config) -> Array | None:
     return losses.high_entropy_mask(entropy, minibatch.trained_mask, quantile=1 - config.top_entropy_quantile)
 
 
-def initial_entropy_control(config) -> np.ndarray | None:
+def initial_entropy_control(config: GRPOOptions) -> np.ndarray | None:
     """The coefficient that training starts with, and an entropy above every target, so that the first step has no bonus
     (:839); None where the coefficient is fixed."""
     return np.array([config.entropy_coef, np.inf], np.float32) if config.use_adaptive_entropy else None
 
 
-def next_entropy_control(control: Array, tally: Tally, config) -> Array:
+def next_entropy_control(control: Array, tally: Tally, config: GRPOOptions) -> Array:
     """The adaptive entropy coefficient for the next optimizer step (Skywork-OR1; :3311-3330).
 
     Args:
@@ -396,7 +397,7 @@ def tally_of(
     return Tally(sums, least, greatest)
 
 
-def step_metrics(tally: Tally, config) -> Metrics:
+def step_metrics(tally: Tally, config: GRPOOptions) -> Metrics:
     """The metrics of one optimizer step, of the tally of `loss_and_metrics`: [] float32 each."""
     sums, least, greatest = tally
     tokens = jnp.maximum(sums["tokens"], 1.0)

@@ -8,6 +8,7 @@ to one prompt. Shape letters: M items, C prompt columns, T response columns.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.algorithms.options import BatchOptions, PolicyGradientOptions
+from rlhf_jax.data.options import LengthOptions
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Metrics, Params
 
@@ -56,7 +59,8 @@ def _empty(shapes: Tally) -> Tally:
     )
 
 
-class MicroBatches(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
     """A batch in parts.
 
     Attributes:
@@ -204,7 +208,7 @@ def groups_per_chunk(rows: int | None, group_size: int, groups: int) -> int | No
     return None if rows is None else math.gcd(groups, max(rows // group_size, 1))
 
 
-def prompt_widths(config, columns: int) -> tuple[int, ...]:
+def prompt_widths(config: LengthOptions, columns: int) -> tuple[int, ...]:
     """The widths that prompts may be narrowed to, ascending; the last is C.
 
     Args:
@@ -214,11 +218,11 @@ def prompt_widths(config, columns: int) -> tuple[int, ...]:
     """
     widths = config.length_buckets
     if widths is None:
-        widths = [-(-columns * quarters // 32) * 8 for quarters in (2, 3)] if columns >= 256 else ()
+        widths = tuple(-(-columns * quarters // 32) * 8 for quarters in (2, 3)) if columns >= 256 else ()
     return (*sorted({width for width in widths if width < columns}), columns)
 
 
-def forward_batch_size(config, rows: int) -> int | None:
+def forward_batch_size(config: BatchOptions, rows: int) -> int | None:
     """Rows per forward pass of a batch of `rows`: the lesser of rollout_batch_size and micro_batch_size."""
     sizes = [size for size in (config.rollout_batch_size, config.micro_batch_size) if size and rows % size == 0]
     return min(sizes, default=None)
@@ -237,7 +241,7 @@ class Shape(NamedTuple):
 
 
 def token_shapes(
-    config, *, items: int, columns: int, t: int, group_size: int = 1, mesh: Any | None = None
+    config: PolicyGradientOptions, *, items: int, columns: int, t: int, group_size: int = 1, mesh: Any | None = None
 ) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the widest last.
 

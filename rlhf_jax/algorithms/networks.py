@@ -9,8 +9,7 @@ import flax
 from rlhf_jax.types import Params
 
 
-@flax.struct.dataclass
-class Network:
+class Network(flax.struct.PyTreeNode):
     """A model and its params."""
 
     model: Any = flax.struct.field(pytree_node=False)  # static: its config and functions
@@ -23,8 +22,7 @@ class Network:
         return self.replace(params=params, base=None)
 
 
-@flax.struct.dataclass
-class Models:
+class Models(flax.struct.PyTreeNode):
     """The models that an algorithm reads.
 
     Forward passes take `policy.params`, `value.params` and `reference.params` as whole params. An update gets the

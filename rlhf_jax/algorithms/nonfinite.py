@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import optax
 
 from rlhf_jax.algorithms.optimizer import Optimizer, apply_gradients
+from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
+from rlhf_jax.algorithms.options import PolicyGradientOptions
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 CAUSES = ("score", "logprob", "value", "advantage", "return", "loss", "gradient", "optimizer")
 """What may be not finite, in the order in which it spreads. The index of a name is its bit."""
 
 
-def max_in_a_row(config) -> int:
+def max_in_a_row(config: OptimizerOptions) -> int:
     """Number of nonfinite updates in a row that ends the run: 1 with on_nonfinite 'stop', else max_nonfinite."""
     return 1 if config.on_nonfinite == "stop" else config.max_nonfinite
 
@@ -48,7 +50,7 @@ def causes_of(**trees: Any) -> Array:
     return causes
 
 
-def updates_enabled(state: TrainState, causes: Array, config) -> Array:
+def updates_enabled(state: TrainState, causes: Array, config: OptimizerOptions) -> Array:
     """Whether an update may take its first optimizer step.
 
     Args:
@@ -62,7 +64,7 @@ def updates_enabled(state: TrainState, causes: Array, config) -> Array:
     return (causes == 0) & (state.nonfinite < max_in_a_row(config))
 
 
-def below_target_kl(approxkl: Array, config) -> Array | bool:
+def below_target_kl(approxkl: Array, config: PolicyGradientOptions) -> Array | bool:
     """Whether a step may be taken at a minibatch's approxkl ([] float32): up to 1.5 target_kl, as in OpenAI's
     spinning-up and TRL's PPO until 0.11; always where target_kl is None."""
     # Written so that NaN passes: apply_if_finite skips and counts it.
@@ -77,7 +79,7 @@ def apply_if_finite(
     *,
     step: Array,
     loss: Any,
-    steps_enabled: Array,
+    steps_enabled: Array | bool,
     allowed: Array | bool = True,
 ) -> tuple[Params, Any, Array, Metrics]:
     """Takes an optimizer step if loss and gradient are finite and no step of the update was skipped before.
@@ -133,7 +135,13 @@ def _apply_if(enabled: Array, apply: Callable, old: Any, grads: Params) -> Any:
 
 
 def single_step_update(
-    optimizer: Optimizer, state: TrainState, grads: Params, *, loss: Any, config, counts: dict[str, Any]
+    optimizer: Optimizer,
+    state: TrainState,
+    grads: Params,
+    *,
+    loss: Any,
+    config: OptimizerOptions,
+    counts: dict[str, Any],
 ) -> tuple[TrainState, Metrics]:
     """An update of one optimizer step, as those of SFT and the reward model are.
 
@@ -163,7 +171,7 @@ def single_step_update(
 
 
 def finish_update(
-    state: TrainState, causes: Array, config, *, trained: dict[str, Any], counts: dict[str, Any]
+    state: TrainState, causes: Array, config: OptimizerOptions, *, trained: dict[str, Any], counts: dict[str, Any]
 ) -> TrainState:
     """The state after an update.
 
@@ -186,14 +194,14 @@ def finish_update(
     return add_counts(state, config, **counts)
 
 
-def add_counts(state: TrainState, config, **counts: Any) -> TrainState:
+def add_counts(state: TrainState, config: OptimizerOptions, **counts: Any) -> TrainState:
     """Adds to counts of the state unless the run has reached its limit of nonfinite updates (see `finish_update`)."""
     ended = state.nonfinite >= max_in_a_row(config)
     added = {name: jnp.where(ended, 0, jnp.asarray(n)).astype(getattr(state, name).dtype) for name, n in counts.items()}
     return state.replace(**{name: getattr(state, name) + n for name, n in added.items()})
 
 
-def mean_over_steps(stats: Metrics, config) -> Metrics:
+def mean_over_steps(stats: Metrics, config: PolicyGradientOptions) -> Metrics:
     """Metrics of an update from those of its optimizer steps: means, and sums of `nonfinite/...`.
 
     With target_kl the means are over the steps up to and including the first that was skipped, and `policy/steps_done`

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
 from rlhf_jax.types import Array, Params
 
 
@@ -40,7 +41,7 @@ def user_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
     return Optimizer(optax.with_extra_args_support(transformation))
 
 
-def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Optimizer:
+def make_optimizer(config: OptimizerOptions, total_updates: int, steps_per_update: int = 1) -> Optimizer:
     """AdamW with its learning-rate schedule.
 
     Args:
@@ -55,7 +56,7 @@ def make_optimizer(config, total_updates: int, steps_per_update: int = 1) -> Opt
     return Optimizer(transformation, rate, keeps_finite=True, value_learning_rate=value_rate)
 
 
-def scale_by_adamw(config, steps_per_update: int = 1) -> optax.GradientTransformation:
+def scale_by_adamw(config: OptimizerOptions, steps_per_update: int = 1) -> optax.GradientTransformation:
     """AdamW without its learning rate.
 
     Clipping, when `max_grad_norm` is set, is by one norm over everything trained, as torch's clip_grad_norm_. With
@@ -100,7 +101,7 @@ def _labels(params: Params) -> Any:
 
 
 def make_schedule(
-    config, total_updates: int, steps_per_update: int = 1, peak: float | None = None
+    config: OptimizerOptions, total_updates: int, steps_per_update: int = 1, peak: float | None = None
 ) -> Callable[[Array], Array]:
     """`learning_rate` as a function of the optimizer step's number.
 
@@ -112,7 +113,7 @@ def make_schedule(
     return lambda step: learning_rate(config, step, total_updates * steps_per_update, peak)
 
 
-def learning_rate(config, step: Array, total_steps: int, peak: float | None = None) -> Array:
+def learning_rate(config: OptimizerOptions, step: Array, total_steps: int, peak: float | None = None) -> Array:
     """The rate of step `step` (0-based) of `total_steps`: Hugging Face's schedules.
 
     linear: lr * (total - step) / (total - warmup); cosine: lr * (1 + cos(pi * 2 num_cycles * progress)) / 2;

@@ -120,7 +120,7 @@ class _SchedulerKwargs:
     min_lr_ratio: Fraction
 
 
-_KWARGS_OF_SCHEDULE = {
+_KWARGS_OF_SCHEDULE: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
     "warmup_stable_decay": tuple(
@@ -140,4 +140,4 @@ def _scheduler_kwarg_error(kind: str, name: str, value: Any) -> str | None:
     except UserError as error:
         return str(error)
     limits = field_ranges(_SchedulerKwargs).get(name)
-    return limits and limits.error(option, value)
+    return None if limits is None else limits.error(option, value)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
 from rlhf_jax.data.options import LengthOptions
 from rlhf_jax.generate.options import DecodingOptions, SamplingOptions
+from rlhf_jax.models.options import ComputeOptions
 from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, Options, PositiveFloat, PositiveInt, Range, option
 
 MaxSteps = Annotated[int, Range("-1 (use num_train_epochs) or at least 1", lambda v: v == -1 or v >= 1)]
@@ -50,6 +51,16 @@ class BatchOptions(Options):
         return 1
 
     @property
+    def tokens_per_row(self) -> int:
+        """Tokens of the longest row, padding included."""
+        raise NotImplementedError
+
+    def requested_rows(self, n_rows: int | None) -> int | None:
+        """Rows (episodes) that the options ask for, of a data set of `n_rows`; None: they depend on it, and it is not
+        known yet."""
+        raise NotImplementedError
+
+    @property
     def computes_groups(self) -> bool:
         """Whether log-probs and updates compute a prompt once for all responses to it."""
         return False
@@ -81,12 +92,20 @@ class BatchOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class SupervisedOptions(BatchOptions, OptimizerOptions):
+class SupervisedOptions(BatchOptions, OptimizerOptions, ComputeOptions):
     """The length of supervised training."""
 
     # --- training
     max_steps: MaxSteps = -1
     """Number of updates, if above 0; overrides num_train_epochs."""
+
+    def requested_rows(self, n_rows: int | None) -> int | None:
+        """max_steps updates, or num_train_epochs without an epoch's incomplete batch, at least one update."""
+        if self.max_steps > 0:
+            return self.max_steps * self.batch_size
+        if n_rows is None:
+            return None
+        return max(1, math.ceil(self.num_train_epochs * (n_rows // self.batch_size))) * self.batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +113,8 @@ class SFTOptions(SupervisedOptions):
     """Supervised fine-tuning."""
 
     # --- training
+    completion_only_loss: bool = False
+    """Compute the loss on the completion only; default: on prompt and completion, as N+."""
     early_stopping_patience: NonNegativeInt = option(0, rare=True)
     """Stop after this many evaluations without a lower validation loss; 0: never."""
     disable_dropout: bool = False
@@ -114,7 +135,9 @@ class RewardModelOptions(SupervisedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyGradientOptions(SamplingOptions, DecodingOptions, LengthOptions, BatchOptions, OptimizerOptions):
+class PolicyGradientOptions(
+    SamplingOptions, DecodingOptions, BatchOptions, OptimizerOptions, ComputeOptions, LengthOptions
+):
     """What PPO, RLOO and GRPO share: episodes, and the optimizer steps on them."""
 
     # --- episodes
@@ -153,11 +176,23 @@ class PolicyGradientOptions(SamplingOptions, DecodingOptions, LengthOptions, Bat
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the per-token KL (Schulman, Approximating KL Divergence)."""
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Of a prompt and its response."""
+        return self.query_length + self.response_length
+
+    def requested_rows(self, n_rows: int | None) -> int | None:
+        """total_episodes, or num_train_epochs times the responses to the prompts."""
+        if self.total_episodes is not None or n_rows is None:
+            return self.total_episodes
+        return int(self.num_train_epochs * n_rows * self.num_generations)
+
     # Where an algorithm has no options of these names.
     mask_truncated_completions = importance_sampling_correction = False
     reshuffle = "per_epoch"
     policy_loss = "clipped"
-    kl_coef = 0.0
+    kl_coef = entropy_target = ref_model_mixup_alpha = 0.0
+    ref_model_sync_steps = 1
 
     def problems(self) -> Iterator[str]:
         """Penalties, micro-batches and ways of decoding that need other options."""

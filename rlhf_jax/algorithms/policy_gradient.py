@@ -21,7 +21,10 @@ from rlhf_jax.algorithms.metrics import objective_metrics, reward_metrics, sampl
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
+from rlhf_jax.algorithms.options import BatchOptions, PolicyGradientOptions
 from rlhf_jax.algorithms.response_logprobs import response_logprobs
+from rlhf_jax.algorithms.rloo_options import GroupOptions
 from rlhf_jax.types import Array, Experience, Metrics, Params, Rollout, ScoredRollout, TrainState
 
 
@@ -78,7 +81,7 @@ class Counts(NamedTuple):
     micro_batches: int | None
 
 
-def group_metrics(rewards: Rewards, result: Advantages, config) -> Metrics:
+def group_metrics(rewards: Rewards, result: Advantages, config: PolicyGradientOptions) -> Metrics:
     """`reward`, `reward_std` and `frac_reward_zero_std` of a rollout."""
     optimised = result.scores - result.penalty
     return reward_metrics(rewards.raw, optimised, rewards.scorable, rewards.present, rewards.group_size)
@@ -115,7 +118,12 @@ class Objective(NamedTuple):
 
 
 def make_experience(
-    models: Models, scored: ScoredRollout, *, config, objective: Objective, kl_coef: Array | float = 0.0
+    models: Models,
+    scored: ScoredRollout,
+    *,
+    config: PolicyGradientOptions,
+    objective: Objective,
+    kl_coef: Array | float = 0.0,
 ) -> tuple[Experience, Metrics]:
     """Log-probabilities, values, KL, rewards and advantages of a rollout (TRL ppo_trainer.py:693-798,
     rloo_trainer.py:1503-1606).
@@ -199,7 +207,9 @@ def make_experience(
     return experience, metrics
 
 
-def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ...], config) -> Array:
+def penalize_missing_eos(
+    scores: Array, rollout: Rollout, eos_ids: tuple[int, ...], config: PolicyGradientOptions
+) -> Array:
     """Scores with the penalty for a response without eos subtracted (TRL) or in place of its score (N+).
 
     Returns:
@@ -215,7 +225,7 @@ def penalize_missing_eos(scores: Array, rollout: Rollout, eos_ids: tuple[int, ..
 
 
 def compute_logprobs(
-    models: Models, experience: Experience, config, needs: Needs
+    models: Models, experience: Experience, config: PolicyGradientOptions, needs: Needs
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Forward passes of policy, reference and critic, `microbatch.forward_batch_size` rows or micro_batch_tokens tokens
     at a time.
@@ -253,7 +263,7 @@ def compute_logprobs(
 
 
 def micro_batches(
-    rows: Experience, config, mesh: Any, *, size: int | None, columns: Array, sort: bool = True
+    rows: Experience, config: PolicyGradientOptions, mesh: Any, *, size: int | None, columns: Array, sort: bool = True
 ) -> MicroBatches:
     """Rows in micro-batches of micro_batch_tokens tokens, where the config has it, else of `size` responses.
 
@@ -305,7 +315,7 @@ def update(
     state: TrainState,
     experience: Experience,
     *,
-    config,
+    config: PolicyGradientOptions,
     objective: Objective,
     optimizer: Optimizer,
     key: Array,
@@ -389,7 +399,7 @@ def optimizer_step(
     trained: Trained,
     minibatch: Experience,
     *,
-    config,
+    config: PolicyGradientOptions,
     objective: Objective,
     optimizer: Optimizer,
     update_number: Array,
@@ -431,7 +441,7 @@ def minibatch_gradients(
     params: Params,
     minibatch: Experience,
     *,
-    config,
+    config: PolicyGradientOptions,
     objective: Objective,
     batch_tokens: Array,
     entropy_coef: Array | None = None,
@@ -458,7 +468,7 @@ def minibatch_gradients(
 
 
 def update_parts(
-    models: Models, minibatch: Experience, config, batch_tokens: Array | None = None
+    models: Models, minibatch: Experience, config: PolicyGradientOptions, batch_tokens: Array | None = None
 ) -> tuple[MicroBatches, Counts]:
     """The micro-batches of a minibatch, and its counts; `batch_tokens` None: the minibatch is the whole batch."""
     read, t = minibatch.trained_mask, minibatch.response.shape[2]
@@ -486,7 +496,14 @@ def update_parts(
 
 
 def take_step(
-    trained: Trained, grads: Params, tally: Tally, *, config, objective: Objective, optimizer: Optimizer, step: Array
+    trained: Trained,
+    grads: Params,
+    tally: Tally,
+    *,
+    config: PolicyGradientOptions,
+    objective: Objective,
+    optimizer: Optimizer,
+    step: Array,
 ) -> tuple[Trained, Metrics]:
     """An optimizer step, or none, with the gradients of a minibatch.
 
@@ -522,7 +539,7 @@ def take_step(
     return Trained(params, opt_state, ref_params, control, enabled), {**metrics, **applied}
 
 
-def token_count(mask: Array, minibatch_tokens: Array, counts: Counts, config) -> Array:
+def token_count(mask: Array, minibatch_tokens: Array, counts: Counts, config: PolicyGradientOptions) -> Array:
     """The tokens that a micro-batch's sum is divided by, at least 1: the minibatch's; or with token_mean_micro (TRL),
     for a mean of micro-batch means, its own times the number of micro-batches.
 
@@ -530,37 +547,37 @@ def token_count(mask: Array, minibatch_tokens: Array, counts: Counts, config) ->
       mask: bool, tokens of the micro-batch that the sum is over.
       minibatch_tokens: [] float32, those of the minibatch.
       counts: of the minibatch.
-      config: loss_aggregation.
+      config: loss_aggregation, as depends_on_micro_batching.
     """
-    if config.loss_aggregation == "token_mean_micro":
+    if config.depends_on_micro_batching:
         return jnp.maximum(mask.sum(), 1) * float(counts.micro_batches)
     return jnp.maximum(minibatch_tokens, 1.0)
 
 
-def epsilon_high(config) -> float:
+def epsilon_high(config: GroupOptions) -> float:
     """The upper clip range; default: the lower one."""
     return config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
-def steps_per_update(config) -> int:
+def steps_per_update(config: PolicyGradientOptions) -> int:
     """Optimizer steps of an update."""
     return config.epochs_per_update * config.num_mini_batches
 
 
-def sorts(config) -> bool:
+def sorts(config: BatchOptions) -> bool:
     """Whether rows are sorted by prompt length before they are cut into micro-batches: not where the result depends on
     which rows share one."""
     return not config.depends_on_micro_batching
 
 
-def uses_dropout(models: Models, config) -> bool:
+def uses_dropout(models: Models, config: OptimizerOptions) -> bool:
     """Whether updates apply dropout: the policy's, or that of its adapter."""
     rates, lora = models.policy.model.config, models.policy.model.lora
     rates = (rates.hidden_dropout, rates.attention_dropout, 0.0 if lora is None else lora.dropout)
     return not config.disable_dropout and max(rates) > 0
 
 
-def shares_prompts(models: Models, config) -> bool:
+def shares_prompts(models: Models, config: PolicyGradientOptions) -> bool:
     """Whether updates compute each prompt once for its G responses; with dropout each row has a mask of its own."""
     return config.shared_prompts and not uses_dropout(models, config)
 
@@ -582,11 +599,11 @@ def permutations(key: Array, epochs: int, groups: int, reshuffle: str) -> Array:
 
 def mix_reference(ref_params, params, due: Array, alpha: float):
     """alpha * params + (1 - alpha) * ref_params where `due` (TR-DPO, arXiv 2404.09656; TRL's sync_ref_model)."""
-    alpha = jnp.where(due, alpha, 0.0)
-    return jax.tree.map(lambda r, p: jnp.where(due, alpha * p + (1 - alpha) * r, r), ref_params, params)
+    weight = jnp.where(due, alpha, 0.0)
+    return jax.tree.map(lambda r, p: jnp.where(due, weight * p + (1 - weight) * r, r), ref_params, params)
 
 
-def applied_entropy_coef(control: Array | None, config) -> Array | None:
+def applied_entropy_coef(control: Array | None, config: PolicyGradientOptions) -> Array | None:
     """The adaptive coefficient, 0 while the entropy of the last optimizer step is above entropy_target: [] float32;
     None where it is not adaptive."""
     return None if control is None else jnp.where(control[1] <= config.entropy_target, control[0], 0.0)
@@ -612,7 +629,9 @@ def experience_causes(experience: Experience) -> Array:
 # --- evaluation
 
 
-def eval_metrics(models: Models, experience: Experience, *, config, objective: Objective) -> Metrics:
+def eval_metrics(
+    models: Models, experience: Experience, *, config: PolicyGradientOptions, objective: Objective
+) -> Metrics:
     """The metrics of the loss without an update, for evaluation.
 
     Args:

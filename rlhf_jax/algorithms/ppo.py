@@ -21,13 +21,14 @@ from rlhf_jax.algorithms import policy_gradient as pg
 from rlhf_jax.algorithms.microbatch import Tally
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import is_critic
+from rlhf_jax.algorithms.ppo_options import PPOOptions
 from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.types import Array, Experience, Metrics, TrainState
 
 # --- rewards to advantages
 
 
-def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
+def advantages(rewards: pg.Rewards, config: PPOOptions) -> pg.Advantages:
     """Advantages and returns of tokens, from the score after the response, dense rewards and the KL penalty (:749-798).
 
     Args:
@@ -59,7 +60,7 @@ def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
     )
 
 
-def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config) -> tuple[Array, Array]:
+def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config: PPOOptions) -> tuple[Array, Array]:
     """GAE of advantages and of the returns that the critic learns from, each with its own lambda (VAPO).
 
     Args:
@@ -70,7 +71,8 @@ def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config
     Returns:
       (advantages, returns), each [B, T] float32.
     """
-    adaptive, lam = config.adaptive_lam_alpha is not None, config.lam
+    adaptive = config.adaptive_lam_alpha is not None
+    lam: Array | float = config.lam
     if adaptive:
         lam = adv.length_adaptive_lam(lengths, config.adaptive_lam_alpha)
     advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=lam)
@@ -93,7 +95,7 @@ def explained_variance(values: Array, returns: Array, mask: Array) -> Array:
     return 1.0 - adv.masked_var(returns - values, mask, ddof=0) / (adv.masked_var(returns, mask, ddof=0) + 1e-8)
 
 
-def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config: PPOOptions) -> Metrics:
     """Metrics of a rollout that only PPO has: [] float32 each."""
     return {
         "objective/scores_std": jnp.sqrt(adv.masked_var(result.scores, rewards.present, ddof=0)),
@@ -106,7 +108,7 @@ def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metri
 
 
 def loss_and_metrics(
-    models: Models, micro: Experience, counts: pg.Counts, config, entropy_coef: Array | None = None
+    models: Models, micro: Experience, counts: pg.Counts, config: PPOOptions, entropy_coef: Array | None = None
 ) -> tuple[Array, tuple[Tally, dict[str, Array]]]:
     """PPO's loss of one micro-batch: clipped policy loss + vf_coef * clipped value loss, and if their coefficients are
     set, + kl_loss_coef * KL to the reference - entropy_coef * entropy (:826-870).
@@ -173,7 +175,7 @@ def loss_and_metrics(
     return loss, (Tally(metrics, {}, {"ratio_error": measures.ratio_error(ratio, mask)}), tokens)
 
 
-def token_weights(mask: Array, minibatch_tokens: Array, counts: pg.Counts, config) -> Array:
+def token_weights(mask: Array, minibatch_tokens: Array, counts: pg.Counts, config: PPOOptions) -> Array:
     """The weight of a token in the loss of its minibatch: 1 over `policy_gradient.token_count`; with seq_mean 1 over
     (tokens of its row * rows). [] or [p, 1, 1] float32; args as there."""
     if config.loss_aggregation == "seq_mean":
@@ -181,7 +183,7 @@ def token_weights(mask: Array, minibatch_tokens: Array, counts: pg.Counts, confi
     return 1.0 / pg.token_count(mask, minibatch_tokens, counts, config)
 
 
-def critic_gradients(grads: Any, update: Array, config) -> Any:
+def critic_gradients(grads: Any, update: Array, config: PPOOptions) -> Any:
     """Gradients of the trained params, with 0 for all but the critic's in the first critic_warmup_steps updates.
 
     Args:
@@ -200,7 +202,7 @@ def critic_gradients(grads: Any, update: Array, config) -> Any:
 # --- controller
 
 
-def adapt_kl_coef(state: TrainState, metrics: Metrics, config) -> TrainState:
+def adapt_kl_coef(state: TrainState, metrics: Metrics, config: PPOOptions) -> TrainState:
     """The adaptive KL controller's step after an update (Ziegler et al. 2019, section 2.2); none when fixed.
 
     Args:

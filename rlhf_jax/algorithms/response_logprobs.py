@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from rlhf_jax import losses
 from rlhf_jax.algorithms import groups
 from rlhf_jax.algorithms.networks import Models, Network
+from rlhf_jax.algorithms.options import PolicyGradientOptions
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Experience, Images, Params, Rollout
@@ -21,7 +22,7 @@ LOGIT_ENTRIES = 50 * 2**20
 def response_logprobs(
     network: Network,
     rows: Experience,
-    config,
+    config: PolicyGradientOptions,
     *,
     critic: Network | None = None,
     dropout_keys: Array | None = None,
@@ -54,7 +55,9 @@ def response_logprobs(
     return logprobs.reshape(rows.response.shape), entropy.reshape(rows.response.shape), values
 
 
-def response_hidden(network: Network, rows: Experience, config, dropout_keys: Array | None = None) -> Array:
+def response_hidden(
+    network: Network, rows: Experience, config: PolicyGradientOptions, dropout_keys: Array | None = None
+) -> Array:
     """The final hidden states of the T positions that predict each response.
 
     Args:
@@ -77,7 +80,7 @@ def response_hidden(network: Network, rows: Experience, config, dropout_keys: Ar
     return jnp.concatenate([jnp.repeat(last, g, axis=0)[:, None], hidden[:, :-1]], axis=1)
 
 
-def token_kl(models: Models, rollout: Rollout, config, images: Images | None = None) -> Array:
+def token_kl(models: Models, rollout: Rollout, config: PolicyGradientOptions, images: Images | None = None) -> Array:
     """log pi - log ref of each response token, the k1 estimate of its KL, for completion tables and reports.
 
     Args:

@@ -10,6 +10,7 @@ from rlhf_jax.algorithms import microbatch, nonfinite
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.algorithms.options import RewardModelOptions
 from rlhf_jax.types import Array, Metrics, Params, TrainState
 
 
@@ -123,7 +124,7 @@ def pair_scores(model, params: Params, batch, **options) -> tuple[Array, Array]:
 
 
 def update(
-    network: Network, state: TrainState, batch, *, config, optimizer: Optimizer, key: Array
+    network: Network, state: TrainState, batch, *, config: RewardModelOptions, optimizer: Optimizer, key: Array
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of pairs: mean of -log sigmoid(chosen - rejected - margin), centred by option.
 
@@ -182,7 +183,7 @@ def update(
     return state, metrics
 
 
-def subtract_offset(params: Params, offset: Array) -> Params:
+def subtract_offset(params: Params, offset: Array | float) -> Params:
     """Subtracts an offset from the scores, by the bias of the scalar head.
 
     Args:

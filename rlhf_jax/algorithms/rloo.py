@@ -20,10 +20,11 @@ from rlhf_jax.algorithms.groups import group_rows
 from rlhf_jax.algorithms.microbatch import Tally
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.response_logprobs import response_logprobs
+from rlhf_jax.algorithms.rloo_options import RLOOOptions
 from rlhf_jax.types import Array, Experience, Metrics
 
 
-def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
+def advantages(rewards: pg.Rewards, config: RLOOOptions) -> pg.Advantages:
     """A response's reward, KL penalty included, minus the mean of the others of its group (:1567-1606).
 
     Args:
@@ -61,14 +62,14 @@ def advantages(rewards: pg.Rewards, config) -> pg.Advantages:
     return pg.Advantages(result, scores, penalty)
 
 
-def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config) -> Metrics:
+def rollout_metrics(rewards: pg.Rewards, result: pg.Advantages, config: RLOOOptions) -> Metrics:
     """`reward...` of a rollout, and with a KL penalty `kl`, the mean over tokens: [] float32 each."""
     metrics = pg.group_metrics(rewards, result, config)
     return metrics | ({"kl": adv.masked_mean(rewards.kl, rewards.trained_mask)} if config.beta else {})
 
 
 def loss_and_metrics(
-    models: Models, micro: Experience, counts: pg.Counts, config, entropy_coef: Array | None = None
+    models: Models, micro: Experience, counts: pg.Counts, config: RLOOOptions, entropy_coef: Array | None = None
 ) -> tuple[Array, tuple[Tally, dict[str, Array]]]:
     """RLOO's loss of one micro-batch: its share of the mean over the responses of a minibatch.
 
@@ -123,7 +124,7 @@ def loss_and_metrics(
     return loss, (Tally(sums, least, greatest), tokens)
 
 
-def step_metrics(tally: Tally, config) -> Metrics:
+def step_metrics(tally: Tally, config: RLOOOptions) -> Metrics:
     """The metrics of one optimizer step, of the tally of `loss_and_metrics`: [] float32 each."""
     sums = tally.sums
     actions = jnp.maximum(sums["actions"], 1.0)

@@ -9,6 +9,7 @@ from rlhf_jax.algorithms import microbatch, nonfinite, response_logprobs
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.algorithms.options import SFTOptions
 from rlhf_jax.types import Array, Images, Metrics, Params, TrainState
 
 
@@ -75,7 +76,7 @@ def token_losses(
 
 
 def update(
-    network: Network, state: TrainState, batch, *, config, optimizer: Optimizer, key: Array
+    network: Network, state: TrainState, batch, *, config: SFTOptions, optimizer: Optimizer, key: Array
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch of demonstrations: the mean loss over all their trained tokens.
 
@@ -126,7 +127,7 @@ def update(
     return state, {**tally.sums, **step_metrics}
 
 
-def evaluate(model, params: Params, batch, config) -> tuple[Array, Array]:
+def evaluate(model, params: Params, batch, config: SFTOptions) -> tuple[Array, Array]:
     """Summed loss and number of trained tokens of an evaluation batch.
 
     Args:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeVar
 
+from rlhf_jax.algorithms.options import SupervisedOptions
 from rlhf_jax.config.resolution import stages_of
-from rlhf_jax.config.stages import Config, Pipeline, PolicyConfig, RewardConfig, StageConfig
+from rlhf_jax.config.stages import Config, Pipeline, PolicyConfig, StageConfig
 from rlhf_jax.errors import UserError
 
 
@@ -99,42 +101,29 @@ class Arithmetic:
 def batch_arithmetic(config: StageConfig, n_rows: int | None = None) -> Arithmetic:
     """The counts of a stage that trains on `n_rows` prompts, pairs or demonstrations (None: not known yet).
 
-    PPO, RLOO and GRPO round updates up, as TRL does: ceil(total_episodes / batch_size), where total_episodes defaults
-    to num_train_epochs * n_rows (RLOO, GRPO: times num_generations). The other stages drop an epoch's incomplete batch:
-    max_steps updates, or ceil(num_train_epochs * (n_rows // batch_size)), at least 1.
+    Updates are rounded up, as TRL does: ceil(requested rows / batch_size); see `requested_rows` of the options.
     """
-    batch, epochs, is_policy = config.batch_size, 1, isinstance(config, PolicyConfig)
-    minibatch, generations = batch, config.num_generations
-    if is_policy:
-        minibatch, epochs = batch // config.num_mini_batches, config.epochs_per_update
-        requested = config.total_episodes
-    else:
-        requested = config.max_steps * batch if config.max_steps > 0 else None
-    if requested is None and n_rows is not None:
-        train_epochs = config.num_train_epochs
-        requested = (
-            int(train_epochs * n_rows * generations)
-            if is_policy
-            else max(1, math.ceil(train_epochs * (n_rows // batch))) * batch
-        )
+    batch = config.batch_size
+    requested = config.requested_rows(n_rows)
     return Arithmetic(
         batch=batch,
-        minibatch=minibatch,
-        micro_batch=config.micro_batch_size or minibatch,
-        rollout_batch=(config.rollout_batch_size or batch) if is_policy else batch,
-        epochs=epochs,
+        minibatch=batch // config.num_mini_batches,
+        micro_batch=config.micro_batch_size or batch // config.num_mini_batches,
+        rollout_batch=config.rollout_batch_size or batch,
+        epochs=config.epochs_per_update,
         updates=None if requested is None else math.ceil(requested / batch),
         requested=requested,
-        generations=generations,
+        generations=config.num_generations,
     )
 
 
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
 MICRO_TOKENS = {"cpu": 2048}
 OTHER_MICRO_TOKENS = 16384
 """Padded tokens per device of an automatic micro-batch: on a CPU (few, for its caches), on any other device."""
 
 
-def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> StageConfig:
+def with_micro_batch(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     """The config with a micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and
     has at most MICRO_TOKENS tokens. A given size is kept. None (the whole minibatch) is kept if micro_batch_tokens is
     given, or if the micro-batch size changes the loss (loss_aggregation token_mean_micro).
@@ -148,11 +137,8 @@ def with_micro_batch(config: StageConfig, row_shards: int, platform: str) -> Sta
         return config
     if config.micro_batch_tokens is not None:
         return config
-    width = config.query_length + config.response_length if isinstance(config, PolicyConfig) else config.max_length
-    # A pair is two sequences; a group stays in one micro-batch.
-    width *= 2 if isinstance(config, RewardConfig) else 1
-    unit = row_shards * config.num_generations
-    most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // width
+    unit = row_shards * config.num_generations  # a group stays in one micro-batch
+    most = MICRO_TOKENS.get(platform, OTHER_MICRO_TOKENS) * row_shards // config.tokens_per_row
     minibatch = batch_arithmetic(config).minibatch
     fitting = [rows for rows in range(unit, minibatch + 1, unit) if minibatch % rows == 0 and rows <= max(most, unit)]
     return dataclasses.replace(config, micro_batch_size=max(fitting, default=minibatch))
@@ -165,7 +151,7 @@ def check_rows(config: StageConfig, n_rows: int) -> list[str]:
       Warnings: a warm-up or a schedule longer than the run, off-policy steps without a ratio.
     """
     counts = batch_arithmetic(config, n_rows)
-    if not counts.updates or not n_rows:
+    if not counts.updates or not counts.optimizer_steps or not n_rows:
         raise UserError(f"num_train_epochs {config.num_train_epochs:g} x {n_rows} rows = no data to train on.")
     warnings = []
     per_step = config.lr_scheduler_unit == "optimizer_step"
@@ -222,14 +208,14 @@ def batch_lines(config: StageConfig, n_rows: int | None = None) -> list[str]:
         return lines
     rounded = " (rounded up)" if counts.rows != counts.requested else ""
     requested = f"{counts.requested:,} {unit} / {counts.batch:,}"
-    if not is_policy and config.max_steps < 1:
+    if isinstance(config, SupervisedOptions) and config.max_steps < 1 and n_rows is not None:
         updates = f"{n_rows:,} rows / {counts.batch:,} = {n_rows // counts.batch:,} updates per epoch"
         requested = f"{updates}, num_train_epochs {config.num_train_epochs:g}"
     lines.append(
         f"run: {requested} = {counts.updates:,} updates, {counts.optimizer_steps:,} optimizer steps, "
         f"{counts.rows:,} {unit}{rounded}"
     )
-    if n_rows:
+    if n_rows and counts.rows:
         inputs = "prompts" if counts.generations > 1 else "rows"
         lines.append(f"data: {n_rows:,} {inputs}, {counts.rows / (counts.generations * n_rows):.3g} epochs")
     return lines

@@ -120,11 +120,11 @@ def _with_preset(config: Config, name: str, words: Sequence[str]) -> Config:
     stage = name.rpartition(".")[0] or ("grpo" if isinstance(config, Pipeline) else "")
     if len(words) != 1:
         raise UserError(f"--{name} takes one of {', '.join(PRESETS)}.")
-    if not stage:
+    if not stage and isinstance(config, StageConfig):
         return with_preset(config, words[0])
     if not isinstance(config, Pipeline) or getattr(config, stage, None) is None:
         raise UserError(f"--{name}: this config has no stage {stage}.")
-    return dataclasses.replace(config, **{stage: with_preset(getattr(config, stage), words[0])})
+    return config.with_stage(stage, with_preset(getattr(config, stage), words[0]))
 
 
 def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
@@ -134,7 +134,7 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
     present = [key for key in STAGES if getattr(config, key, None) is not None]
     stage, dot, option = name.partition(".")
     if dot and stage in present:
-        return dataclasses.replace(config, **{stage: _with_option(getattr(config, stage), option, words, f"{stage}.")})
+        return config.with_stage(stage, _with_option(getattr(config, stage), option, words, f"{stage}."))
     if dot and stage in STAGES:
         raise UserError(f"--{name}: this config has no stage {stage}; it has {', '.join(present)}.")
     own = {key: hint for key, hint in field_types(Pipeline).items() if key not in STAGES}
@@ -232,7 +232,8 @@ def _with_batches(config: StageConfig, name: str, words: Sequence[str], prefix: 
         f"here ({product} responses per update, {rows} rows per optimizer step as before).",
         file=sys.stderr,
     )
-    return dataclasses.replace(config, batch_size=batch, num_mini_batches=batch // rows)
+    changed: dict[str, Any] = {"batch_size": batch, "num_mini_batches": batch // rows}
+    return dataclasses.replace(config, **changed)
 
 
 # --- options of the other commands
@@ -261,15 +262,17 @@ def parse_options(
       SystemExit: 0 after printing the help for --help; 2 after it without any word.
       UserError: an option is unknown or has a value of a wrong type.
     """
-    hints, aliases, given, values = field_types(config_type), aliases or {}, [], {}
+    hints, aliases, values = field_types(config_type), aliases or {}, {}
+    given: list[tuple[str, Sequence[str]]] = []
     count = next((n for n, word in enumerate(argv) if is_flag(word)), len(argv)) if positional else 0
     loose, flags = [*argv[:count]], split_flags(argv[count:])
     joined = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) + "=" for word in argv if "=" in word}
     if not argv or asks_for_help(flags):
         several = positional and typing.get_origin(without_none(hints[positional])[0]) is tuple
-        words = f"{positional.upper().removesuffix('S')} {'... ' if several else ''}" if positional else ""
-        print_help(config_type(), f"{prog} {words}[--OPTION VALUE ...]", "help_all" in [name for name, _ in flags])
+        place = f"{positional.upper().removesuffix('S')} {'... ' if several else ''}" if positional else ""
+        print_help(config_type(), f"{prog} {place}[--OPTION VALUE ...]", "help_all" in [name for name, _ in flags])
         raise SystemExit(0 if argv else 2)
+    words: Sequence[str]
     for flag, words in flags:
         name = aliases.get(flag, flag)
         if name != flag:
@@ -305,7 +308,7 @@ def usage() -> str:
     """The help without a config."""
     shipped = shipped_configs()
     width = max(map(len, shipped), default=0)
-    stages = {name: stage.__doc__.partition("\n")[0] for name, stage in STAGES.items()}
+    stages = {name: (stage.__doc__ or "").partition("\n")[0] for name, stage in STAGES.items()}
     tables = ["\n".join(f"  {name:<{width}}  {line}" for name, line in rows.items()) for rows in (stages, shipped)]
     return f"""usage: {PROG} --config CONFIG [--OPTION VALUE ...]
 

@@ -71,10 +71,12 @@ def _read_stage(text: str, source: str, unknown: type[Config] | None = None) -> 
             f"{source} is not a run's config.json: 'stage' must be one of {', '.join(kinds)}, not {short_repr(stage)}."
             + hint
         )
+    kind = kinds.get(stage, unknown)
+    assert kind is not None
     if stage not in kinds:
-        data = {name: value for name, value in data.items() if name in field_types(unknown)}
+        data = {name: value for name, value in data.items() if name in field_types(kind)}
     try:
-        return stage, checked_types(_from_dict(kinds.get(stage, unknown), data, ""))
+        return stage, checked_types(_from_dict(kind, data, ""))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 
@@ -137,9 +139,10 @@ def load_config(spec: str) -> Config:
     """
     if storage.is_remote(spec):  # a config that is code is read from local files alone
         where = storage.absolute(spec)
-        path = where if where.endswith(".json") else f"{where}/config.json"
-        return from_json(_stored_text(path, f"--config {spec}: "), path)
-    path, variant = pathlib.Path(spec), None
+        file = where if where.endswith(".json") else f"{where}/config.json"
+        return from_json(_stored_text(file, f"--config {spec}: "), file)
+    path = pathlib.Path(spec)
+    variant: str | None = None
     try:
         path.stat()
     except (OSError, ValueError) as error:  # ValueError: NUL, or half of a surrogate pair

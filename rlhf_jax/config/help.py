@@ -38,13 +38,14 @@ def options_of(config: type) -> tuple[Option, ...]:
         return tuple(Option("", name, "") for name in config.__annotations__)
     sections = {n: line.strip()[5:].strip() for n, line in enumerate(source.splitlines(), 1) if "# --- " in line}
     options = []
-    body = ast.parse(source).body[0].body
-    for node, after in zip(body, [*body[1:], None]):
-        if isinstance(node, ast.AnnAssign):
-            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    for node, after in zip(definition.body, [*definition.body[1:], None]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             section = next((sections[n] for n in sorted(sections, reverse=True) if n < node.lineno), "")
-            meaning = " ".join(after.value.value.split()) if documented else ""
-            options.append(Option(section, node.target.id, meaning))
+            documented = after.value if isinstance(after, ast.Expr) else None
+            text = str(documented.value) if isinstance(documented, ast.Constant) else ""
+            options.append(Option(section, node.target.id, " ".join(text.split())))
     return tuple(options)
 
 
@@ -79,7 +80,7 @@ def text(config: Any, usage: str, everything: bool = False) -> str:
       usage: the first line, without 'usage: '.
       everything: all options with type and whole meaning; else a line for each that is not rare.
     """
-    lines = [f"usage: {usage}", "", *textwrap.wrap(" ".join(type(config).__doc__.split()), _width()), ""]
+    lines = [f"usage: {usage}", "", *textwrap.wrap(" ".join((type(config).__doc__ or "").split()), _width()), ""]
     if isinstance(config, Pipeline):
         lines += _pipeline(config, everything)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config.stages import STAGES, Config, Pipeline, StageConfig, stage_name
@@ -26,7 +27,8 @@ def resolve(config: Config) -> Config:
       UserError: a value of another type, or a pipeline's stage with options that only the pipeline may have.
     """
     config = checked_types(config)
-    return dataclasses.replace(config, run_dir=_run_dir(config), **_stages(config))
+    changed: dict[str, Any] = {"run_dir": _run_dir(config), **_stages(config)}
+    return dataclasses.replace(config, **changed)
 
 
 def stages_of(config: Config) -> dict[str, StageConfig]:

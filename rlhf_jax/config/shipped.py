@@ -71,8 +71,9 @@ def variants(path: pathlib.Path) -> list[str] | None:
     """The names in a config file's VARIANTS, which is read, not run; None where they are not written out."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "VARIANTS":
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", [])
-            return [key.value for key in keys] if all(isinstance(key, ast.Constant) for key in keys) else None
+            names = node.value.keys if isinstance(node.value, ast.Dict) else getattr(node.value, "elts", [])
+            constants = [str(name.value) for name in names if isinstance(name, ast.Constant)]
+            return constants if len(constants) == len(names) else None
     return []
 
 

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_jax.algorithms.grpo_options import GRPOOptions
 from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
-from rlhf_jax.algorithms.options import BatchOptions, PolicyGradientOptions, RewardModelOptions, SFTOptions
+from rlhf_jax.algorithms.options import (
+    BatchOptions,
+    PolicyGradientOptions,
+    RewardModelOptions,
+    SFTOptions,
+    SupervisedOptions,
+)
 from rlhf_jax.algorithms.ppo_options import PPOOptions
 from rlhf_jax.algorithms.rloo_options import GroupOptions, RLOOOptions
-from rlhf_jax.data.options import DataOptions, DemonstrationOptions, PairOptions, PromptOptions
+from rlhf_jax.data.options import DataOptions, DemonstrationOptions, PairOptions, PromptOptions, SequenceOptions
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.alarms import ALARMS, thresholds
 from rlhf_jax.metrics.options import AlarmOptions
-from rlhf_jax.models.options import AdapterOptions, ModelOptions
+from rlhf_jax.models.options import AdapterOptions, ComputeOptions, ModelOptions
 from rlhf_jax.option import Seed, nearest, option
 from rlhf_jax.parallel.options import MeshOptions
 from rlhf_jax.rewards.options import RewardOptions
@@ -32,7 +38,16 @@ REWARD_EXPORT = "{run_dir}/reward/reward_model"
 
 
 @dataclasses.dataclass(frozen=True)
-class StageConfig(RunOptions, ModelOptions, AdapterOptions, DataOptions, BatchOptions, OptimizerOptions, MeshOptions):
+class StageConfig(
+    RunOptions,
+    ModelOptions,
+    AdapterOptions,
+    BatchOptions,
+    OptimizerOptions,
+    ComputeOptions,
+    DataOptions,
+    MeshOptions,
+):
     """Options of every stage: run folder, model, data, batches, optimizer, devices."""
 
     # Where a stage has no options of these names.
@@ -47,8 +62,8 @@ class StageConfig(RunOptions, ModelOptions, AdapterOptions, DataOptions, BatchOp
         yield from super().problems()
         for name, value in vars(self).items():
             parts = value if type(value) is tuple else (value,)
-            parts = [part.get("path") if isinstance(part, dict) else part for part in parts]
-            if any(isinstance(part, str) and has_password(part) for part in parts):
+            paths = [part.get("path") if isinstance(part, dict) else part for part in parts]
+            if any(isinstance(path, str) and has_password(path) for path in paths):
                 yield (
                     f"{name} is a URL with a user name or a password, which config.json and the model card would "
                     "contain. Remove it; a reward server's token is read from the environment "
@@ -67,17 +82,28 @@ class StageConfig(RunOptions, ModelOptions, AdapterOptions, DataOptions, BatchOp
 
 
 @dataclasses.dataclass(frozen=True)
-class SFTConfig(SFTOptions, DemonstrationOptions, StageConfig):
-    """Supervised fine-tuning on demonstrations."""
+class SupervisedConfig(SupervisedOptions, SequenceOptions, StageConfig):
+    """Options that SFT and reward models share."""
 
-    # --- SFT
+    # --- models
     model_name_or_path: str | None = option("EleutherAI/pythia-1b-deduped", path=True)
-    """Model to start from: Hub name or folder."""
+    """Model to start from, for a reward model usually the SFT model: Hub name or folder. A reward model gets a new
+    scalar head."""
 
     @property
     def starting_model(self) -> str | None:
         """model_name_or_path."""
         return self.model_name_or_path
+
+    @property
+    def tokens_per_row(self) -> int:
+        """max_length."""
+        return self.max_length
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig(SFTOptions, DemonstrationOptions, SupervisedConfig):
+    """Supervised fine-tuning on demonstrations."""
 
     def problems(self) -> Iterator[str]:
         """Patience without evaluations."""
@@ -89,17 +115,13 @@ class SFTConfig(SFTOptions, DemonstrationOptions, StageConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig(RewardModelOptions, PairOptions, StageConfig):
+class RewardConfig(RewardModelOptions, PairOptions, SupervisedConfig):
     """A reward model from preference pairs: Bradley-Terry, -log sigmoid(chosen - rejected)."""
 
-    # --- reward model
-    model_name_or_path: str | None = option("EleutherAI/pythia-1b-deduped", path=True)
-    """Model to start from (usually the SFT model): Hub name or folder; it gets a new scalar head."""
-
     @property
-    def starting_model(self) -> str | None:
-        """model_name_or_path."""
-        return self.model_name_or_path
+    def tokens_per_row(self) -> int:
+        """Of a pair: two sequences."""
+        return 2 * self.max_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +153,19 @@ class PolicyConfig(PolicyGradientOptions, RewardOptions, PromptOptions, AlarmOpt
     )
     """Where frozen reference and reward models are kept while not in use: on the device, or in pinned host memory
     (copied to the device at each use)."""
+
+    # Where an algorithm has no options of these names.
+    value_model = "separate"
+
+    @property
+    def value_model_path(self) -> str | None:
+        """None: the critic starts from the reward model or the policy."""
+        return None
+
+    @property
+    def value_model_revision(self) -> str:
+        """Of value_model_path."""
+        return "main"
 
     @property
     def starting_model(self) -> str | None:
@@ -249,6 +284,11 @@ class Pipeline(CommandOptions):
     """RLOO instead of PPO; exports its policy to RUN/rloo/policy."""
     grpo: GRPOConfig | None = None
     """GRPO instead of PPO; exports its policy to RUN/grpo/policy."""
+
+    def with_stage(self, name: str, stage: StageConfig) -> Pipeline:
+        """The pipeline with another config of a stage."""
+        changed: dict[str, Any] = {name: stage}
+        return dataclasses.replace(self, **changed)
 
 
 Config = StageConfig | Pipeline

@@ -17,6 +17,7 @@ from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns, text_columns_of
 from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.options import DemonstrationOptions, PairOptions
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
@@ -26,8 +27,7 @@ MESSAGES = "messages"
 """The column of whole conversations, as in TRL."""
 
 
-@flax.struct.dataclass
-class DemoBatch:
+class DemoBatch(flax.struct.PyTreeNode):
     """Right-padded sequences."""
 
     tokens: Array  # [B, S] int32; prompt, completion, eos
@@ -425,7 +425,7 @@ def make_demonstrations(
 
 
 def demonstrations_from_rows(
-    rows: Rows, config: Any, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
+    rows: Rows, config: DemonstrationOptions, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
 ) -> DemoData:
     """`make_demonstrations` with the data options of a config."""
     return make_demonstrations(
@@ -447,7 +447,7 @@ def demonstrations_from_rows(
 
 
 def load_demonstrations(
-    config: Any,
+    config: DemonstrationOptions,
     tokenizer: Tokenizer,
     dataset: Any = None,
     processor: image_rows.ImageProcessor | None = None,
@@ -467,14 +467,17 @@ def load_demonstrations(
 
 
 def load_eval_demonstrations(
-    config: Any, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
+    config: DemonstrationOptions,
+    tokenizer: Tokenizer,
+    dataset: Any = None,
+    processor: image_rows.ImageProcessor | None = None,
 ) -> dict[str, DemoData]:
     """The evaluation sets of a config, by name; see `loading.eval_sets`."""
     sets = eval_sets(config, "demonstrations", dataset)
     return {name: demonstrations_from_rows(rows, config, tokenizer, processor) for name, rows in sets.items()}
 
 
-def load_normalization_data(config: Any, tokenizer: Tokenizer) -> DemoData | None:
+def load_normalization_data(config: PairOptions, tokenizer: Tokenizer) -> DemoData | None:
     """The demonstrations on which a reward model's mean score is set to 0 (N+ detail 15); None if not configured."""
     if config.normalize_dataset_name is None:
         return None

@@ -23,6 +23,7 @@ import numpy as np
 
 from rlhf_jax.data import chat, row_texts
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
+from rlhf_jax.data.options import DataOptions
 from rlhf_jax.data.row_texts import SplitRows
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
@@ -661,7 +662,7 @@ def split_rows(rows: Rows, encode: Callable[[Any], Encoded], on_bad_row: str) ->
     return row_texts.split_rows(rows, fault, on_bad_row), out
 
 
-def check_one_dataset(config: Any, processor: ImageProcessor | None) -> None:
+def check_one_dataset(config: DataOptions, processor: ImageProcessor | None) -> None:
     """UserError for images of several data sets."""
     if processor is not None and config.datasets:
         raise UserError("datasets: images are read from one data set; give it as dataset_name")

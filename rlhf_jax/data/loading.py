@@ -24,6 +24,7 @@ from rlhf_jax.data.files import (
     table_fingerprint,
     write_table,
 )
+from rlhf_jax.data.options import DataOptions
 from rlhf_jax.errors import MissingSplit, UserError
 
 BUILT_IN = {
@@ -180,7 +181,7 @@ def _read_object(source: Any, label: str) -> Rows:
     )
 
 
-def text_columns_of(config: Any) -> set[str]:
+def text_columns_of(config: DataOptions) -> set[str]:
     """The columns of texts that the data options of a config name."""
     options = ("prompt_column", "completion_column", "chosen_column", "rejected_column")
     return {value for option, value in vars(config).items() if option in options}
@@ -231,7 +232,7 @@ def _sources_of_dict(dataset: Any) -> Mapping[str, Any] | None:
     return dataset
 
 
-def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
+def eval_sets(config: DataOptions, kind: str, dataset: Any = None) -> dict[str, Rows]:
     """The evaluation rows of a stage's config, by name.
 
     Args:
@@ -267,7 +268,7 @@ def eval_sets(config: Any, kind: str, dataset: Any = None) -> dict[str, Rows]:
     }
 
 
-def load_train_split(config: Any, kind: str, dataset: Any = None, text_columns: Collection[str] = ()) -> Rows:
+def load_train_split(config: DataOptions, kind: str, dataset: Any = None, text_columns: Collection[str] = ()) -> Rows:
     """The training rows of a stage's config, which names one data set.
 
     Args:

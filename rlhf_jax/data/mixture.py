@@ -15,6 +15,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.files import Rows
 from rlhf_jax.data.format import Format, formatted
 from rlhf_jax.data.loading import load_train_split
+from rlhf_jax.data.options import DataOptions
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import UserError
 
@@ -33,7 +34,7 @@ class TrainingRows:
     """Of an epoch's rows; None: each row once an epoch."""
 
 
-def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingRows:
+def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> TrainingRows:
     """The rows of a stage's training data.
 
     Args:
@@ -57,7 +58,7 @@ def load_training_rows(config: Any, kind: str, dataset: Any = None) -> TrainingR
     return TrainingRows(tuple(zip(rows, configs, strict=True)), True, weights)
 
 
-def load_training(config: Any, kind: str, dataset: Any, make: Callable[[Rows, Any], Data], *lists: str) -> Data:
+def load_training(config: DataOptions, kind: str, dataset: Any, make: Callable[[Rows, Any], Data], *lists: str) -> Data:
     """The training data of a stage's config: of one data set, or of its mixture.
 
     Args:

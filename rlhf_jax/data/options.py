@@ -148,32 +148,41 @@ class PromptOptions(DataOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DemonstrationOptions(DataOptions):
+class SequenceOptions(DataOptions):
+    """Prompts with their completions."""
+
+    # --- lengths
+    max_length: PositiveInt = 562
+    """Maximum number of tokens of prompt and completion together; with packing, of a row."""
+
+    def problems(self) -> Iterator[str]:
+        """No room for a completion."""
+        yield from super().problems()
+        if self.max_length <= self.query_length:
+            yield (
+                f"max_length {self.max_length} - query_length {self.query_length} = "
+                f"{self.max_length - self.query_length} tokens left for the completion; increase max_length."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DemonstrationOptions(SequenceOptions):
     """Demonstrations to imitate."""
 
     # --- demonstrations
     completion_column: str = "completion"
     """Column with the demonstration; a column 'messages' may hold whole conversations instead."""
-    completion_only_loss: bool = False
-    """Compute the loss on the completion only; default: on prompt and completion, as N+."""
     assistant_only_loss: bool = False
     """Compute the loss on the assistant's messages only, which generation blocks of the chat template must mark."""
-    max_length: PositiveInt = 562
-    """Maximum number of tokens of prompt and completion together; with packing, of a row."""
     packing: bool = False
     """Pack several demonstrations into rows of max_length tokens (best-fit decreasing). Positions and attention restart
     at each, so the loss of a token is what it is unpacked; batch_size then counts packed rows."""
     eval_packing: bool | None = option(None, rare=True)
     """Pack evaluation sets too; None: as packing."""
 
-    def problems(self) -> Iterator[str]:
-        """No room for a completion."""
-        yield from super().problems()
-        yield from no_room(self.max_length, self.query_length)
-
 
 @dataclasses.dataclass(frozen=True)
-class PairOptions(DataOptions):
+class PairOptions(SequenceOptions):
     """Preference pairs."""
 
     # --- pairs
@@ -191,17 +200,3 @@ class PairOptions(DataOptions):
     """Demonstrations (prompt, completion) whose mean score is shifted to 0 after training; None: no shift."""
     normalize_samples: PositiveInt = option(512, rare=True)
     """Number of demonstrations in that mean."""
-
-    def problems(self) -> Iterator[str]:
-        """No room for a completion."""
-        yield from super().problems()
-        yield from no_room(self.max_length, self.query_length)
-
-
-def no_room(max_length: int, query_length: int) -> Iterator[str]:
-    """A line if prompts may fill a row."""
-    if max_length <= query_length:
-        yield (
-            f"max_length {max_length} - query_length {query_length} = {max_length - query_length} tokens left for the "
-            "completion; increase max_length."
-        )

@@ -14,14 +14,14 @@ from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets, require_columns
 from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.options import PairOptions
 from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array
 
 
-@flax.struct.dataclass
-class PairBatch:
+class PairBatch(flax.struct.PyTreeNode):
     """Right-padded sequences, prompt + completion + eos, both padded to the same width."""
 
     chosen_tokens: Array  # [B, S] int32
@@ -261,7 +261,7 @@ def make_pairs(
     return _data_of(made, encoder, length_buckets)
 
 
-def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
+def pairs_from_rows(rows: Rows, config: PairOptions, tokenizer: Tokenizer) -> PairData:
     """`make_pairs` with the data options of a config."""
     return make_pairs(
         rows,
@@ -280,13 +280,13 @@ def pairs_from_rows(rows: Rows, config: Any, tokenizer: Tokenizer) -> PairData:
     )
 
 
-def load_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> PairData:
+def load_pairs(config: PairOptions, tokenizer: Tokenizer, dataset: Any = None) -> PairData:
     """The training pairs of a reward config, or of `dataset`, an object in place of the configured names."""
     lists = ("chosen", "rejected", "margin")
     return load_training(config, "pairs", dataset, lambda rows, own: pairs_from_rows(rows, own, tokenizer), *lists)
 
 
-def load_eval_pairs(config: Any, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:
+def load_eval_pairs(config: PairOptions, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:
     """The evaluation sets of a config, by name; see `loading.eval_sets`."""
     return {
         name: pairs_from_rows(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", dataset).items()

@@ -16,6 +16,7 @@ from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
 from rlhf_jax.data.loading import Rows, eval_sets
 from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.options import PromptOptions
 from rlhf_jax.data.ragged import Lazy
 from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -340,7 +341,7 @@ def _image_prompts(
 
 
 def prompts_from_rows(
-    rows: Rows, config: Any, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
+    rows: Rows, config: PromptOptions, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
 ) -> PromptData:
     """`make_prompts` with the data options of a config."""
     return make_prompts(
@@ -359,7 +360,7 @@ def prompts_from_rows(
 
 
 def load_prompts(
-    config: Any,
+    config: PromptOptions,
     tokenizer: Tokenizer,
     dataset: Any = None,
     processor: image_rows.ImageProcessor | None = None,
@@ -377,7 +378,7 @@ def load_prompts(
 
 
 def load_eval_prompts(
-    config: Any, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
+    config: PromptOptions, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
 ) -> dict[str, PromptData]:
     """The evaluation sets of a config, by name; see `loading.eval_sets`."""
     sets = eval_sets(config, "demonstrations", dataset)

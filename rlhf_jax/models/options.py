@@ -11,17 +11,10 @@ from rlhf_jax.option import Decay, Options, PositiveFloat, PositiveInt, option
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelOptions(Options):
-    """The starting model, and how it computes."""
+class ComputeOptions(Options):
+    """How a model computes."""
 
-    # --- model and tokenizer
-    model_revision: str = option("main", rare=True)
-    """Hub revision of the starting model."""
-    scratch_model: str | None = None
-    """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
-    'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
-    tokenizer_name_or_path: str | None = option(None, path=True)
-    """Tokenizer, if not the model's own; 'synthetic', 'arithmetic' and 'shapes' are those of the built-in tasks."""
+    # --- precision and memory
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", lowers={"loading": 3, "generate": 6, "score": 5, "experience": 5, "update": 5, "evaluation": 5}
     )
@@ -35,6 +28,25 @@ class ModelOptions(Options):
     gradient_checkpointing_policy: Literal["full", "dots"] = option("full", rare=True, resume="rounding")
     """What gradient_checkpointing recomputes: full: everything within a layer; dots: everything but the outputs of
     matrix multiplications, which is faster and uses more memory."""
+
+    @property
+    def remat(self) -> str:
+        """What the backward pass recomputes: 'none', 'dots' or 'full'."""
+        return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions(Options):
+    """The starting model."""
+
+    # --- model and tokenizer
+    model_revision: str = option("main", rare=True)
+    """Hub revision of the starting model."""
+    scratch_model: str | None = None
+    """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
+    'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
+    tokenizer_name_or_path: str | None = option(None, path=True)
+    """Tokenizer, if not the model's own; 'synthetic', 'arithmetic' and 'shapes' are those of the built-in tasks."""
     freeze_vision_tower: bool = False
     """Of a model that reads images, without use_peft: train its connector and its text model, not its vision
     transformer."""
@@ -43,11 +55,6 @@ class ModelOptions(Options):
     def starting_model(self) -> str | None:
         """The checkpoint that training starts from, where it is not scratch_model."""
         return None
-
-    @property
-    def remat(self) -> str:
-        """What the backward pass recomputes: 'none', 'dots' or 'full'."""
-        return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
 
     def problems(self) -> Iterator[str]:
         """Shapes that no model has."""

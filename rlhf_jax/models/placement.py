@@ -70,7 +70,7 @@ class Weights:
         """`hf.has_scalar_head`."""
         return hf.has_scalar_head(path, revision)
 
-    def transform_placed(self, model: Model, function: Callable[[Params], Params], params: Params) -> Params:
+    def transform_placed(self, model: Model, function: Callable[[Any], Params], params: Any) -> Params:
         """function(params), sharded by the model's rules; `params` itself where the function changes no shape and no
         dtype. `params` is a pytree or a tuple of them."""
         shapes = jax.eval_shape(function, params)

@@ -23,6 +23,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.rewards import interface
 from rlhf_jax.rewards import python_functions as on_host
+from rlhf_jax.rewards.options import RewardOptions
 from rlhf_jax.rewards.server import RemoteReward
 from rlhf_jax.types import Array, Params, Rollout
 from rlhf_jax.utils.text import printable
@@ -91,7 +92,7 @@ def open_model(path: str, revision: str | None) -> Any:
     return model if pad is None else dataclasses.replace(model, pad_id=pad)
 
 
-def open_models(config, tokenizer, conversational: bool) -> list[RewardModel]:
+def open_models(config: RewardOptions, tokenizer, conversational: bool) -> list[RewardModel]:
     """The reward models of a config, without their weights.
 
     Raises:
@@ -138,7 +139,9 @@ class Scorer:
       weights: of the rewards, in the order of `names`.
     """
 
-    def __init__(self, config, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh):
+    def __init__(
+        self, config: RewardOptions, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh
+    ):
         """Raises a UserError if there is no reward, or the number of weights differs from that of rewards."""
         self.config, self.tokenizer, self.models, self._mesh = config, tokenizer, models, mesh
         functions = [*(on_host.resolve(spec) for spec in config.reward_funcs), *functions]

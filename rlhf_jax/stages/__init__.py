@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.config import stage_name
+from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
+from rlhf_jax.config.stages import SupervisedConfig
 from rlhf_jax.stages.algorithm_registry import ALGORITHMS, Algorithm, policy_gradient_algorithm, register_algorithm
 from rlhf_jax.stages.reward import RewardTask
 from rlhf_jax.stages.rollout import RolloutStage
 from rlhf_jax.stages.sft import SFTTask
 from rlhf_jax.stages.stage import Stage
-from rlhf_jax.stages.supervised import SupervisedStage
+from rlhf_jax.stages.supervised import SupervisedStage, Task
 
 __all__ = [
     "ALGORITHMS",
@@ -23,10 +24,10 @@ __all__ = [
     "register_algorithm",
 ]
 
-TASKS = {"sft": SFTTask, "reward": RewardTask}
+TASKS: dict[str, type[Task]] = {"sft": SFTTask, "reward": RewardTask}
 
 
-def open_stage(config, **objects: Any) -> Stage:
+def open_stage(config: StageConfig, **objects: Any) -> Stage:
     """The stage of a config, its data and models loaded.
 
     Args:
@@ -41,6 +42,7 @@ def open_stage(config, **objects: Any) -> Stage:
     name = stage_name(config)
     if objects.get("train_dataset") is not None and config.eval_dataset_name is None:
         objects = {"eval_dataset": {}, **objects}
-    if name in ALGORITHMS:
+    if isinstance(config, PolicyConfig):
         return RolloutStage(config, ALGORITHMS[name], **objects)
+    assert isinstance(config, SupervisedConfig)
     return SupervisedStage(config, TASKS[name](), **objects)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import jax
 
+from rlhf_jax.config import PolicyConfig, StageConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import hf
+from rlhf_jax.models.options import AdapterOptions
 from rlhf_jax.models.quantization import Kind
 from rlhf_jax.stages.stage_context import StageContext
 from rlhf_jax.types import Params
@@ -18,7 +20,7 @@ BASE, DEFAULT = "base", "default"
 _ALIASES = {"lm_head": "embed_out"}  # transformers 5's name of GPT-NeoX's head
 
 
-def lora_form(config, model: Model, kind: str) -> lora.Lora:
+def lora_form(config: AdapterOptions, model: Model, kind: str) -> lora.Lora:
     """The form of a new adapter, by the options.
 
     Args:
@@ -50,7 +52,7 @@ def lora_form(config, model: Model, kind: str) -> lora.Lora:
     return lora.Lora(config.lora_r, config.lora_alpha, config.lora_dropout, targets, config.use_rslora, saved)
 
 
-def adapter_paths(config) -> dict[str, str]:
+def adapter_paths(config: PolicyConfig) -> dict[str, str]:
     """The option `adapters` as {name: path}; UserError where an item is not NAME=PATH."""
     paths: dict[str, str] = {}
     for item in config.adapters:
@@ -82,7 +84,7 @@ class Start:
     paths: dict[str, str]
 
 
-def start_of(config, continues_adapter: bool) -> Start:
+def start_of(config: PolicyConfig, continues_adapter: bool) -> Start:
     """What the options make a policy start from.
 
     Args:
@@ -115,12 +117,12 @@ def start_of(config, continues_adapter: bool) -> Start:
     return Start(path, revision, trained, None if reference == BASE else reference, paths)
 
 
-def quantized_kind(config) -> Kind | None:
+def quantized_kind(config: AdapterOptions) -> Kind | None:
     """How the layers' frozen kernels are stored; None: in the compute dtype."""
     return "int8" if config.load_in_8bit else "nf4" if config.load_in_4bit else None
 
 
-def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Params]:
+def cast_base_fn(context: StageContext[StageConfig], model: Model) -> Callable[[Params], Params]:
     """Casts params to those of an adapter's frozen base; with load_in_8bit or load_in_4bit the layers' kernels
     are quantized."""
     kind = quantized_kind(context.config)
@@ -129,18 +131,18 @@ def cast_base_fn(context: StageContext, model: Model) -> Callable[[Params], Para
     return lambda params: model.quantize(params, context.frozen_dtype, kind)
 
 
-def cast_base(context: StageContext, model: Model, params: Params) -> Params:
+def cast_base(context: StageContext[StageConfig], model: Model, params: Params) -> Params:
     """Placed params by `cast_base_fn`; the same buffers where nothing changes."""
     return context.weights.transform_placed(model, cast_base_fn(context, model), params)
 
 
-def new_adapter(context: StageContext, model: Model, base: Params, number: int) -> Params:
+def new_adapter(context: StageContext[StageConfig], model: Model, base: Params, number: int) -> Params:
     """A new adapter of `model.lora`'s form on the mesh, drawn by the config's seed; `number` separates a stage's."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(context.config.seed), 8), number)
     return context.weights.init_lora(model, key, base)
 
 
-def describe(what: str, form: lora.Lora, config) -> str:
+def describe(what: str, form: lora.Lora, config: AdapterOptions) -> str:
     """One line on what is trained."""
     line = f"trains {what} of rank {form.r} on {', '.join(form.target_modules)}"
     if (kind := quantized_kind(config)) is not None and not config.export_merged:
@@ -162,7 +164,7 @@ class PolicyAdapters:
     reference: tuple[lora.Lora, Params] | None
 
 
-def open_adapters(context: StageContext, policy: Model, continues_adapter: bool) -> PolicyAdapters:
+def open_adapters(context: StageContext[PolicyConfig], policy: Model, continues_adapter: bool) -> PolicyAdapters:
     """Reads the adapters that a policy and its reference start from; they are small.
 
     Raises:
@@ -184,7 +186,7 @@ def open_adapters(context: StageContext, policy: Model, continues_adapter: bool)
     return PolicyAdapters(start, read.get(start.trained), read.get(start.reference))
 
 
-def describe_policy(opened: PolicyAdapters, form: lora.Lora, config) -> str:
+def describe_policy(opened: PolicyAdapters, form: lora.Lora, config: PolicyConfig) -> str:
     """`describe` of a policy's adapter, and its reference."""
     start = opened.start
     what = f"adapter {start.trained} ({start.paths[start.trained]})" if opened.trained else "a new adapter"

@@ -200,19 +200,19 @@ class RolloutEvaluator:
             kl = None
             if self.programs.has_reference:
                 kl = self.programs.token_kl(policy, rollout, images=batch.images)
-            scores = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
+            score = jnp.where(batch.scored.scorable, batch.scored.total_scores, jnp.nan)
             by_token = kl, None if advantages is None else advantages(batch)
             of_rows = (
                 rollout.response,
                 rollout.lengths,
                 rollout.ended,
                 rollout.logprobs,
-                scores,
+                score,
                 batch.scored.each_reward,
             )
             host = sharding.fetch((*of_rows, *by_token))
             parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
-        response, lengths, ended, logprobs, scores, each, kl, advantages, rows = (
+        response, lengths, ended, logprobs, scores, each, token_kl, token_advantages, rows = (
             None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
         )
         return {
@@ -224,11 +224,11 @@ class RolloutEvaluator:
             "ended": ended,
             "scores": scores,
             "rewards": dict(zip(self.scorer.names, each.T, strict=True)),
-            "kl": None if kl is None else kl.sum(axis=1),
+            "kl": None if token_kl is None else token_kl.sum(axis=1),
             "entropy": -logprobs.sum(axis=1) / np.maximum(lengths, 1),
             "ids": response,
-            "token_kl": kl,
-            "advantages": None if advantages is None else advantages.reshape(len(lengths), -1),
+            "token_kl": token_kl,
+            "advantages": None if token_advantages is None else token_advantages.reshape(len(lengths), -1),
         }
 
     # --- tables

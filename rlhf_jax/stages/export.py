@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.algorithms.networks import Network
+from rlhf_jax.config import StageConfig
 from rlhf_jax.data import images, save_tokenizer
 from rlhf_jax.models import Model, lora
 from rlhf_jax.models.io import generation_config, hf, peft
@@ -25,7 +26,7 @@ def exported_generation(source: Source, tokenizer) -> Generation:
 
 
 def export_model(
-    context: StageContext,
+    context: StageContext[StageConfig],
     folder: str,
     name: str,
     network: Network,
@@ -88,7 +89,7 @@ def export_model(
     return paths
 
 
-def _save_base(context: StageContext, path: str, network: Network, trained: Params, **files: Any) -> None:
+def _save_base(context: StageContext[StageConfig], path: str, network: Network, trained: Params, **files: Any) -> None:
     """The base of an adapter as a checkpoint, in the compute dtype; a scalar one with the trained head."""
     plain, dtype = dataclasses.replace(network.model, lora=None), context.frozen_dtype
     wide = context.weights.transform_placed(plain, lambda base: lora.merge_lora(base, dtype), network.base)
@@ -122,7 +123,7 @@ def origin_of(source: Source, with_images: bool = False) -> Source | None:
 
 
 def save_checkpoint(
-    context: StageContext,
+    context: StageContext[StageConfig],
     path: str,
     model: Model,
     params: Params,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import data, models
+from rlhf_jax.config import StageConfig
 from rlhf_jax.data import Tokenizer, check_tokenizer_fits_model, images, load_tokenizer
 from rlhf_jax.data.images import ImageProcessor
 from rlhf_jax.errors import UserError
@@ -221,26 +222,35 @@ def attention_of(attn_implementation: str) -> str:
     return "blocked" if attn_implementation == "auto" else attn_implementation
 
 
-def open_on_mesh(context: StageContext, source: Source, head: str, *, dropout: bool = False, **options: Any) -> Opened:
+def open_on_mesh(
+    context: StageContext[StageConfig], source: Source, head: str, *, dropout: bool = False, **options: Any
+) -> Opened:
     """`open_model`, on the mesh of a stage, whose config may set the tokenizer; `options` are those of `open_model`."""
     config = context.config
     model, tokenizer, processor = open_model(source, tokenizer=config.tokenizer_name_or_path, **options)
     return Opened(place(context, model, head, source.name, dropout=dropout), tokenizer, processor)
 
 
-def place(context: StageContext, model: Model, head: str, name: str, *, dropout: bool = False) -> Model:
+def place(context: StageContext[StageConfig], model: Model, head: str, name: str, *, dropout: bool = False) -> Model:
     """`on_mesh` by a stage's options."""
     config = context.config
-    options = {"attn_implementation": config.attn_implementation, "dtype": config.dtype, "dropout": dropout}
-    return on_mesh(model, context.weights, head, name, **options)
+    return on_mesh(
+        model,
+        context.weights,
+        head,
+        name,
+        attn_implementation=config.attn_implementation,
+        dtype=config.dtype,
+        dropout=dropout,
+    )
 
 
-def attention_message(config) -> str:
+def attention_message(config: StageConfig) -> str:
     """A line on the attention of a stage's models."""
     return f"attention over whole rows: {attention_of(config.attn_implementation)}"
 
 
-def freezes_tower(config, with_images: bool) -> bool:
+def freezes_tower(config: StageConfig, with_images: bool) -> bool:
     """Whether a stage trains a model without its vision tower; a UserError where freeze_vision_tower has no tower."""
     if config.freeze_vision_tower and not with_images:
         raise UserError("freeze_vision_tower: the training data has no images, so there is no vision tower to freeze")
@@ -251,7 +261,7 @@ def freezes_tower(config, with_images: bool) -> bool:
 
 
 def load_params(
-    context: StageContext,
+    context: StageContext[StageConfig],
     model: Model,
     source: Source,
     head: str,
@@ -279,7 +289,7 @@ def load_params(
     return weights.load(model, str(source.path), head, source.revision, cast_on_load)
 
 
-def new_score_head(context: StageContext, model: Model, std: float | None = None) -> Params:
+def new_score_head(context: StageContext[StageConfig], model: Model, std: float | None = None) -> Params:
     """A fresh scalar head on the mesh, N(0, std) by the config's seed.
 
     Args:
@@ -297,7 +307,7 @@ def new_score_head(context: StageContext, model: Model, std: float | None = None
     return context.place_params(model, {"score": {"kernel": np.asarray(kernel)}})["score"]
 
 
-def score_head_message(context: StageContext, source: Source) -> str:
+def score_head_message(context: StageContext[StageConfig], source: Source) -> str:
     """A line on the scalar head of `load_params`."""
     path = source.path
     has_head = context.weights.has_scalar_head(str(path), source.revision)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.config import PolicyConfig
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Rollout, RolloutState, Unfinished
 
 
-def initial(config, prompts: int, width: int) -> RolloutState | None:
+def initial(config: PolicyConfig, prompts: int, width: int) -> RolloutState | None:
     """What the first rollout of a run starts with, as numpy arrays; None: rollouts need nothing of earlier ones.
 
     Args:
@@ -23,21 +24,24 @@ def initial(config, prompts: int, width: int) -> RolloutState | None:
       prompts: rows of the data set.
       width: P.
     """
-    lengths = unfinished = None
+    lengths: Any = None
+    unfinished = None
     if config.decode_slots is not None and config.decode_longest_first:
         lengths = np.full(prompts, -1, np.float32)
     if config.rollout_max_steps is not None:
         shape = (config.batch_size, config.response_length)
-        unfinished = Unfinished(
-            rows=np.zeros(width, np.int32),
-            held=np.zeros(width, bool),
-            response=np.zeros(shape, np.int32),
-            logprobs=np.zeros(shape, np.float32),
-            lengths=np.zeros(shape[0], np.int32),
-            ended=np.zeros(shape[0], bool),
-            keys=np.zeros((shape[0], *jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape), np.uint32),
-            taken=np.int32(0),
-        )
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        arrays: dict[str, Any] = {
+            "rows": np.zeros(width, np.int32),
+            "held": np.zeros(width, bool),
+            "response": np.zeros(shape, np.int32),
+            "logprobs": np.zeros(shape, np.float32),
+            "lengths": np.zeros(shape[0], np.int32),
+            "ended": np.zeros(shape[0], bool),
+            "keys": np.zeros((shape[0], *key.shape), np.uint32),
+            "taken": np.int32(0),
+        }
+        unfinished = Unfinished(**arrays)
     return None if lengths is None and unfinished is None else RolloutState(lengths, unfinished)
 
 
@@ -122,4 +126,4 @@ def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> np.ndarray:
     numbers = int(unfinished.taken) + np.arange(int((~held).sum()))
     orders = {step: train_data.rows_of(seed, step, width) for step in np.unique(numbers // width).tolist()}
     rows[~held] = [orders[number // width][number % width] for number in numbers.tolist()]
-    return rows.astype(np.int32)
+    return np.asarray(rows, np.int32)

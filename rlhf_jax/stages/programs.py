@@ -16,7 +16,10 @@ from rlhf_jax.algorithms.groups import group_rows
 from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.networks import Models
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.config import PolicyConfig
+from rlhf_jax.data.options import LengthOptions
 from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
+from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
@@ -38,7 +41,10 @@ from rlhf_jax.types import (
 
 
 def sampling_of(
-    config, eos_ids: tuple[int, ...], temperature: float | None = None, suppress_ids: tuple[int, ...] = ()
+    config: SamplingOptions,
+    eos_ids: tuple[int, ...],
+    temperature: float | None = None,
+    suppress_ids: tuple[int, ...] = (),
 ) -> Sampling:
     """How responses are sampled.
 
@@ -51,13 +57,13 @@ def sampling_of(
     options = config.sampling()
     if temperature is not None:
         options["temperature"] = temperature
-    stop = () if config.stop_token_id is None else (config.stop_token_id,)
+    stop: tuple[int, ...] = () if config.stop_token_id is None else (config.stop_token_id,)
     stop = eos_ids if config.stop_token == "eos" or config.stop_token_ids is not None else stop
     options |= {"stop_ids": stop, "fill_id": eos_ids[0], "suppress_ids": suppress_ids}
     return Sampling(max_new_tokens=config.response_length, **options)
 
 
-def decoding_of(config, mesh) -> Decoding:
+def decoding_of(config: PolicyConfig, mesh) -> Decoding:
     """How responses are decoded on a mesh."""
     shrink = config.decode_shrink
     if shrink is None:
@@ -105,7 +111,7 @@ class Programs:
       run: as `run_program`; a dry run compiles in its place. `resident`: arrays of the run among the arguments.
     """
 
-    context: StageContext
+    context: StageContext[PolicyConfig]
     algorithm: Algorithm
     optimizer: Optimizer
     models: Models
@@ -120,7 +126,7 @@ class Programs:
     @functools.cached_property
     def jitted(self) -> Jitted:
         """The programs."""
-        state = {"donate_argnames": "state", "out_shardings": (self.state_shardings, None)}
+        state: dict[str, Any] = {"donate_argnames": "state", "out_shardings": (self.state_shardings, None)}
         return Jitted(
             generate=jax.jit(self._generate, static_argnames=("temperature", "group_size")),
             experience=jax.jit(self._experience),
@@ -131,7 +137,7 @@ class Programs:
         )
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PolicyConfig:
         """The stage's."""
         return self.context.config
 
@@ -291,7 +297,8 @@ class Programs:
         if rows_per_prompt < group_size:
             batch = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), batch)
 
-        options = {"group": rows_per_prompt, "dtype": dtype, "decoding": decoding_of(config, mesh)}
+        decoding = decoding_of(config, mesh)
+        options: dict[str, Any] = {"group": rows_per_prompt, "dtype": dtype}
         keys = expected = None
         if rollout_state is not None and rollout_state.response_lengths is not None:
             expected = partial_rollouts.expected_lengths(
@@ -303,21 +310,21 @@ class Programs:
             keys = partial_rollouts.row_keys(key, rows, unfinished)
             if rows_per_prompt < group_size:
                 unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
-            decoding = dataclasses.replace(options["decoding"], max_steps=config.rollout_max_steps)
-            options |= {"decoding": decoding, "keys": keys, "unfinished": unfinished}
+            decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
+            options |= {"keys": keys, "unfinished": unfinished}
         sampling = sampling_of(config, self.eos_ids, temperature, self.suppress_ids)
 
         def generate_chunk(chunk):
             prompts, *by_row = chunk
             rows, expected = jax.tree.map(lambda x: x.reshape(-1), by_row)
             rollout = generate_unstacked(
-                policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, **options
+                policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, decoding=decoding, **options
             )
             return jax.tree.map(lambda x: group_rows(x, rows_per_prompt), rollout)
 
-        prompts = rows.shape[0] // rows_per_prompt
+        count = rows.shape[0] // rows_per_prompt
         at_once = config.rollout_batch_size if config.decode_slots is None else None
-        chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, prompts)
+        chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, count)
         rows, expected = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected))
         rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
         rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
@@ -381,6 +388,6 @@ class Programs:
         )
 
 
-def prompt_width(config) -> int:
+def prompt_width(config: LengthOptions) -> int:
     """Columns of the longest prompts that there may be."""
     return max(config.length_buckets or (8 * math.ceil(config.query_length / 8),))

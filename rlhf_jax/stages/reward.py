@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
+from rlhf_jax.config import RewardConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
@@ -20,7 +21,7 @@ from rlhf_jax.stages.supervised import SupervisedStage, Task
 from rlhf_jax.types import Params
 
 
-class RewardTask(Task):
+class RewardTask(Task[RewardConfig]):
     """What `SupervisedStage` trains for a reward model."""
 
     name = "reward"
@@ -29,13 +30,13 @@ class RewardTask(Task):
     measures_training_data = True
     update = staticmethod(reward_model.update)
 
-    def load_data(self, config, model, tokenizer, train_dataset, eval_dataset):
+    def load_data(self, config: RewardConfig, model, tokenizer, train_dataset, eval_dataset):
         """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
         train_data = data.load_pairs(config, tokenizer, train_dataset)
         eval_sets = data.load_eval_pairs(config, tokenizer, eval_dataset)
         return train_data, eval_sets, data.load_normalization_data(config, tokenizer)
 
-    def start_messages(self, context: StageContext) -> list[str]:
+    def start_messages(self, context: StageContext[RewardConfig]) -> list[str]:
         """Lines on the head that training starts from; UserError where score_init_std would not be used."""
         config = context.config
         if config.scratch_model:
@@ -89,7 +90,7 @@ class RewardTask(Task):
         decoded = {name: tokenizer.decode(tokens) for name, tokens in texts.items()}
         return {**decoded, "margin": float(batch.margin[row])}
 
-    def score_std(self, config) -> float | None:
+    def score_std(self, config: RewardConfig) -> float | None:
         """The standard deviation of a new score head."""
         return config.score_init_std
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import optimizer as optimizers
+from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
+from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
@@ -49,9 +51,12 @@ class RolloutStage(Stage):
       shares_prompts: whether generation computes each prompt once for its group.
     """
 
+    config: PolicyConfig
+    context: StageContext[PolicyConfig]
+
     def __init__(
         self,
-        config,
+        config: PolicyConfig,
         algorithm: Algorithm,
         *,
         train_dataset=None,
@@ -303,13 +308,14 @@ class RolloutStage(Stage):
             shape = self.train_data.images.batch([0])
             images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), shape)
         prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p), images)
-        options = {
-            "seed": state.seed,
-            "step": state.step,
-            "group_size": self.group_size,
-            "rollout_state": state.rollout,
-        }
-        rollout, _ = programs.generate(state.params["policy"], prompts, **options)
+        rollout, _ = programs.generate(
+            state.params["policy"],
+            prompts,
+            seed=state.seed,
+            step=state.step,
+            group_size=self.group_size,
+            rollout_state=state.rollout,
+        )
         self.scorer.programs(build, rollout, self.group_size)
         scored = Scored(
             scores=rows(b, dtype=jnp.float32),
@@ -328,7 +334,6 @@ class RolloutStage(Stage):
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
         opened, models = self.opened, self.models
-        files = {"source": rollout_models.policy_source(self.config), "generation": self.generation}
         policy_base = None
         if opened.adapters is not None:
             start = opened.adapters.start
@@ -341,7 +346,8 @@ class RolloutStage(Stage):
             state.params["policy"],
             self.tokenizer,
             base=policy_base,
-            **files,
+            source=rollout_models.policy_source(self.config),
+            generation=self.generation,
         )
         if self.algorithm.has_value_model:
             critic = "policy" if models.value is None else "value"
@@ -355,7 +361,7 @@ class RolloutStage(Stage):
         self.scorer.close()
 
 
-def refuse_options_of_adamw(config) -> None:
+def refuse_options_of_adamw(config: OptimizerOptions) -> None:
     """Refuses options that treat the critic apart beside an optimizer of the user's, which is used as it is.
 
     Raises:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.optimizer import Optimizer
+from rlhf_jax.config import PolicyConfig
 from rlhf_jax.data import TrainingRows, same_tokenizer
 from rlhf_jax.data.images import ImageProcessor
 from rlhf_jax.errors import UserError
@@ -52,12 +53,12 @@ class OpenedModels:
     processor: ImageProcessor | None = None
 
 
-def policy_source(config) -> Source:
+def policy_source(config: PolicyConfig) -> Source:
     """What the policy starts from."""
     return Source(config.sft_model_path, config.model_revision, config.scratch_model)
 
 
-def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
+def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, source = context.config, policy_source(context.config)
     messages = [open_models.attention_message(config)]
@@ -96,7 +97,7 @@ def open_policy(context: StageContext, algorithm: Algorithm, rows: TrainingRows)
     return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages), processor=processor)
 
 
-def check_images(config, algorithm: Algorithm) -> None:
+def check_images(config: PolicyConfig, algorithm: Algorithm) -> None:
     """Refuses what does not read images."""
     if algorithm.has_value_model:
         raise UserError(
@@ -125,7 +126,9 @@ def describe_vision(policy: Model) -> str:
     return f"reads images in tiles of {vision.image_size} pixels, {vision.tokens} tokens each; the tower is {trained}"
 
 
-def open_reward_models(context: StageContext, tokenizer, conversational: bool) -> list[scoring.RewardModel]:
+def open_reward_models(
+    context: StageContext[PolicyConfig], tokenizer, conversational: bool
+) -> list[scoring.RewardModel]:
     """The reward models on the mesh, without params."""
     config, reward_models = context.config, []
     for reader in scoring.open_models(config, tokenizer, conversational):
@@ -137,7 +140,7 @@ def open_reward_models(context: StageContext, tokenizer, conversational: bool) -
 
 
 def open_value_model(
-    context: StageContext, opened: OpenedModels, reward_models: Sequence[scoring.RewardModel]
+    context: StageContext[PolicyConfig], opened: OpenedModels, reward_models: Sequence[scoring.RewardModel]
 ) -> OpenedModels:
     """The same with a value model: its own, the first reward model's, or the policy's backbone, by the options."""
     config = context.config
@@ -173,7 +176,7 @@ def _with_line(opened: OpenedModels, line: str) -> OpenedModels:
     return dataclasses.replace(opened, messages=(*opened.messages, line))
 
 
-def check_stop_token(config, policy: Model) -> None:
+def check_stop_token(config: PolicyConfig, policy: Model) -> None:
     """Refuses a stop_token_id that no response could contain."""
     rows = policy.config.vocab_size
     if config.stop_token_id is not None and config.stop_token_id >= rows:
@@ -183,19 +186,19 @@ def check_stop_token(config, policy: Model) -> None:
         )
 
 
-def _stop_ids(config, policy: Model) -> tuple[int, ...] | None:
+def _stop_ids(config: PolicyConfig, policy: Model) -> tuple[int, ...] | None:
     """The ids of stop_token_ids."""
     path = None if config.scratch_model else config.sft_model_path
     rows = policy.config.vocab_size
     return resolve_stop_ids(config.stop_token_ids, path=path, revision=config.model_revision, rows=rows)
 
 
-def check_sequence_length(config, model: Model, path: str) -> None:
+def check_sequence_length(config: PolicyConfig, model: Model, path: str) -> None:
     """Refuses a model whose context is shorter than prompt and response."""
     open_models.check_context(model, config.query_length + config.response_length, LONGEST, path)
 
 
-def check_same_ids(config, tokenizer, model: Model, path: str | None, option: str) -> None:
+def check_same_ids(config: PolicyConfig, tokenizer, model: Model, path: str | None, option: str) -> None:
     """Refuses a model, at `path` or else the policy's, that cannot read the policy's ids or its sequences."""
     path = path or policy_source(config).name
     check_sequence_length(config, model, path)
@@ -203,7 +206,7 @@ def check_same_ids(config, tokenizer, model: Model, path: str | None, option: st
 
 
 def suppressed_ids(
-    config,
+    config: PolicyConfig,
     tokenizer,
     policy: Model,
     reward_models: Sequence[scoring.RewardModel],
@@ -249,7 +252,7 @@ class LoadedModels(NamedTuple):
 
 
 def load_models(
-    context: StageContext,
+    context: StageContext[PolicyConfig],
     algorithm: Algorithm,
     opened: OpenedModels,
     reward_models: Sequence[scoring.RewardModel],
@@ -317,7 +320,7 @@ def load_models(
     return LoadedModels(models, state, reward_params)
 
 
-def copied_in_float32(config, opened: OpenedModels, reward_models: Sequence[Any]) -> set[str]:
+def copied_in_float32(config: PolicyConfig, opened: OpenedModels, reward_models: Sequence[Any]) -> set[str]:
     """Of 'policy' and 'reward' those whose float32 params other trained params start as a copy of."""
     copied = set()
     form, value = opened.policy.lora, opened.value
@@ -328,7 +331,7 @@ def copied_in_float32(config, opened: OpenedModels, reward_models: Sequence[Any]
     return copied
 
 
-def load_policy(context: StageContext, opened: OpenedModels, cast: bool) -> Params:
+def load_policy(context: StageContext[PolicyConfig], opened: OpenedModels, cast: bool) -> Params:
     """The params that the policy starts from; with adapters those of their base, cast as it is kept."""
     config, source, cast_on_load = context.config, policy_source(context.config), None
     if config.use_peft:
@@ -338,7 +341,7 @@ def load_policy(context: StageContext, opened: OpenedModels, cast: bool) -> Para
     return open_models.load_params(context, opened.policy, source, "causal", cast_on_load=cast_on_load)
 
 
-def trained_policy(context: StageContext, opened: OpenedModels, policy: Params) -> Params:
+def trained_policy(context: StageContext[PolicyConfig], opened: OpenedModels, policy: Params) -> Params:
     """What is trained of the policy: its params, or a new or an earlier adapter."""
     if not context.config.use_peft:
         return policy
@@ -347,7 +350,7 @@ def trained_policy(context: StageContext, opened: OpenedModels, policy: Params) 
     return context.place_params(opened.policy, opened.adapters.trained[1])
 
 
-def load_reference(context: StageContext, opened: OpenedModels, policy: Params, dtype) -> Params:
+def load_reference(context: StageContext[PolicyConfig], opened: OpenedModels, policy: Params, dtype) -> Params:
     """The reference's params in `dtype`: its own, or a copy of those that the policy starts from.
 
     A copy, since an update overwrites the policy's buffers. With adapters it is the policy's base, which costs nothing,
@@ -364,7 +367,9 @@ def load_reference(context: StageContext, opened: OpenedModels, policy: Params, 
     return context.weights.copy(reference, opened.policy.split_frozen(policy)[0], dtype)
 
 
-def full_value(context: StageContext, opened: OpenedModels, policy: Params, reward_params: Sequence[Params]) -> Params:
+def full_value(
+    context: StageContext[PolicyConfig], opened: OpenedModels, policy: Params, reward_params: Sequence[Params]
+) -> Params:
     """Params of a value model that is trained in full."""
     config, value = context.config, opened.value
     if config.value_model_path is not None:
@@ -376,7 +381,7 @@ def full_value(context: StageContext, opened: OpenedModels, policy: Params, rewa
     return {**backbone, "score": new_score_head(context, value)}
 
 
-def value_source(config, models: Models, policy_base: Source | None) -> Source:
+def value_source(config: PolicyConfig, models: Models, policy_base: Source | None) -> Source:
     """What the value model's adapter is on; `policy_base`: of the policy's."""
     if policy_base is not None and "value" not in (models.base or {}):
         return policy_base
@@ -386,7 +391,7 @@ def value_source(config, models: Models, policy_base: Source | None) -> Source:
 
 
 def adapted_value(
-    context: StageContext,
+    context: StageContext[PolicyConfig],
     opened: OpenedModels,
     policy: Params,
     reward_models: Sequence[scoring.RewardModel],
@@ -409,7 +414,7 @@ def adapted_value(
     return {**adapters.new_adapter(context, value, start, 1), **head}, base
 
 
-def offload(config, params: Params) -> Params:
+def offload(config: PolicyConfig, params: Params) -> Params:
     """Params in host memory with `offload_frozen`; else unchanged."""
     where = config.offload_frozen
     return params if where == "none" else sharding.to_host_memory(params, f"offload_frozen {where}")

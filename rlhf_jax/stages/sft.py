@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_jax import data
 from rlhf_jax.algorithms import sft
+from rlhf_jax.config import SFTConfig
 from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
@@ -18,7 +19,7 @@ from rlhf_jax.stages.supervised import SupervisedStage, Task, eval_name
 from rlhf_jax.types import Params
 
 
-def check_images(config) -> None:
+def check_images(config: SFTConfig) -> None:
     """Refuses options that do not go with images.
 
     Raises:
@@ -33,7 +34,7 @@ def check_images(config) -> None:
             raise UserError(f"{name} with images in the training data is not supported: {why}. Remove it")
 
 
-class SFTTask(Task):
+class SFTTask(Task[SFTConfig]):
     """What `SupervisedStage` trains for SFT."""
 
     name = "sft"
@@ -41,17 +42,17 @@ class SFTTask(Task):
     head = "causal"
     update = staticmethod(sft.update)
 
-    def load_rows(self, config, train_dataset) -> data.TrainingRows:
+    def load_rows(self, config: SFTConfig, train_dataset) -> data.TrainingRows:
         """Training rows."""
         return data.load_training_rows(config, "demonstrations", train_dataset)
 
-    def has_images(self, config, rows: data.TrainingRows) -> bool:
+    def has_images(self, config: SFTConfig, rows: data.TrainingRows) -> bool:
         """As `open_models.wants_images`."""
         source = Source(config.model_name_or_path, config.model_revision, config.scratch_model)
         columns = [(one.prompt_column, one.completion_column, demonstrations.MESSAGES) for _, one in rows.sets]
         return any(wants_images(source, one, names) for (one, _), names in zip(rows.sets, columns, strict=True))
 
-    def load_data(self, config, model, tokenizer, rows, eval_dataset):
+    def load_data(self, config: SFTConfig, model, tokenizer, rows, eval_dataset):
         """(training data, evaluation sets by name, None)"""
         processor = None
         if model.reads_images:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+from rlhf_jax.config import StageConfig
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.evaluator import Completions
 from rlhf_jax.types import Array, TrainState
 
 
-class Stage(Protocol):
+class Stage:
     """One stage of training: its models, data and programs on a mesh. What a stage need not have has a body here.
 
     Attributes:
@@ -18,34 +19,46 @@ class Stage(Protocol):
       weights: places params on the mesh.
       state: the TrainState to start from; the loop owns it afterwards.
       total_steps: updates of the whole run.
-      rows: rows of the training data; rows_per_update: those that an update takes.
       progress: names of the metrics for the terminal, in order.
       early_stopping_metric: lower is better; None: the stage has none.
-      base_model: what training starts from; None: random weights.
       messages: lines on what was opened.
       phase: what an update is doing: generate, score, experience or update.
     """
 
     name: str
-    config: Any
+    config: StageConfig
     weights: Any
     state: TrainState
     total_steps: int
-    rows: int
-    rows_per_update: int
     progress: tuple[str, ...]
     early_stopping_metric: str | None = None
-    base_model: str | None
     messages: list[str]
     phase: str
+
+    @property
+    def rows(self) -> int:
+        """Rows of the training data."""
+        raise NotImplementedError
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of the data that an update takes."""
+        raise NotImplementedError
+
+    @property
+    def base_model(self) -> str | None:
+        """What training starts from; None: random weights."""
+        raise NotImplementedError
 
     def train_step(
         self, state: TrainState, step: int, tick: Tick = no_tick
     ) -> tuple[TrainState, dict[str, Array], dict[str, float]]:
         """One update: (state, metrics still on the device, seconds by phase). `tick` is called between phases."""
+        raise NotImplementedError
 
     def evaluate(self, state: TrainState, tick: Tick = no_tick) -> dict[str, float]:
         """Metrics of every evaluation set; empty without one."""
+        raise NotImplementedError
 
     def final_metrics(self, state: TrainState) -> dict[str, float]:
         """Metrics that are computed once, at the end."""
@@ -65,18 +78,23 @@ class Stage(Protocol):
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""
+        raise NotImplementedError
 
     def inputs(self) -> dict[str, str]:
         """Fingerprints of every data set and starting checkpoint, by what it is."""
+        raise NotImplementedError
 
     def frozen(self) -> dict[str, Any]:
         """Params of the models that are never trained, by what they are."""
+        raise NotImplementedError
 
     def trace_programs(self, build: Any) -> None:
         """Hands each program of an update, with the shapes of its arguments, to `build`; see `dry_run.memory`."""
+        raise NotImplementedError
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final models under `folder`: {name: path}."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends threads and connections that the stage started."""

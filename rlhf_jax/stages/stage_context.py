@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.optimizer import Optimizer
-from rlhf_jax.config import batch_sizes
+from rlhf_jax.config import StageConfig, batch_sizes
 from rlhf_jax.models import quantization
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import Weights
@@ -19,9 +19,12 @@ from rlhf_jax.parallel import local_rows, sharding
 from rlhf_jax.runtime.run_folder import MODEL, TEMPLATE_DATE
 from rlhf_jax.types import Array, Params, TrainState
 
+ConfigT = TypeVar("ConfigT", bound=StageConfig, covariant=True)
+OpenedT = TypeVar("OpenedT", bound=StageConfig)
+
 
 @dataclasses.dataclass(frozen=True)
-class StageContext:
+class StageContext(Generic[ConfigT]):
     """A stage's config and the mesh that its params are placed on.
 
     Attributes:
@@ -29,18 +32,18 @@ class StageContext:
       weights: makes and reads params in their shards; knows the mesh.
     """
 
-    config: Any
+    config: ConfigT
     weights: Weights
 
-    @classmethod
-    def open(cls, config, weights: Weights | None = None) -> StageContext:
+    @staticmethod
+    def open(config: OpenedT, weights: Weights | None = None) -> StageContext[OpenedT]:
         """A context on `weights`' mesh; None: real weights on the config's mesh."""
         if config.load_in_8bit:
             quantization.check_installed("load_in_8bit")
         if weights is None:
             weights = Weights(sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor))
         platform = weights.mesh.devices.flat[0].platform
-        return cls(batch_sizes.with_micro_batch(config, sharding.row_shards(weights.mesh), platform), weights)
+        return StageContext(batch_sizes.with_micro_batch(config, sharding.row_shards(weights.mesh), platform), weights)
 
     @property
     def mesh(self):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.config.batch_sizes import batch_arithmetic
+from rlhf_jax.config.stages import SupervisedConfig
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
@@ -28,8 +29,10 @@ from rlhf_jax.stages.stage_context import (
 )
 from rlhf_jax.types import Params, TrainState
 
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
-class Task(Protocol):
+
+class Task(Generic[ConfigT]):
     """What a supervised stage trains. What a task need not have has a body here.
 
     Attributes:
@@ -46,29 +49,32 @@ class Task(Protocol):
     measures_training_data: bool = False
     update: Callable
 
-    def load_rows(self, config, train_dataset) -> Any:
+    def load_rows(self, config: ConfigT, train_dataset) -> Any:
         """Training rows, for `load_data`."""
         return train_dataset
 
-    def has_images(self, config, rows) -> bool:
+    def has_images(self, config: ConfigT, rows) -> bool:
         """Whether the model is to read images."""
         return False
 
-    def load_data(self, config, model, tokenizer, rows, eval_dataset) -> tuple[Any, dict[str, Any], Any]:
+    def load_data(self, config: ConfigT, model, tokenizer, rows, eval_dataset) -> tuple[Any, dict[str, Any], Any]:
         """(training data, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
+        raise NotImplementedError
 
     def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str | None:
         """As `Stage.early_stopping_metric`."""
+        return None
 
-    def start_messages(self, context: StageContext) -> list[str]:
+    def start_messages(self, context: StageContext[ConfigT]) -> list[str]:
         """Lines on what training starts from."""
         return []
 
-    def score_std(self, config) -> float | None:
+    def score_std(self, config: ConfigT) -> float | None:
         """The standard deviation of a new score head; None: the default."""
 
     def build_measure(self, stage: SupervisedStage) -> Callable:
         """(trained params, data set, tick) -> (metrics, margins [N] of pairs or None)"""
+        raise NotImplementedError
 
     def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
         """Rows of calibration/STEP.jsonl of an evaluation set."""
@@ -76,9 +82,11 @@ class Task(Protocol):
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
         """The texts of a row of a batch on the host, by name."""
+        raise NotImplementedError
 
     def exported(self, stage: SupervisedStage, trained: Params) -> tuple[str, Params]:
         """(name of the exported model, its trained params)"""
+        raise NotImplementedError
 
 
 class SupervisedStage(Stage):
@@ -93,8 +101,19 @@ class SupervisedStage(Stage):
       update_step: the jitted update.
     """
 
+    config: SupervisedConfig
+    context: StageContext[SupervisedConfig]
+
     def __init__(
-        self, config, task, *, train_dataset=None, eval_dataset=None, optimizer=None, weights=None, template_date=None
+        self,
+        config: SupervisedConfig,
+        task: Task,
+        *,
+        train_dataset=None,
+        eval_dataset=None,
+        optimizer=None,
+        weights=None,
+        template_date=None,
     ):
         # --- everything that can be refused, before a weight is read
         self.task, self.name, self.progress = task, task.name, task.progress
@@ -167,9 +186,15 @@ class SupervisedStage(Stage):
         """(model on the mesh, tokenizer, messages), by its config alone. `images`: whether it is to read them."""
         config, context, head = self.config, self.context, self.task.head
         messages, dropout = [open_models.attention_message(config)], not config.disable_dropout
-        longest = {"longest": config.max_length, "option": "--max_length"}
-        options = {"with_images": images, "dropout": dropout, **longest}
-        model, tokenizer, _ = open_models.open_on_mesh(context, self.source, head, **options)
+        model, tokenizer, _ = open_models.open_on_mesh(
+            context,
+            self.source,
+            head,
+            with_images=images,
+            dropout=dropout,
+            longest=config.max_length,
+            option="--max_length",
+        )
         if head == "scalar":  # the exported model's pad, which decides where transformers reads a score
             model = dataclasses.replace(model, pad_id=tokenizer.pad_id)
         model = dataclasses.replace(model, frozen_vision=open_models.freezes_tower(config, images))
@@ -268,8 +293,16 @@ class SupervisedStage(Stage):
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""
         name, trained = self.task.exported(self, state.params["model"])
-        files = {"source": self.source, "generation": self.generation}
-        return export.export_model(self.context, folder, name, self.network, trained, self.tokenizer, **files)
+        return export.export_model(
+            self.context,
+            folder,
+            name,
+            self.network,
+            trained,
+            self.tokenizer,
+            source=self.source,
+            generation=self.generation,
+        )
 
 
 def eval_name(source: str, metric: str) -> str:
