@@ -20,7 +20,9 @@ from typing import Any, Literal
 from rlhf_jax import inference
 from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
-from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TopP, out_of_range
+from rlhf_jax.generate.options import SamplingOptions
+from rlhf_jax.models.options import ComputeOptions
+from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TopP, option, out_of_range
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.text import printable
@@ -39,18 +41,14 @@ class ChatOptions:
     """Hub revision."""
     tokenizer: str | None = None
     """Folder or hub name, if the checkpoint has no tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype."""
+    dtype: Literal["float32", "bfloat16"] = option("float32", like=ComputeOptions)
     max_new_tokens: PositiveInt = 128
     """Maximum tokens of a response."""
     temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0: greedy."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens; 0: all."""
-    top_p: TopP = 1.0
-    """Sample from the most likely tokens whose total probability reaches top_p; 1: all."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Divide positive and multiply negative logits of tokens that already occurred by this; 1: off."""
+    top_k: NonNegativeInt = option(0, like=SamplingOptions)
+    top_p: TopP = option(1.0, like=SamplingOptions)
+    repetition_penalty: PositiveFloat = option(1.0, like=SamplingOptions)
     stop: tuple[str, ...] = ()
     """Texts that end a response, which is cut before them."""
     seed: NonNegativeInt = 0

@@ -36,6 +36,8 @@ class Metadata(NamedTuple):
       in_config_json: False: it is no property of the run and differs between its processes.
       lowers: the phases whose memory another value lowers, with the option's place among those of the phase, the
         cheapest first.
+      like: the class whose option of the same name this one is, with another default: it has the help text and the rest
+        of the metadata.
     """
 
     rare: bool = False
@@ -43,6 +45,7 @@ class Metadata(NamedTuple):
     path: bool = False
     in_config_json: bool = True
     lowers: Mapping[str, int] = {}
+    like: type | None = None
 
 
 def option(default: Any, **metadata: Any) -> Any:
@@ -55,7 +58,8 @@ def metadata(config_type: type, name: str) -> Metadata:
     for owner in config_type.__mro__:
         field = getattr(owner, "__dataclass_fields__", {}).get(name)
         if field is not None and "option" in field.metadata:
-            return field.metadata["option"]
+            known = field.metadata["option"]
+            return known if known.like is None else metadata(known.like, name)._replace(like=known.like)
     return Metadata()
 
 
@@ -63,27 +67,11 @@ def metadata(config_type: type, name: str) -> Metadata:
 class Options:
     """Options of one owner. A stage's config inherits those of all owners that it has."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        options_metadata.cache_clear()
-
     def problems(self) -> Iterator[str]:
         """A line for every set of options that exclude each other, or whose values do not fit each other. A class
         that overrides this yields from `super().problems()` first. Values out of range are found before, see
         `out_of_range`."""
         yield from ()
-
-
-@functools.cache
-def options_metadata() -> dict[str, Metadata]:
-    """The metadata of every option of every class of `Options`, by its name."""
-    known: dict[str, Metadata] = {}
-    classes: list[type] = [Options]
-    for owner in classes:  # which grows
-        classes += owner.__subclasses__()
-        for name in getattr(owner, "__dataclass_fields__", ()):
-            known.setdefault(name, metadata(owner, name))
-    return known
 
 
 def out_of_range(options: Any) -> Iterator[str]:

@@ -96,7 +96,9 @@ def preset_lines() -> list[str]:
 
 def row(config: type, option: Option) -> str:
     """A line of a table."""
-    text = option.meaning or f"Another default: {meaning(config, option.name)}"
+    text = option.meaning or meaning(config, option.name)
+    if not option.meaning and metadata(config, option.name).like is None:
+        text = f"Another default: {text}"
     kind = describe_type(field_types(config)[option.name]).partition(" (on the")[0]
     known = metadata(config, option.name)
     resume = {"fixed": "", "free": "free", "rounding": "rounding"}[known.resume] if known.in_config_json else "free"

@@ -14,10 +14,10 @@ from rlhf_jax.option import (
     field_types,
     metadata,
     option,
-    options_metadata,
     without_none,
 )
 from rlhf_jax.runtime import config_diff, out_of_memory
+from rlhf_jax.runtime.options import options_metadata
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8")
 FIELDS = [(stage, name) for stage, config in STAGES.items() for name in config.__dataclass_fields__]

@@ -57,7 +57,9 @@ def owners(config_type: type) -> list[type]:
 def meaning(config_type: type, name: str) -> str:
     """The help text of an option, from the nearest class that has one: a class that only changes a default has none."""
     options = (option for owner in owners(config_type) for option in options_of(owner))
-    return next((option.meaning for option in options if option.name == name and option.meaning), "")
+    text = next((option.meaning for option in options if option.name == name and option.meaning), "")
+    like = metadata(config_type, name).like
+    return text if text or like is None else meaning(like, name)
 
 
 def groups(config_type: type) -> dict[str, list[Option]]:

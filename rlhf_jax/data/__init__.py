@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
     from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
     from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
-    from rlhf_jax.data.reward_tokens import reward_tokens
+    from rlhf_jax.data.reward_inputs import reward_tokens
     from rlhf_jax.data.tldr import format_post, parse_post
     from rlhf_jax.data.tokenizer import (
         Tokenizer,
@@ -117,7 +117,7 @@ __getattr__ = attributes(
         "pairs_from_rows": "pairs",
         "parse_post": "tldr",
         "prompts_from_rows": "prompts",
-        "reward_tokens": "reward_tokens",
+        "reward_tokens": "reward_inputs",
         "same_tokenizer": "tokenizer",
         "save_tokenizer": "tokenizer",
         "text_columns_of": "loading",

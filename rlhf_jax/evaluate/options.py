@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlhf_jax.config import command_line
+from rlhf_jax.config import PolicyConfig, command_line
+from rlhf_jax.config.check import problems_of
+from rlhf_jax.data.options import DataOptions, DemonstrationOptions, PairOptions
 from rlhf_jax.errors import UserError
+from rlhf_jax.generate.options import SamplingOptions
+from rlhf_jax.models.options import ComputeOptions, ModelOptions
 from rlhf_jax.option import (
     Fraction,
     NonNegativeFloat,
@@ -18,8 +22,9 @@ from rlhf_jax.option import (
     Seed,
     TopP,
     option,
-    out_of_range,
 )
+from rlhf_jax.parallel.options import ProcessOptions
+from rlhf_jax.rewards.options import RewardOptions
 from rlhf_jax.utils.text import has_password
 
 PROG = "rlhf-jax evaluate"
@@ -35,17 +40,9 @@ ALIASES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(ProcessOptions):
     """Evaluation of a policy on held-out prompts, and of a reward model on pairs. Options that are None default to
     those of the run in run_dir, or to PPO's defaults."""
-
-    # --- processes
-    distributed: str = "auto"
-    """How processes connect: auto (TPU pods, SLURM, Open MPI, Kubernetes), off, or the HOST:PORT of process 0."""
-    num_processes: int | None = option(None, rare=True)
-    """With HOST:PORT: number of processes; default: JAX_NUM_PROCESSES in the environment."""
-    process_id: int | None = option(None, rare=True)
-    """With HOST:PORT: index of this process, from 0; default: JAX_PROCESS_ID in the environment."""
 
     # --- policies
     run_dir: str | None = None
@@ -55,87 +52,60 @@ class EvaluateConfig:
     """Policy to evaluate: checkpoint folder, run folder or hub name; default: that of run_dir."""
     model_revision: str | None = option(None, rare=True)
     """Hub revision of the policy."""
-    tokenizer_name_or_path: str | None = None
-    """Tokenizer, if the policy has none; 'synthetic' and 'arithmetic' are those of the built-in tasks."""
+    tokenizer_name_or_path: str | None = option(None, like=ModelOptions)
     against: tuple[str, ...] | None = None
     """Opponents of the policy: 'reference' (reference answers of the data), 'ref_model', checkpoints, or 'none';
     default: reference and ref_model, if available."""
     ref_model_path: str | None = None
     """Reference model of the KL; default: the model that the run started from."""
-    ref_model_revision: str | None = option(None, rare=True)
-    """Hub revision of the reference model."""
+    ref_model_revision: str | None = option(None, like=PolicyConfig)
 
     # --- prompts
     data: str | None = None
     """Held-out prompts: hub name, local file or folder, 'synthetic' or 'arithmetic'; default: the run's evaluation
     data."""
-    dataset_config: str | None = option(None, rare=True)
-    """Configuration of the data set on the hub."""
-    dataset_revision: str | None = option(None, rare=True)
-    """Hub revision of the data set."""
+    dataset_config: str | None = option(None, like=DataOptions)
+    dataset_revision: str | None = option(None, like=DataOptions)
     split: str = "validation"
     """Split of data."""
-    max_eval_samples: PositiveInt | None = option(None, rare=True)
-    """Maximum number of prompts (and pairs); default: the run's, or 256."""
-    prompt_column: str | None = None
-    """Column with the prompt."""
-    completion_column: str = "completion"
-    """Column with the reference answer."""
-    query_length: PositiveInt | None = None
-    """Maximum prompt length in tokens."""
-    query_overflow: Literal["truncate", "drop"] | None = option(None, rare=True)
-    """Prompts of more than query_length tokens: truncate drops the last paragraphs of a TL;DR post, keeps the last
-    query_length tokens of another text, and drops conversations; drop drops the row."""
-    on_bad_row: Literal["raise", "skip"] | None = option(None, rare=True)
-    """A row with a missing, mistyped or empty field: stop with an error, or skip and count it."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, rare=True)
-    """Arguments for the tokenizer's chat template, if prompts are conversations."""
+    max_eval_samples: PositiveInt | None = option(None, like=DataOptions)
+    prompt_column: str | None = option(None, like=DataOptions)
+    completion_column: str = option("completion", like=DemonstrationOptions)
+    query_length: PositiveInt | None = option(None, like=DataOptions)
+    query_overflow: Literal["truncate", "drop"] | None = option(None, like=DataOptions)
+    on_bad_row: Literal["raise", "skip"] | None = option(None, like=DataOptions)
+    chat_template_kwargs: dict[str, Any] | None = option(None, like=DataOptions)
 
     # --- responses
     num_generations: PositiveInt | None = None
     """Responses to each prompt; default: the largest best_of_n, or 1. Win rates and ROUGE use the first."""
-    response_length: PositiveInt | None = None
-    """Maximum response length in tokens."""
+    response_length: PositiveInt | None = option(None, like=SamplingOptions)
     temperature: NonNegativeFloat | None = None
     """Sampling temperature; 0: greedy decoding, without KL."""
-    top_k: NonNegativeInt | None = None
-    """Sample from the k most likely tokens; 0: all."""
-    top_p: TopP | None = None
-    """Sample from the smallest set of most likely tokens with this probability (nucleus); 1: all."""
-    min_p: Fraction | None = option(None, rare=True)
-    """Exclude tokens with a probability below this share of the most likely token's."""
-    repetition_penalty: PositiveFloat | None = option(None, rare=True)
-    """Divide (multiply) positive (negative) logits of tokens that occurred; 1: off."""
-    stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = None
-    """Token ids that end a response; generation_config: those of the policy's generation_config.json."""
+    top_k: NonNegativeInt | None = option(None, like=SamplingOptions)
+    top_p: TopP | None = option(None, like=SamplingOptions)
+    min_p: Fraction | None = option(None, like=SamplingOptions)
+    repetition_penalty: PositiveFloat | None = option(None, like=SamplingOptions)
+    stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = option(None, like=SamplingOptions)
     seed: Seed = 42
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64
     """Responses generated and scored at a time, over all devices; does not change the results."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Compute precision."""
+    dtype: Literal["float32", "bfloat16"] | None = option(None, like=ComputeOptions)
 
     # --- rewards
     reward_model_path: str | None = None
     """Reward model; also evaluated on pairs."""
-    reward_model_revision: str | None = option(None, rare=True)
-    """Hub revision of the reward model."""
-    more_reward_models: tuple[str, ...] | None = None
-    """Further reward models."""
-    reward_ensemble: Literal["sum", "mean", "min", "mean_minus_std"] | None = None
-    """Several reward models: separate weighted rewards, or one reward by their mean, minimum, or mean - std."""
-    reward_input: Literal["auto", "ids", "text"] | None = option(None, rare=True)
-    """Input of reward models: the sampled ids, or text in their own tokenizer; auto: ids if the tokenizers agree."""
-    reward_funcs: tuple[str, ...] | None = None
-    """Reward functions: 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's."""
-    reward_weights: tuple[float, ...] | None = None
-    """Weights of the rewards in the score, in the order models, functions, server; default: 1 each."""
-    reward_timeout: PositiveFloat | None = option(None, rare=True)
-    """Timeout in seconds for a call of a Python reward or judge function."""
+    reward_model_revision: str | None = option(None, like=RewardOptions)
+    more_reward_models: tuple[str, ...] | None = option(None, like=RewardOptions)
+    reward_ensemble: Literal["sum", "mean", "min", "mean_minus_std"] | None = option(None, like=RewardOptions)
+    reward_input: Literal["auto", "ids", "text"] | None = option(None, like=RewardOptions)
+    reward_funcs: tuple[str, ...] | None = option(None, like=RewardOptions)
+    reward_weights: tuple[float, ...] | None = option(None, like=RewardOptions)
+    reward_timeout: PositiveFloat | None = option(None, like=RewardOptions)
     reward_server: str | None = None
     """URL of a reward server; its other options are those of the run."""
-    reward_server_token_env: str | None = option(None, rare=True)
-    """Environment variable with the reward server's bearer token."""
+    reward_server_token_env: str | None = option(None, like=RewardOptions)
 
     # --- judges
     judge_funcs: tuple[str, ...] = ()
@@ -170,10 +140,8 @@ class EvaluateConfig:
     """Preference pairs to evaluate the reward model on; default: the evaluation pairs of a pipeline or reward run."""
     pairs_split: str = option("validation", rare=True)
     """Split of pairs."""
-    chosen_column: str | None = None
-    """Column with the preferred completion."""
-    rejected_column: str | None = None
-    """Column with the other completion."""
+    chosen_column: str | None = option(None, like=PairOptions)
+    rejected_column: str | None = option(None, like=PairOptions)
     max_length: PositiveInt | None = None
     """Maximum length of prompt + completion; longer pairs are dropped. Default for pairs: the model's context."""
     calibration_bins: PositiveInt = option(10, rare=True)
@@ -184,6 +152,42 @@ class EvaluateConfig:
     """Folder of evaluation.json and samples.jsonl; default: RUN_DIR/evaluation, or runs/evaluation."""
     num_completions_to_print: NonNegativeInt | None = option(3, rare=True)
     """Prompts printed with answers side by side; None: all. samples.jsonl has all."""
+
+    def problems(self) -> Iterator[str]:
+        """Options that need others. Reads no file, model or network."""
+        yield from super().problems()
+        for name, value in vars(self).items():
+            if isinstance(value, str) and has_password(value):
+                yield (
+                    f"{name} is a URL with a user name or a password, and evaluation.json would contain it. Remove it."
+                )
+        if self.run_dir is None and self.model is None and self.pairs is None:
+            yield (
+                "nothing to evaluate: set --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path "
+                "--pairs."
+            )
+        if self.model is not None and self.run_dir is None and self.data is None:
+            yield "--model needs --data, or --run_dir for the data of a run."
+        if self.pairs is not None and self.reward_model_path is None and self.run_dir is None:
+            yield "--pairs needs --reward_model_path: the reward model to evaluate on them."
+        if self.model is None and self.run_dir is None and self.data is not None:
+            yield "--data needs --model, or --run_dir for the policy of a run."
+        largest = max(self.best_of_n, default=1)
+        if any(n < 1 for n in self.best_of_n):
+            yield f"best_of_n is {', '.join(map(str, self.best_of_n))}; each must be at least 1."
+        if self.num_generations is not None and largest > self.num_generations:
+            yield f"best_of_n {largest} needs as many responses to a prompt; num_generations is {self.num_generations}."
+        if (self.judge_url is None) != (self.judge_model is None):
+            present, missing = (
+                ("judge_url", "judge_model") if self.judge_model is None else ("judge_model", "judge_url")
+            )
+            yield f"--{present} needs --{missing}: set both the API's URL and its model."
+        if self.judge_url is None:
+            for name in ("judge_prompt", "judge_kwargs"):
+                if getattr(self, name) is not None:
+                    yield f"--{name} needs --judge_url: it is an option of the remote judge."
+        for name in set(self.judge_kwargs or ()) & {"model", "messages", "stream", "n"}:
+            yield f"judge_kwargs[{name!r}] cannot be set: evaluation sets it."
 
 
 def parse(argv: Sequence[str]) -> EvaluateConfig:
@@ -199,34 +203,5 @@ def parse(argv: Sequence[str]) -> EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """UserError with one line for each invalid option. Reads no file, model or network."""
-    if problems := [*_problems(config)]:
+    if problems := problems_of(config):
         raise UserError("\n".join(problems))
-
-
-def _problems(config: EvaluateConfig) -> Iterator[str]:
-    yield from out_of_range(config)
-    for name, value in vars(config).items():
-        if isinstance(value, str) and has_password(value):
-            yield f"{name} is a URL with a user name or a password, and evaluation.json would contain it. Remove it."
-    if config.run_dir is None and config.model is None and config.pairs is None:
-        yield "nothing to evaluate: set --run_dir RUN, --model CHECKPOINT --data DATA, or --reward_model_path --pairs."
-    if config.model is not None and config.run_dir is None and config.data is None:
-        yield "--model needs --data, or --run_dir for the data of a run."
-    if config.pairs is not None and config.reward_model_path is None and config.run_dir is None:
-        yield "--pairs needs --reward_model_path: the reward model to evaluate on them."
-    if config.model is None and config.run_dir is None and config.data is not None:
-        yield "--data needs --model, or --run_dir for the policy of a run."
-    largest = max(config.best_of_n, default=1)
-    if any(n < 1 for n in config.best_of_n):
-        yield f"best_of_n is {', '.join(map(str, config.best_of_n))}; each must be at least 1."
-    if config.num_generations is not None and largest > config.num_generations:
-        yield f"best_of_n {largest} needs as many responses to a prompt; num_generations is {config.num_generations}."
-    if (config.judge_url is None) != (config.judge_model is None):
-        present, missing = ("judge_url", "judge_model") if config.judge_model is None else ("judge_model", "judge_url")
-        yield f"--{present} needs --{missing}: set both the API's URL and its model."
-    if config.judge_url is None:
-        for name in ("judge_prompt", "judge_kwargs"):
-            if getattr(config, name) is not None:
-                yield f"--{name} needs --judge_url: it is an option of the remote judge."
-    for name in set(config.judge_kwargs or ()) & {"model", "messages", "stream", "n"}:
-        yield f"judge_kwargs[{name!r}] cannot be set: evaluation sets it."

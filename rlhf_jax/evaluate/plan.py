@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config import STAGES, PolicyConfig, PPOConfig, RewardConfig, SFTConfig, StageConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config.check import problems_of
+from rlhf_jax.data.options import PairOptions, PromptOptions
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.options import EvaluateConfig
+from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.inference import POLICY_STAGES, policy_folder
+from rlhf_jax.parallel.options import MeshOptions
+from rlhf_jax.rewards.options import RewardOptions
 from rlhf_jax.runtime import config_diff, run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
 from rlhf_jax.storage.relocation import Relocation
@@ -185,29 +190,27 @@ def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
 
-_NEUTRAL = {
-    **dict.fromkeys(("micro_batch_size", "rollout_batch_size", "length_buckets", "scratch_model")),
-    **dict.fromkeys(("early_stop", "report_to"), ()),
-    **dict.fromkeys(("whiten_rewards", "gradient_checkpointing", "log_completions"), False),
-    **{"batch_size": 64, "num_mini_batches": 1, "eval_steps": 0, "offload_frozen": "none"},
-    **{"value_model": "shared_backbone", "value_model_path": None, "reward_failure": "raise", "on_nonfinite": "stop"},
-    "attn_implementation": "auto",
-    **{"use_peft": False, "load_in_8bit": False, "load_in_4bit": False, "lora_value": "full"},
-    **{"start_adapter": "auto", "adapters": ()},
-    **dict.fromkeys(("lora_target_modules", "modules_to_save", "model_adapter_name", "ref_adapter_name")),
-}
-"""Training options without effect on an evaluation, at values that pass validation."""
+_OF_PROMPTS = (
+    *(PromptOptions, SamplingOptions, RewardOptions, MeshOptions),
+    *("seed", "dtype", "attn_implementation", "draft", "draft_tokens", "missing_eos_penalty", "eos_penalty_mode"),
+)
+_OF_PAIRS = (PairOptions, MeshOptions, "seed", "dtype", "attn_implementation")
+"""The options of a run that its evaluation has too: of a class, or by name."""
+
+
+def _options_of_run(run: StageConfig, which: Sequence[type | str]) -> dict[str, Any]:
+    names = (name for part in which for name in ([part] if isinstance(part, str) else _fields(part)))
+    return {name: getattr(run, name) for name in names if name in vars(run)} | {"length_buckets": None}
 
 
 def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Checkpoint) -> PPOConfig:
     """Data, sampling and rewards: those of the run, overridden by options of the command."""
     base: dict[str, Any] = {"reward_model_path": None, "dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
-        base |= {name: getattr(run, name) for name in _fields(PolicyConfig) & _fields(type(run))}
+        base |= _options_of_run(run, _OF_PROMPTS)
     if isinstance(run, SFTConfig):
         base["response_length"] = run.max_length - run.query_length
-    base |= {**_NEUTRAL, "sft_model_path": policy.path, "model_revision": policy.revision or "main"}
-    base["tokenizer_name_or_path"] = None
+    base |= {"sft_model_path": policy.path, "model_revision": policy.revision or "main", "batch_size": 64}
     options = _set_options(config, PPOConfig)
     if options.get("temperature") == 0:
         options["temperature"] = 1.0
@@ -288,18 +291,21 @@ def _pairs_config(config: EvaluateConfig, run: RewardConfig | None, prompts: PPO
         raise UserError("--pairs needs --reward_model_path: the reward model to evaluate on them")
     base = {"dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
-        base = {name: getattr(run, name) for name in _fields(RewardConfig)}
+        base = _options_of_run(run, _OF_PAIRS)
     elif prompts is not None:
         base |= {"query_length": prompts.query_length, "dtype": prompts.dtype}
-    base |= {**{k: v for k, v in _NEUTRAL.items() if k in _fields(RewardConfig)}, "normalize_dataset_name": None}
-    base |= {"model_name_or_path": model, "model_revision": config.reward_model_revision or "main"}
+    base |= {
+        "normalize_dataset_name": None,
+        "model_name_or_path": model,
+        "model_revision": config.reward_model_revision or "main",
+    }
     if config.pairs is not None:
         base |= {"dataset_name": config.pairs, "dataset_test_split": config.pairs_split, "eval_dataset_name": None}
         base |= {"dataset_config": None, "dataset_revision": None, "margin_column": None}
     options = _set_options(config, RewardConfig)
     for name in ("model_revision", "dataset_config", "dataset_revision", "tokenizer_name_or_path"):
         options.pop(name, None)  # they are options of the policy and the prompts
-    return RewardConfig(**(base | {"tokenizer_name_or_path": None} | options))
+    return RewardConfig(**(base | options))
 
 
 # --- validation

@@ -16,7 +16,7 @@ from rlhf_jax import advantages as adv
 from rlhf_jax import data
 from rlhf_jax.algorithms import microbatch, reward_model
 from rlhf_jax.data.chat import ChatTemplate
-from rlhf_jax.data.reward_tokens import reward_tokens
+from rlhf_jax.data.reward_inputs import reward_tokens
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.models.io import hf

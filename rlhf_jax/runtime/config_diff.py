@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlhf_jax.option import options_metadata
+from rlhf_jax.runtime.options import options_metadata
 from rlhf_jax.runtime.removed_options import is_removed
 
 

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_jax.option import NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed, StepsOrFraction, option
+from rlhf_jax.option import (
+    Metadata,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    StepsOrFraction,
+    metadata,
+    option,
+)
 from rlhf_jax.parallel.options import ProcessOptions
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "all")
 
 
+@functools.cache
+def options_metadata() -> dict[str, Metadata]:
+    """The metadata of every option of a run: of the configs of all stages and of pipelines, by its name."""
+    known: dict[str, Metadata] = {}
+    classes: list[type] = [CommandOptions]
+    for owner in classes:  # which grows
+        classes += owner.__subclasses__()
+        for name in getattr(owner, "__dataclass_fields__", ()):
+            known.setdefault(name, metadata(owner, name))
+    return known
+
+
 @dataclasses.dataclass(frozen=True)
 class CommandOptions(ProcessOptions):
     """Options of a command, which all stages of a pipeline share."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        options_metadata.cache_clear()
 
     # --- the command
     max_minutes: PositiveFloat | None = option(None, resume="free")

@@ -1,7 +1,6 @@
 """Where rows may come from, and what a user is told when they are no good."""
 
 import bz2
-import dataclasses
 import datetime
 import gzip
 import json
@@ -16,6 +15,7 @@ import pytest
 
 from rlhf_jax import data
 from rlhf_jax.data import arrow_cache, loading, synthetic
+from rlhf_jax.data.options import PromptOptions
 from rlhf_jax.errors import UserError
 
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
@@ -260,7 +260,7 @@ def test_the_columns_of_a_config_are_text_in_csv_files(tmp_path, tokenizer):
     pairs = config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
     assert data.load_pairs(pairs, tokenizer).margin.tolist() == [0.5, 1.0]
     mixed = config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
-    mixed = dataclasses.make_dataclass("Config", vars(mixed))(**vars(mixed))
+    mixed = PromptOptions(**{name: vars(mixed)[name] for name in PromptOptions.__dataclass_fields__})
     assert data.load_prompts(mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
 
 
