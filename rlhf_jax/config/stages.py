@@ -133,8 +133,6 @@ class PolicyConfig(PolicyGradientOptions, RewardOptions, PromptOptions, AlarmOpt
     """Policy to start from."""
     ref_model_path: str | None = option(None, path=True)
     """Reference model; default: a frozen copy of the policy."""
-    ref_model_revision: str = option("main", rare=True)
-    """Hub revision of the reference model."""
     start_adapter: Literal["auto", "merge", "continue"] = option("auto", rare=True)
     """With use_peft, if sft_model_path is an adapter: merge it and train a new one, or continue training it; auto: PPO
     merges, RLOO and GRPO continue with a frozen copy of it as the reference (TRL)."""
@@ -161,11 +159,6 @@ class PolicyConfig(PolicyGradientOptions, RewardOptions, PromptOptions, AlarmOpt
     def value_model_path(self) -> str | None:
         """None: the critic starts from the reward model or the policy."""
         return None
-
-    @property
-    def value_model_revision(self) -> str:
-        """Of value_model_path."""
-        return "main"
 
     @property
     def starting_model(self) -> str | None:
@@ -198,8 +191,6 @@ class PPOConfig(PPOOptions, PolicyConfig):
     # --- the value model
     value_model_path: str | None = option(None, path=True)
     """Value model to start from, with its score head if it has one; default: the reward model, or the policy."""
-    value_model_revision: str = option("main", rare=True)
-    """Hub revision of the value model."""
     value_model: Literal["separate", "shared_backbone"] = "separate"
     """A separate network (TRL), or a second head on the policy."""
     lora_value: Literal["full", "own", "shared"] = option("full", rare=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlhf_jax.config import PolicyConfig, command_line
+from rlhf_jax.config import command_line
 from rlhf_jax.config.check import problems_of
 from rlhf_jax.data.options import DataOptions, DemonstrationOptions, PairOptions
 from rlhf_jax.errors import UserError
@@ -58,7 +58,6 @@ class EvaluateConfig(ProcessOptions):
     default: reference and ref_model, if available."""
     ref_model_path: str | None = None
     """Reference model of the KL; default: the model that the run started from."""
-    ref_model_revision: str | None = option(None, like=PolicyConfig)
 
     # --- prompts
     data: str | None = None

@@ -237,11 +237,11 @@ def _with_reward(prompts: PPOConfig, reward: RewardConfig) -> PPOConfig:
 def _reference_model(config: EvaluateConfig, stage: str | None, run: StageConfig | None) -> Checkpoint | None:
     """The reference model of the KL: ref_model_path, or that of the run."""
     if config.ref_model_path is not None:
-        return Checkpoint(REF_MODEL, policy_folder(config.ref_model_path), config.ref_model_revision)
+        return Checkpoint(REF_MODEL, policy_folder(config.ref_model_path))
     if not isinstance(run, PolicyConfig):
         return None
     if run.ref_model_path is not None:
-        return Checkpoint(REF_MODEL, run.ref_model_path, run.ref_model_revision)
+        return Checkpoint(REF_MODEL, run.ref_model_path)
     if run.scratch_model is not None:
         return None
     path, revision = run.sft_model_path, run.model_revision

@@ -14,6 +14,10 @@ class Removed(NamedTuple):
 
 REMOVED = {
     "metrics": Removed("correct", "It was removed: runs log what was metrics='correct'."),
+    **dict.fromkeys(
+        ("ref_model_revision", "value_model_revision"),
+        Removed("main", "It was removed: download the revision (hf download --revision) and give its folder."),
+    ),
     "dataset_streaming": Removed(False, "It was removed: a stream has no random access, so no run could use it."),
 }
 

@@ -86,7 +86,7 @@ def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows:
     if opened is not None and opened.reference is not None:
         reference = dataclasses.replace(policy, lora=opened.reference[0])
     if config.ref_model_path is not None:
-        reference = hf.load_model(config.ref_model_path, revision=config.ref_model_revision, images=images)
+        reference = hf.load_model(config.ref_model_path, images=images)
         reference = open_models.place(context, reference, "causal", config.ref_model_path)
     check_same_ids(config, tokenizer, reference, config.ref_model_path, "ref_model_path")
     processor = None
@@ -148,8 +148,8 @@ def open_value_model(
         return _with_line(opened, "value model: a new score head on the policy")
     first = reward_models[0] if reward_models else None
     if config.value_model_path is not None:
-        source = Source(config.value_model_path, config.value_model_revision)
-        value = hf.load_model(config.value_model_path, revision=config.value_model_revision)
+        source = Source(config.value_model_path)
+        value = hf.load_model(config.value_model_path)
         value = open_models.place(context, value, "scalar", source.name)
         line = open_models.score_head_message(context, source)
     elif (
@@ -359,8 +359,9 @@ def load_reference(context: StageContext[PolicyConfig], opened: OpenedModels, po
     config, reference = context.config, opened.reference
     if config.ref_model_path is not None:
         cast_on_load = None if dtype == jnp.float32 else context.cast_frozen_fn(reference)
-        revision = config.ref_model_revision
-        return context.weights.load(reference, config.ref_model_path, "causal", revision, cast_on_load)
+        return context.weights.load(
+            reference, config.ref_model_path, "causal", revision=None, cast_on_load=cast_on_load
+        )
     if config.use_peft:
         adapter = opened.adapters.reference
         return {} if adapter is None else context.place_params(reference, adapter[1])
@@ -373,7 +374,7 @@ def full_value(
     """Params of a value model that is trained in full."""
     config, value = context.config, opened.value
     if config.value_model_path is not None:
-        source = Source(config.value_model_path, config.value_model_revision)
+        source = Source(config.value_model_path)
         return open_models.load_params(context, value, source, "scalar")
     if reward_params:
         return context.weights.copy(value, reward_params[0])
@@ -386,7 +387,7 @@ def value_source(config: PolicyConfig, models: Models, policy_base: Source | Non
     if policy_base is not None and "value" not in (models.base or {}):
         return policy_base
     if config.value_model_path is not None:
-        return Source(config.value_model_path, config.value_model_revision)
+        return Source(config.value_model_path)
     return Source(config.reward_model_path, config.reward_model_revision)
 
 
@@ -404,7 +405,7 @@ def adapted_value(
         return {**adapters.new_adapter(context, value, policy, 1), **head}, None
     if config.value_model_path is not None:
         cast_on_load = None if value.lora.modules_to_save else adapters.cast_base_fn(context, value)
-        source = Source(config.value_model_path, config.value_model_revision)
+        source = Source(config.value_model_path)
         start = open_models.load_params(context, value, source, "scalar", cast_on_load=cast_on_load)
         base = adapters.cast_base(context, value, start)
     else:
