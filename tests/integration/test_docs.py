@@ -97,9 +97,9 @@ def test_the_page_of_options_is_the_dataclasses():
 
 
 def test_every_option_has_a_meaning():
-    for config, title in options_page.PAGES:
-        for option in options_page.options_of(config):
-            assert option.meaning or options_page.inherited(config, option.name), f"{title}: {option.name}"
+    for owner in options_page.tables():
+        for option in options_page.options_of(owner):
+            assert options_page.meaning(owner, option.name), f"{owner.__name__}: {option.name}"
 
 
 def files_of_tests() -> dict[str, list[str]]:

@@ -44,7 +44,7 @@ REASONS = {
     ("rlhf_jax/config/files.py", "exec_module"): "a config is Python that the user names",
     ("rlhf_jax/rewards/interface.py", "exec_module"): "a reward function's file, which the user names",
     ("rlhf_jax/rewards/interface.py", "import_module"): "a reward function's module, which the user names",
-    ("rlhf_jax/__init__.py", "import_module"): "modules of this package, when they are first used",
+    ("rlhf_jax/utils/lazy.py", "import_module"): "modules of this package, when they are first used",
     ("rlhf_jax/cli.py", "import_module"): "modules of this package, by a table of commands",
     ("rlhf_jax/data/images.py", "import_module"): "transformers' image processors, by a table of two classes",
     ("scripts/parity/record_trl.py", "import_module"): "this repository's own recordings",

@@ -36,9 +36,9 @@ def exporting(finished, folder, **options):
     return sft_config(folder, **{"push_to_hub": True, **options})
 
 
-def named(run_dir, **options):
+def named(run_dir, stage="ppo", **options):
     given = {"push_to_hub": True, "hub_model_id": None, "run_dir": run_dir, **options}
-    return hub_upload.repository(SimpleNamespace(**given))
+    return hub_upload.repository(SimpleNamespace(**given), stage)
 
 
 def test_a_finished_run_uploads_its_policy_with_tokenizer_and_card(golden_sft, hub, tmp_path, capsys):

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlhf_jax.config import Pipeline, PPOConfig, RewardConfig, SFTConfig
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.runtime import progress
 from rlhf_jax.runtime.run_folder import RunFolder
@@ -89,7 +88,7 @@ def test_there_is_no_panel_where_output_is_no_terminal(logger, capsys):
 def test_the_summary_says_where_all_lies_and_what_is_next(tmp_path):
     place = tmp_path / "it's mine"
     result = Result(str(place), {}, {"policy": f"{place}/policy", "value": f"{place}/value"})
-    lines = progress.summary(PPOConfig(run_dir=str(place)), result, 250.0)
+    lines = progress.summary(result, 250.0)
     assert lines[1] == f"done in 4m10s; everything is in {place}"
     assert lines[2:5] == [
         f"  policy   {place}/policy",
@@ -121,14 +120,13 @@ def test_commands_are_named_as_the_readers_shell_finds_them(tmp_path, monkeypatc
 
 def test_the_summary_of_a_reward_model_offers_no_answers_and_a_pipelines_has_all_stages(tmp_path):
     model = Result("r/reward", {}, {"reward_model": "r/reward/reward_model"})
-    assert not any("chat" in line for line in progress.summary(RewardConfig(run_dir="r/reward"), model, 1.0))
+    assert not any("chat" in line for line in progress.summary(model, 1.0))
     stages = {
         "sft": Result("r/sft", {}, {"policy": "r/sft/policy"}),
         "reward": model,
         "ppo": Result("r/ppo", {}, {"policy": "r/ppo/policy", "value": "r/ppo/value"}),
     }
-    config = Pipeline(run_dir="r", sft=SFTConfig(), reward=RewardConfig(), ppo=PPOConfig())
-    lines = progress.summary(config, Result("r", {}, {}, stages), 1.0)
+    lines = progress.summary(Result("r", {}, {}, stages), 1.0)
     assert [line.split() for line in lines[2:8]] == [
         ["sft/policy", "r/sft/policy"],
         ["reward/reward_model", "r/reward/reward_model"],

@@ -181,7 +181,7 @@ def test_the_lengths_of_a_prompt_are_those_of_its_last_visit_and_order_changes_n
         (RLOOConfig(decode_slots=1000, batch_size=8), "decode_slots 1000 exceeds batch_size 8"),
         (RLOOConfig(decode_slots=4, batch_size=8, rollout_batch_size=4), "Remove rollout_batch_size"),
         (RLOOConfig(rollout_max_steps=9), "needs old_logprobs sampler"),
-        (GRPOConfig(kv_cache_dtype="int8"), "Add importance_sampling_correction true"),
+        (GRPOConfig(kv_cache_dtype="int8"), "with importance_sampling_correction true"),
         (PPOConfig(kv_cache_dtype="int8"), "use kv_cache_dtype auto"),
         (
             RLOOConfig(rollout_max_steps=9, old_logprobs="sampler", batch_size=8, rollout_batch_size=4),
