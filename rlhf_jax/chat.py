@@ -23,7 +23,6 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.models.options import ComputeOptions
 from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TopP, option, out_of_range
-from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.text import printable
 
@@ -94,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{PROG} needs a model: {PROG} runs/quickstart")
         if missing := next((path for path in options.image if not os.path.isfile(path)), None):
             raise UserError(f"--image {missing}: no such file")
-        compile_cache.enable()
         policy = inference.load_policy(
             options.model,
             revision=options.revision,

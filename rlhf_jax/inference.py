@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,12 +24,15 @@ from rlhf_jax.models.placement import Weights
 from rlhf_jax.option import field_ranges
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
+from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_models
 from rlhf_jax.stages.open_models import Source
 from rlhf_jax.types import Params, PromptBatch, Rollout
 
 POLICY_STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
+_MIN_LENGTH = 64  # columns of the shortest responses that are compiled for
+_STOP_IDS = 4  # that are compiled for; more compile anew
 
 
 def policy_folder(path: str) -> str:
@@ -66,6 +68,7 @@ def load_policy(
     Raises:
       UserError: the policy cannot be loaded; names the file or tensor.
     """
+    compile_cache.enable()
     policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype, images=images)
     policy.load()
     return policy
@@ -106,7 +109,10 @@ class Policy:
         if images:
             self.processor = open_models.open_processor(self.model, self.tokenizer, source)
         self.params: Params | None = None
-        self._sample = jax.jit(self._pure_sample, static_argnums=(4, 5))
+        self._unstack = jax.jit(lambda params: self.model.unstack(params, self.dtype))
+        self._sample = jax.jit(
+            self._pure_sample, static_argnames=("length", "greedy", "top_k", "suppress_ids", "group")
+        )
 
     def load(self) -> None:
         """Reads the weights."""
@@ -119,16 +125,30 @@ class Policy:
 
     # --- tokens
 
-    def _pure_sample(self, params, prompts, seed, rows, sampling, group):
-        layers = self.model.unstack(params, self.dtype)
-        options = {"group": group, "rows": rows, "dtype": self.dtype}
-        suppress_ids = (*self.model.suppress_ids, *sampling.suppress_ids)
-        sampling = dataclasses.replace(sampling, suppress_ids=suppress_ids)
+    def _unstacked(self) -> Params:
+        """The params by layer. On one device outside of the program, whose compilation they would take a third of."""
+        assert self.params is not None
+        if self.mesh.size == 1:
+            return self.model.unstack(self.params, self.dtype)
+        return self._unstack(self.params)
+
+    def _pure_sample(self, layers, prompts, seed, rows, limit, numbers, *, length, greedy, top_k, suppress_ids, group):
+        options = {"group": group, "rows": rows, "dtype": self.dtype, "limits": jnp.full(rows.shape, limit)}
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        numbers |= {"temperature": 0.0} if greedy else {}
+        suppress_ids = (*self.model.suppress_ids, *suppress_ids)
+        sampling = Sampling(length, top_k=top_k, suppress_ids=suppress_ids, **numbers)
         rollout = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(rollout, self.mesh)
 
     def sample(
-        self, prompts: PromptBatch, seed: int, sampling: Sampling, group: int = 1, rows: np.ndarray | None = None
+        self,
+        prompts: PromptBatch,
+        seed: int,
+        sampling: Sampling,
+        group: int = 1,
+        rows: np.ndarray | None = None,
+        length: int | None = None,
     ) -> Rollout:
         """`group` responses to each prompt of a batch.
 
@@ -138,13 +158,34 @@ class Policy:
           sampling: options.
           group: responses per prompt, G.
           rows: [P * G] int32, row numbers; default: 0, 1, ...
+          length: columns of the responses, at least `sampling.max_new_tokens`, which is the default. The program is
+            compiled for it; numbers that are not 0 or off are arguments of the program.
 
         Returns:
           Rollout of P * G rows on the devices.
         """
         rows = np.arange(len(prompts.lengths) * group, dtype=np.int32) if rows is None else rows
         prompts, rows = sharding.shard_batch((prompts, rows), self.mesh)
-        return self._sample(self.params, prompts, np.uint32(seed), rows, sampling, group)
+        off = {"temperature": 0.0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+        values = {name: getattr(sampling, name) for name in off}
+        numbers: dict[str, Any] = {
+            name: None if values[name] == off[name] else np.float32(values[name]) for name in off
+        }
+        stop_ids = [*sampling.stop_ids, *[-1] * (_STOP_IDS - len(sampling.stop_ids))]  # -1 is no token
+        numbers |= {"stop_ids": tuple(map(np.int32, stop_ids)), "fill_id": np.int32(sampling.fill_id)}
+        return self._sample(
+            self._unstacked(),
+            prompts,
+            np.uint32(seed),
+            rows,
+            np.int32(sampling.max_new_tokens),
+            numbers,
+            length=length or sampling.max_new_tokens,
+            greedy=sampling.temperature == 0,
+            top_k=sampling.top_k,
+            suppress_ids=sampling.suppress_ids,
+            group=group,
+        )
 
     # --- texts
 
@@ -202,6 +243,8 @@ class Policy:
         stop_ids = resolve_stop_ids(stop_token_ids, path=self.path, revision=self.revision, rows=rows)
         stop_ids = stop_ids or self.tokenizer.eos_ids
         sampling = Sampling(max_new_tokens, temperature=temperature, stop_ids=stop_ids, fill_id=stop_ids[0], **options)
+        # One program for all of a class of lengths.
+        length = min(_MIN_LENGTH * _next_power_of_2(-(-max_new_tokens // _MIN_LENGTH)), self._context)
         responses: list[str] = [""] * len(ids)
         order, shards = sorted(range(len(ids)), key=lambda i: len(ids[i])), sharding.row_shards(self.mesh)
         for start in range(0, len(order), batch_size):
@@ -218,7 +261,7 @@ class Policy:
             if tiles and self.processor is not None:
                 images = self.processor.batch([sources[i][0] for i in rows], tiles)
             prompts = PromptBatch(left, lengths, rows, images)  # type: ignore[arg-type]  # numpy until it is sharded
-            rollout = self.sample(prompts, seed, sampling, rows=rows)
+            rollout = self.sample(prompts, seed, sampling, rows=rows, length=length)
             response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
                 responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)

@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
-        compile_cache.enable()
         if config.deterministic:
             determinism.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
@@ -144,6 +143,7 @@ def run(
     """
     began = time.monotonic()
     config = resolve(config)
+    compile_cache.enable()
     check(config)
     batch_sizes.check_devices_of(config, device_count(config))
     stages = stages_of(config)

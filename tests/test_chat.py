@@ -26,7 +26,6 @@ def policy(checkpoint):
 
 def chat(monkeypatch, capsys, typed, *arguments):
     """(exit status, standard output, standard error) of the command with these lines on its standard input."""
-    monkeypatch.setattr(chat_command.compile_cache, "enable", lambda: None)  # the tests have a cache of their own
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     return chat_command.main([*map(str, arguments)]), *capsys.readouterr()
 

@@ -68,6 +68,32 @@ def test_a_response_ends_with_any_of_the_stop_token_ids(policy):
     assert tokenizer.decode(ids[: first + 1]) in cut and whole not in cut
 
 
+def test_other_numbers_do_not_compile_anew(checkpoint):
+    """Temperatures, lengths of a class, stop ids, prompts of a width class: one program; what is off is another."""
+    policy = rlhf_jax.load_policy(checkpoint)
+    shared = {"max_new_tokens": 8, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+    eos = policy.tokenizer.eos_id
+    for options in (
+        {},
+        {"temperature": 0.3},
+        {"temperature": 2.0, "max_new_tokens": 13, "seed": 4},
+        {"top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5},
+        {"stop_token_ids": [eos, 7, 9]},
+    ):
+        for text in ("i met anna.", "i met anna and bob in oslo."):
+            assert len(policy.generate([text], **{**shared, **options})) == 1
+    assert policy._sample._cache_size() == 1
+    policy.generate(["i met anna."], **{**shared, "temperature": 0.0})
+    policy.generate(["i met anna."], **{**shared, "temperature": 0.0, "min_p": None})
+    assert policy._sample._cache_size() == 3
+
+
+def test_no_response_is_longer_than_asked(policy):
+    for most in (1, 5, 9):
+        responses = policy.generate(TEXTS, max_new_tokens=most, seed=3)
+        assert max(len(policy.tokenizer.encode(text)) for text in responses) <= most
+
+
 def test_a_runs_folder_has_its_policy_found(checkpoint, policy):
     for path in (checkpoint.parent, checkpoint.parent.parent):
         assert rlhf_jax.load_policy(str(path)).path == str(checkpoint)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
-from rlhf_jax.generate.sampling import Sampling, sample
+from rlhf_jax.generate.sampling import Sampling, is_on, sample
 from rlhf_jax.generate.slots import Decoding, Prompts, Rows, decode_rows, mark_seen, take_rows
 from rlhf_jax.types import Array, Params, PromptBatch, Rollout, Unfinished
 
@@ -156,7 +156,7 @@ def first_tokens(
 
     hidden, prefix = map_in_chunks(prefill, (prompts.tokens, prompt_mask, prompts.images), at_once)
     seen = None
-    if sampling.repetition_penalty != 1.0:
+    if is_on(sampling.repetition_penalty, 1.0):
         seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
 
     def first(part):

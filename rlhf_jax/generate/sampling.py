@@ -15,7 +15,9 @@ _BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample. Frozen and hashable: static under jit.
+    """How to sample. Frozen and hashable: static under jit. Inside a program temperature, top_p, min_p,
+    repetition_penalty, fill_id and each of stop_ids may be arrays [], arguments of the program, which then serves all
+    values but those that turn an option off.
 
     Attributes:
       max_new_tokens: T, columns of the response.
@@ -35,6 +37,11 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     fill_id: int = 0
     suppress_ids: tuple[int, ...] = ()
+
+
+def is_on(value: float | Array, off: float) -> bool:
+    """Whether an option is not at the value that turns it off; an argument of the program never is."""
+    return isinstance(value, jax.Array) or value != off
 
 
 def draw(keys: Array, logits: Array) -> Array:
@@ -81,13 +88,13 @@ def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Arr
     if seen is not None:
         penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = jnp.where(seen, penalised, logits)
-    if sampling.temperature > 0:
+    if is_on(sampling.temperature, 0.0):
         # TRL divides by T + 1e-7 everywhere; so do the log-probabilities of the algorithms.
         logits = logits / (sampling.temperature + 1e-7)
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < kth, -jnp.inf, logits)
-    if sampling.top_p < 1.0:
+    if is_on(sampling.top_p, 1.0):
         order = jnp.argsort(logits, axis=-1, descending=True)
         probs = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         # The first token is always kept: its exclusive cumulative sum is 0.
@@ -117,7 +124,7 @@ def sample(model, params, hidden: Array, keys: Array, t: Array, seen: Array | No
     """
     raw = model.next_logits(params, hidden)
     logits = process_logits(suppress(raw, sampling), seen, sampling)
-    if sampling.temperature > 0:
+    if is_on(sampling.temperature, 0.0):
         token = draw(jax.vmap(jax.random.fold_in)(keys, t), logits)
     else:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.generate.drafts import ngram_drafts
-from rlhf_jax.generate.sampling import Sampling, sample
+from rlhf_jax.generate.sampling import Sampling, is_on, sample
 from rlhf_jax.types import Array, Params
 
 RESTART_TOKENS = 128
@@ -213,7 +213,7 @@ class _Decoder:
 
     def _seen(self, rows: Rows, row: Array) -> Array | None:
         """Tokens of prompt and response so far: [S, V] bool; None without a repetition penalty."""
-        if self.sampling.repetition_penalty == 1.0:
+        if not is_on(self.sampling.repetition_penalty, 1.0):
             return None
         row = jnp.minimum(row, self.count - 1)
         tokens, lengths = (x[row // self.group] for x in self.prompts[:2])

@@ -11,6 +11,7 @@ values, K head size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -330,22 +331,29 @@ def prefill(
     masked, positions = mask_tokens(tokens, mask)
     config, ropes = context.config, _ropes(context.config, positions)
     x = _embed(context, backbone, masked, positions, sharded_table=False, features=features)
-    layers, block = [], Block(context)
+    layers = []
+    for index, params in enumerate(backbone["layers"]):
+        rope, window = _at_layer(config, ropes, index)[0], _window(config, index)
+        x, layer = _prefill_layer(context, params, x, rope, mask, window=window)
+        layers.append(layer)
+    return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
 
-    def to_cache(x: Array, window: int | None, *axes: int) -> Array:
+
+@functools.partial(jax.jit, static_argnames=("context", "window"))
+def _prefill_layer(
+    context: Context, params: Params, x: Array, rope: Any, mask: Array, *, window: int | None
+) -> tuple[Array, Params]:
+    """A layer of `prefill`: (x, its keys and values). jit traces it once for all layers of a kind."""
+
+    def to_cache(x: Array, *axes: int) -> Array:
         kept = x if window is None else x[:, -min(window, x.shape[1]) :]
         return constrain(context.layout, kept.transpose(axes), "rows", "tensor")
 
-    for index, params in enumerate(backbone["layers"]):
-        rope, window = _at_layer(config, ropes, index)[0], _window(config, index)
+    def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, Params]:
+        out = row_attention(context, query, key, value, mask, window=window)
+        return out, {"k": to_cache(key, 0, 2, 3, 1), "v": to_cache(value, 0, 2, 1, 3)}
 
-        def attend_fn(query: Array, key: Array, value: Array, window: int | None = window) -> tuple[Array, Params]:
-            out = row_attention(context, query, key, value, mask, window=window)
-            return out, {"k": to_cache(key, window, 0, 2, 3, 1), "v": to_cache(value, window, 0, 2, 1, 3)}
-
-        x, layer = block.apply({"params": params}, x, rope, attend_fn)
-        layers.append(layer)
-    return _final_norm(context, backbone, x[:, -1]), Prefix(layers, mask)
+    return Block(context).apply({"params": params}, x, rope, attend_fn)
 
 
 Cache = list[list[Params]]
@@ -402,35 +410,47 @@ def decode(
       (hidden states [B, Q, D], the cache with the tokens). Tokens past the cache's end are dropped.
     """
     config, ropes = context.config, _ropes(context.config, positions)
-    x, new_cache, block = _embed(context, backbone, tokens, positions, sharded_table=False), [], Block(context)
+    x, new_cache = _embed(context, backbone, tokens, positions, sharded_table=False), []
     places = jnp.atleast_1d(index)[:, None] + jnp.arange(tokens.shape[1])[None]  # [1 or B, Q]
     end = jnp.max(places) + 1 if end is None else end
-
-    for layer_index, (params, prompt, old) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
-        rope, window = _at_layer(config, ropes, layer_index)[0], _window(config, layer_index)
-        before = Segment(prompt, _keep_of_prompt(prefix.mask, prompt["v"].shape[2], places, window), True)
-        keeps = _keep_of_cache([columns_of(segment) for segment in old], places, window)
-
-        def attend_fn(
-            query: Array,
-            key: Array,
-            value: Array,
-            before: Segment = before,
-            old: list[Params] = old,
-            keeps: list[Array] = keeps,
-            ring: bool = window is not None,
-        ) -> tuple[Array, list[Params]]:
-            new = write(old, key, value, index, ring=ring, active=active)
-            new = _by_rows_and_heads(context, new)
-            own, start = [], 0
-            for segment, keep in zip(new, keeps, strict=True):
-                own.append(Segment(segment, keep, end > start if start else True))
-                start += columns_of(segment)
-            return attend_cached(query, before, own, config.score_function), new
-
-        x, layer = block.apply({"params": params}, x, rope, attend_fn)
+    for number, (params, prompt, own) in enumerate(zip(backbone["layers"], prefix.layers, cache, strict=True)):
+        rope, window = _at_layer(config, ropes, number)[0], _window(config, number)
+        at = {"mask": prefix.mask, "places": places, "index": index, "end": end, "active": active}
+        x, layer = _decode_layer(context, params, x, rope, prompt, own, **at, window=window)
         new_cache.append(layer)
     return _final_norm(context, backbone, x), new_cache
+
+
+@functools.partial(jax.jit, static_argnames=("context", "window"))
+def _decode_layer(
+    context: Context,
+    params: Params,
+    x: Array,
+    rope: Any,
+    prompt: Params,
+    cache: list[Params],
+    *,
+    mask: Array,
+    places: Array,
+    index: Array,
+    end: Array,
+    active: Array | None,
+    window: int | None,
+) -> tuple[Array, list[Params]]:
+    """A layer of `decode`: (x, its cache with the tokens). jit traces it once for all layers of a kind."""
+    before = Segment(prompt, _keep_of_prompt(mask, prompt["v"].shape[2], places, window), True)
+    keeps = _keep_of_cache([columns_of(segment) for segment in cache], places, window)
+
+    def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, list[Params]]:
+        new = write(cache, key, value, index, ring=window is not None, active=active)
+        new = _by_rows_and_heads(context, new)
+        own, start = [], 0
+        for segment, keep in zip(new, keeps, strict=True):
+            own.append(Segment(segment, keep, end > start if start else True))
+            start += columns_of(segment)
+        return attend_cached(query, before, own, context.config.score_function), new
+
+    return Block(context).apply({"params": params}, x, rope, attend_fn)
 
 
 def _keep_of_prompt(mask: Array, held: int, places: Array, window: int | None) -> Array:
