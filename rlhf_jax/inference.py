@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -109,7 +110,7 @@ class Policy:
         if images:
             self.processor = open_models.open_processor(self.model, self.tokenizer, source)
         self.params: Params | None = None
-        self._unstack = jax.jit(lambda params: self.model.unstack(params, self.dtype))
+        self._unstacked: Params | None = None
         self._sample = jax.jit(
             self._pure_sample, static_argnames=("length", "greedy", "top_k", "suppress_ids", "group")
         )
@@ -121,16 +122,18 @@ class Policy:
 
     def release(self) -> None:
         """Frees the weights."""
-        self.params = None
+        self.params = self._unstacked = None
 
     # --- tokens
 
-    def _unstacked(self) -> Params:
-        """The params by layer. On one device outside of the program, whose compilation they would take a third of."""
-        assert self.params is not None
-        if self.mesh.size == 1:
-            return self.model.unstack(self.params, self.dtype)
-        return self._unstack(self.params)
+    def _layers(self) -> Params:
+        """The params by layer, kept until `release`. On one device they are sliced outside of a program: compiling that
+        would take a third of the first answer's time."""
+        if self._unstacked is None:
+            assert self.params is not None
+            unstack = partial(self.model.unstack, dtype=self.dtype)
+            self._unstacked = (unstack if self.mesh.size == 1 else jax.jit(unstack))(self.params)
+        return self._unstacked
 
     def _pure_sample(self, layers, prompts, seed, rows, limit, numbers, *, length, greedy, top_k, suppress_ids, group):
         options = {"group": group, "rows": rows, "dtype": self.dtype, "limits": jnp.full(rows.shape, limit)}
@@ -174,7 +177,7 @@ class Policy:
         stop_ids = [*sampling.stop_ids, *[-1] * (_STOP_IDS - len(sampling.stop_ids))]  # -1 is no token
         numbers |= {"stop_ids": tuple(map(np.int32, stop_ids)), "fill_id": np.int32(sampling.fill_id)}
         return self._sample(
-            self._unstacked(),
+            self._layers(),
             prompts,
             np.uint32(seed),
             rows,
