@@ -4,33 +4,21 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.utils.lazy import attributes
 
-__all__ = [
-    "Decoding",
-    "Sampling",
-    "Steps",
-    "draw",
-    "generate",
-    "generate_unstacked",
-    "map_in_chunks",
-    "process_logits",
-]
-
 if TYPE_CHECKING:
     from rlhf_jax.generate.chunks import map_in_chunks
     from rlhf_jax.generate.rollout import generate, generate_unstacked
     from rlhf_jax.generate.sampling import Sampling, draw, process_logits
     from rlhf_jax.generate.slots import Decoding, Steps
 
-__getattr__ = attributes(
-    __name__,
-    {
-        "Decoding": "slots",
-        "Sampling": "sampling",
-        "Steps": "slots",
-        "draw": "sampling",
-        "generate": "rollout",
-        "generate_unstacked": "rollout",
-        "map_in_chunks": "chunks",
-        "process_logits": "sampling",
-    },
-)
+_HOMES = {
+    "Decoding": "slots",
+    "Sampling": "sampling",
+    "Steps": "slots",
+    "draw": "sampling",
+    "generate": "rollout",
+    "generate_unstacked": "rollout",
+    "map_in_chunks": "chunks",
+    "process_logits": "sampling",
+}
+__all__ = [*_HOMES]
+__getattr__ = attributes(__name__, _HOMES)

@@ -4,22 +4,19 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.utils.lazy import attributes
 
-__all__ = ["FAMILIES", "HEADS", "IMAGE_FAMILIES", "Family", "Model", "custom_shape", "pythia"]
-
 if TYPE_CHECKING:
     from rlhf_jax.models.model import HEADS, Model
     from rlhf_jax.models.registry import FAMILIES, IMAGE_FAMILIES, Family
     from rlhf_jax.models.scratch_shapes import custom_shape, pythia
 
-__getattr__ = attributes(
-    __name__,
-    {
-        "FAMILIES": "registry",
-        "HEADS": "model",
-        "IMAGE_FAMILIES": "registry",
-        "Family": "registry",
-        "Model": "model",
-        "custom_shape": "scratch_shapes",
-        "pythia": "scratch_shapes",
-    },
-)
+_HOMES = {
+    "FAMILIES": "registry",
+    "HEADS": "model",
+    "IMAGE_FAMILIES": "registry",
+    "Family": "registry",
+    "Model": "model",
+    "custom_shape": "scratch_shapes",
+    "pythia": "scratch_shapes",
+}
+__all__ = [*_HOMES]
+__getattr__ = attributes(__name__, _HOMES)
