@@ -27,7 +27,14 @@ from rlhf_jax.utils.text import parse_json, short_repr
 
 def to_json(config: Config) -> str:
     """The text of config.json: every field, and the stage's name under 'stage'. `from_json` is the inverse."""
-    return json.dumps({"stage": stage_name(config), **dataclasses.asdict(config)}, indent=2) + "\n"
+    return json.dumps({"stage": stage_name(config), **_as_dict(config)}, indent=2) + "\n"
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    """The fields in the order of `--help`: those of the class itself first."""
+    names = dict.fromkeys(name for owner in type(config).__mro__ for name in vars(owner).get("__annotations__", ()))
+    values = {name: vars(config)[name] for name in names if name in vars(config)}
+    return {name: _as_dict(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 
 def from_json(text: str, source: str = "config.json") -> Config:

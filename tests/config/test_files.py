@@ -358,3 +358,9 @@ def test_a_bad_config_json_is_told_with_its_path(text, tmp_path):
 def test_a_folder_without_a_config_json_is_told(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config\.json"):
         config_files.load_config(str(tmp_path))
+
+
+def test_config_json_begins_with_the_stages_own_options():
+    names = list(json.loads(config_files.to_json(PPOConfig())))
+    assert sorted(names) == sorted({"stage", *PPOConfig.__dataclass_fields__})
+    assert names[0] == "stage" and names.index("kl_coef") < names.index("temperature") < names.index("run_dir")
