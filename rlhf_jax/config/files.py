@@ -32,8 +32,8 @@ def to_json(config: Config) -> str:
 
 def _as_dict(config: Any) -> dict[str, Any]:
     """The fields in the order of `--help`: those of the class itself first."""
-    names = dict.fromkeys(name for owner in type(config).__mro__ for name in vars(owner).get("__annotations__", ()))
-    values = {name: vars(config)[name] for name in names if name in vars(config)}
+    names = [name for owner in type(config).__mro__ for name in inspect.get_annotations(owner)]
+    values = {name: vars(config)[name] for name in (*names, *vars(config)) if name in vars(config)}
     return {name: _as_dict(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 
