@@ -190,8 +190,7 @@ class PolicyGradientOptions(
     # Where an algorithm has no options of these names.
     mask_truncated_completions = importance_sampling_correction = False
     reshuffle = "per_epoch"
-    policy_loss = "clipped"
-    kl_coef = entropy_target = ref_model_mixup_alpha = 0.0
+    entropy_target = ref_model_mixup_alpha = 0.0
     ref_model_sync_steps = 1
 
     def problems(self) -> Iterator[str]:

@@ -52,8 +52,6 @@ class StageConfig(
 
     # Where a stage has no options of these names.
     num_sample_generations = 0
-    assistant_only_loss = completion_only_loss = importance_sampling_correction = False
-    completion_column = "completion"
     kl_coef = 0.0
     policy_loss = "clipped"
 
