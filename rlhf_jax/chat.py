@@ -22,7 +22,16 @@ from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.models.options import ComputeOptions
-from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TopP, option, out_of_range
+from rlhf_jax.option import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    TopP,
+    option,
+    out_of_range,
+)
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.text import printable
 
@@ -31,7 +40,7 @@ HELP = "/new starts a new conversation, /seed N sets the seed, /quit (or end of 
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(Options):
     """Chat with a policy: a conversation where its tokenizer has a chat template, else one completion for each text."""
 
     model: str | None = None

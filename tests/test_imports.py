@@ -228,6 +228,18 @@ def test_nnx_and_pmap_are_nowhere():
         assert not words & {"nnx", "pmap"}, file
 
 
+def test_a_config_has_the_type_of_the_options_that_are_read():
+    """mypy checks algorithms, config, generate and stages by it."""
+    untyped = []
+    for file, tree in FILES.items():
+        if room_of(file) in ("algorithms", "config", "data", "generate", "rewards", "stages"):
+            functions = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            for arg in (arg for args in functions for arg in (*args.args, *args.kwonlyargs) if arg.arg == "config"):
+                if arg.annotation is None or "Any" in ast.unparse(arg.annotation):
+                    untyped.append(f"{file}:{arg.lineno}")
+    assert not untyped
+
+
 def test_public_functions_and_classes_have_docstrings():
     bare = []
     for file, tree in FILES.items():

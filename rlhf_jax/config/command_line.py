@@ -20,7 +20,16 @@ from rlhf_jax.config.files import load_config, shipped_configs
 from rlhf_jax.config.presets import PRESETS, with_preset
 from rlhf_jax.config.stages import STAGES, Config, Pipeline, StageConfig, stage_name
 from rlhf_jax.errors import UserError
-from rlhf_jax.option import checked_value, describe_type, field_types, is_json, list_or_word, nearest, without_none
+from rlhf_jax.option import (
+    Options,
+    checked_value,
+    describe_type,
+    field_types,
+    is_json,
+    list_or_word,
+    nearest,
+    without_none,
+)
 from rlhf_jax.runtime.removed_options import REMOVED
 from rlhf_jax.utils.text import parse_json
 
@@ -332,7 +341,7 @@ you do not have), --distributed auto|off|HOST:PORT (docs/scaling.md). TRL's name
 flags override it. python -m rlhf_jax.train is the same command."""
 
 
-def print_help(config: Any, usage: str, everything: bool = False) -> None:
+def print_help(config: Options, usage: str, everything: bool = False) -> None:
     """Prints the options of a config with their values and meanings; see `help.text`."""
     print(help_texts.text(config, usage, everything))
 

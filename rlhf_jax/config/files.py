@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import errno
 import importlib.util
 import inspect
@@ -18,7 +17,7 @@ from rlhf_jax import storage
 from rlhf_jax.config import trl_options
 from rlhf_jax.config.stages import STAGES, Config, PolicyConfig, config_types, stage_name
 from rlhf_jax.errors import UserError
-from rlhf_jax.option import checked_types, field_types, nearest, stage_type
+from rlhf_jax.option import Options, checked_types, field_types, nearest, stage_type
 from rlhf_jax.runtime.removed_options import REMOVED, is_removed
 from rlhf_jax.utils.text import parse_json, short_repr
 
@@ -30,11 +29,11 @@ def to_json(config: Config) -> str:
     return json.dumps({"stage": stage_name(config), **_as_dict(config)}, indent=2) + "\n"
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _as_dict(config: Options) -> dict[str, Any]:
     """The fields in the order of `--help`: those of the class itself first."""
     names = [name for owner in type(config).__mro__ for name in inspect.get_annotations(owner)]
     values = {name: vars(config)[name] for name in (*names, *vars(config)) if name in vars(config)}
-    return {name: _as_dict(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
+    return {name: _as_dict(value) if isinstance(value, Options) else value for name, value in values.items()}
 
 
 def from_json(text: str, source: str = "config.json") -> Config:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_jax.config.stages import STAGES, Pipeline, PolicyConfig, StageConfig
-from rlhf_jax.option import describe_type, field_ranges, field_types, metadata
+from rlhf_jax.option import Options, describe_type, field_ranges, field_types, metadata
 
 TITLES = {"sft": "SFT", "reward": "Reward model", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
 _FLAG_WIDTH = 40
@@ -74,7 +74,7 @@ def groups(config_type: type) -> dict[str, list[Option]]:
     return by_section
 
 
-def text(config: Any, usage: str, everything: bool = False) -> str:
+def text(config: Options, usage: str, everything: bool = False) -> str:
     """The help of a config: every option with its value in it.
 
     Args:
@@ -120,7 +120,7 @@ def _heading(section: str) -> str:
     return section[:1].upper() + section[1:]
 
 
-def _group(heading: str, options: Sequence[Option], config: Any, prefix: str, everything: bool) -> Iterator[str]:
+def _group(heading: str, options: Sequence[Option], config: Options, prefix: str, everything: bool) -> Iterator[str]:
     shown = [option for option in options if everything or not _hidden(config, option.name)]
     if shown:
         yield from filter(None, [heading])
@@ -133,16 +133,16 @@ def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def _differs(config: Any, name: str) -> bool:
+def _differs(config: Options, name: str) -> bool:
     field = type(config).__dataclass_fields__[name]
     return field.default is not dataclasses.MISSING and getattr(config, name) != field.default
 
 
-def _hidden(config: Any, name: str) -> bool:
+def _hidden(config: Options, name: str) -> bool:
     return metadata(type(config), name).rare and not _differs(config, name)
 
 
-def _lines(option: Option, config: Any, prefix: str, everything: bool) -> Iterator[str]:
+def _lines(option: Option, config: Options, prefix: str, everything: bool) -> Iterator[str]:
     flag = f"  --{prefix}{option.name} {value_text(getattr(config, option.name))}"
     if not everything:
         sentence = re.split(r"(?<!al\.)(?<=\.) ", option.meaning, maxsplit=1)[0].removesuffix(".")
