@@ -127,8 +127,8 @@ class Policy:
     # --- tokens
 
     def _layers(self) -> Params:
-        """The params by layer, kept until `release`. On one device they are sliced outside of a program: compiling that
-        would take a third of the first answer's time."""
+        """The params by layer, kept until `release`. On one device they are sliced outside of a program, which is
+        then compiled faster."""
         if self._unstacked is None:
             assert self.params is not None
             unstack = partial(self.model.unstack, dtype=self.dtype)

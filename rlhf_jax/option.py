@@ -58,8 +58,8 @@ def metadata(config_type: type, name: str) -> Metadata:
     for owner in config_type.__mro__:
         field = getattr(owner, "__dataclass_fields__", {}).get(name)
         if field is not None and "option" in field.metadata:
-            known = field.metadata["option"]
-            return known if known.like is None else metadata(known.like, name)._replace(like=known.like)
+            declared = field.metadata["option"]
+            return declared if declared.like is None else metadata(declared.like, name)._replace(like=declared.like)
     return Metadata()
 
 

@@ -192,9 +192,9 @@ def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
 
 _OF_PROMPTS = (
     *(PromptOptions, SamplingOptions, RewardOptions, MeshOptions),
-    *("seed", "dtype", "attn_implementation", "draft", "draft_tokens", "missing_eos_penalty", "eos_penalty_mode"),
+    *("seed", "dtype", "missing_eos_penalty", "eos_penalty_mode"),
 )
-_OF_PAIRS = (PairOptions, MeshOptions, "seed", "dtype", "attn_implementation")
+_OF_PAIRS = (PairOptions, MeshOptions, "seed", "dtype")
 """The options of a run that its evaluation has too: of a class, or by name."""
 
 
@@ -207,7 +207,7 @@ def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Che
     """Data, sampling and rewards: those of the run, overridden by options of the command."""
     base: dict[str, Any] = {"reward_model_path": None, "dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
-        base |= _options_of_run(run, _OF_PROMPTS)
+        base |= _options_of_run(run, _OF_PROMPTS) | {"reward_failure": "raise"}
     if isinstance(run, SFTConfig):
         base["response_length"] = run.max_length - run.query_length
     base |= {"sft_model_path": policy.path, "model_revision": policy.revision or "main", "batch_size": 64}

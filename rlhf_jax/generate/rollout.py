@@ -35,7 +35,7 @@ def generate(
       params: its params, layers stacked; they are sliced into layers once, here.
       prompts: tokens [P, C] int32 left-padded, lengths [P] int32; each is computed once for all of its responses.
       key: typed PRNG key of this rollout.
-      sampling: what is sampled.
+      sampling: how tokens are drawn, and where a response ends.
       dtype: compute dtype; logits and log-probabilities are float32.
       **options: group, responses to a prompt; and further ones, see `generate_unstacked`.
 
@@ -70,7 +70,7 @@ def generate_unstacked(
       unstacked: its params.
       prompts: tokens [P, C] left-padded, lengths [P], images; each is computed once for all of its responses.
       key: typed PRNG key of this rollout.
-      sampling: what is sampled.
+      sampling: how tokens are drawn, and where a response ends.
       group: G, responses to a prompt; row i of the B = P * G answers prompt i // G.
       rows: [B] int32 index of each row in the global batch (default 0..B-1), folded into its key.
       dtype: compute dtype; logits and log-probabilities are float32.

@@ -27,13 +27,13 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "all")
 @functools.cache
 def options_metadata() -> dict[str, Metadata]:
     """The metadata of every option of a run: of the configs of all stages and of pipelines, by its name."""
-    known: dict[str, Metadata] = {}
+    by_name: dict[str, Metadata] = {}
     classes: list[type] = [CommandOptions]
     for owner in classes:  # which grows
         classes += owner.__subclasses__()
         for name in getattr(owner, "__dataclass_fields__", ()):
-            known.setdefault(name, metadata(owner, name))
-    return known
+            by_name.setdefault(name, metadata(owner, name))
+    return by_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunOptions(CommandOptions):
     early_stopping_patience = 0
 
     def problems(self) -> Iterator[str]:
-        """Unknown trackers, and a run_dir that is a URL of no bucket."""
+        """Unknown trackers."""
         yield from super().problems()
         unknown = [name for name in self.report_to if name not in TRACKERS]
         if unknown:
