@@ -36,11 +36,10 @@ from rlhf_jax.dry_run import report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.parallel import multihost
+from rlhf_jax.parallel import multihost, xla_flags
 from rlhf_jax.runtime import (
     compile_cache,
     config_diff,
-    determinism,
     hub_upload,
     model_card,
     out_of_memory,
@@ -83,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
         if config.deterministic:
-            determinism.enable()
+            xla_flags.add(xla_flags.DETERMINISTIC)
+        xla_flags.add_those_of_gpus()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
@@ -143,6 +143,7 @@ def run(
     """
     began = time.monotonic()
     config = resolve(config)
+    xla_flags.add_those_of_gpus()
     compile_cache.enable()
     check(config)
     batch_sizes.check_devices_of(config, device_count(config))

@@ -15,15 +15,12 @@ from typing import Any
 import jax
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import sharding, xla_flags
 
 GIB = 2**30
 # GiB of high-bandwidth memory that XLA allows, by jax's device kind: libtpu 0.0.51 reports them when a program
 # does not fit. A device of a v4 topology is half a chip.
 HBM = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24}
-TRITON_OFF = {"xla_gpu_enable_triton_gemm": False}
-"""Compiler options for a described GPU. On a real GPU XLA times Triton's matrix products and drops those that do not
-compile. Without one it takes their default tiles, which fail to compile in some programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +165,12 @@ def _reason(error: Exception) -> str:
 
 
 def compiler_options(device: Any) -> dict[str, Any] | None:
-    """What XLA must be told to compile for a device that is only described; None: nothing."""
-    return TRITON_OFF if described_gpu(device) is not None else None
+    """What XLA must be told to compile for a device that is only described; None: nothing.
+
+    For a GPU the flags of a run on it. With Triton's products XLA would take their default tiles, which fail to compile
+    in some programs: on a real GPU it times them and drops those that do not compile.
+    """
+    return xla_flags.GPU if described_gpu(device) is not None else None
 
 
 def described_gpu(device: Any) -> Gpu | None:

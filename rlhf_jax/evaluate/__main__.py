@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import options
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.parallel import multihost
+from rlhf_jax.parallel import multihost, xla_flags
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils import text
 from rlhf_jax.utils.output import guarded_output
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes were not found or died, 130 if interrupted."""
     try:
         config = options.parse(sys.argv[1:] if argv is None else argv)
+        xla_flags.add_those_of_gpus()
         compile_cache.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         run(config, lambda line: print(text.printable(line), flush=True))

@@ -24,6 +24,25 @@ SPLASH_BLOCKS = (512, 256, 128)  # largest first; rows are padded to a multiple 
 CUDNN_MULTIPLE = 8  # of the tokens of a row: cuDNN's backward pass takes no mask of odd lengths
 
 
+def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax.Device, *, dropout: bool) -> str:
+    """What `auto` is on a device: the fastest that is measured (docs/benchmarks.md) and computes the model's attention.
+
+    Args:
+      implementation: auto, or one of those that it stands for, which is returned.
+      config, dtype, dropout: as in `unsupported`.
+      device: may be a described one.
+
+    Returns:
+      blocked, or cudnn on NVIDIA GPUs of compute capability 9 (Hopper).
+    """
+    if implementation != "auto":
+        return implementation
+    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+    if hopper and unsupported("cudnn", config, dtype, device.platform, dropout=dropout) is None:
+        return "cudnn"
+    return "blocked"
+
+
 def unsupported(
     implementation: str, config: DecoderConfig, dtype: Any, platform: str, *, dropout: bool = False
 ) -> str | None:

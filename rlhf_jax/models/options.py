@@ -21,8 +21,8 @@ class ComputeOptions(Options):
     """Compute dtype; master weights and reductions stay float32."""
     attn_implementation: Literal["auto", "blocked", "cudnn", "splash"] = option("auto", rare=True, resume="rounding")
     """Attention over whole rows: blocked: in blocks of queries, compiled by XLA, on every device; cudnn: cuDNN's flash
-    attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: blocked, until another is
-    measured to be faster. Decoding is the same with all."""
+    attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: cudnn on Hopper (H100, H200)
+    where it supports the model, else blocked. Decoding is the same with all."""
     gradient_checkpointing: bool = option(False, resume="rounding", lowers={"update": 3})
     """Recompute activations in the backward pass to save memory."""
     gradient_checkpointing_policy: Literal["full", "dots"] = option("full", rare=True, resume="rounding")

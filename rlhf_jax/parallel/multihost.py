@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rlhf_jax.errors import UserError
-from rlhf_jax.parallel import liveness
+from rlhf_jax.parallel import liveness, xla_flags
 
 START_TIMEOUT = 300.0  # seconds that a start waits for all processes
 # For failures that `liveness` does not see, such as a frozen machine; jax's defaults are 100 and 300 seconds. jax's
@@ -105,11 +105,7 @@ def _order_collectives() -> None:
     independent programs concurrently, so asynchronous dispatch is disabled.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    option = "--xla_disable_hlo_passes="
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    passes = [flag.removeprefix(option) for flag in flags if flag.startswith(option)]
-    rest = [flag for flag in flags if not flag.startswith(option)]
-    os.environ["XLA_FLAGS"] = " ".join([*rest, option + ",".join([*passes, "cpu-all-reduce-combiner"])])
+    xla_flags.add({"xla_disable_hlo_passes": "cpu-all-reduce-combiner"})
 
 
 BY_HAND = "--distributed HOST:PORT --num_processes N --process_id I, with the address of process 0"

@@ -207,19 +207,14 @@ def on_mesh(
     """
     model = model.on(weights.mesh)
     weights.shardings(model, jax.eval_shape(lambda key: model.init(key, heads=(head,)), jax.random.key(0)))
-    attention, config = attention_of(attn_implementation), model.family.decoder_config(model.config)
-    platform = weights.mesh.devices.flat[0].platform
-    if reason := attention_kernels.unsupported(attention, config, dtype, platform, dropout=dropout):
+    config, device = model.family.decoder_config(model.config), weights.mesh.devices.flat[0]
+    attention = attention_kernels.resolved(attn_implementation, config, dtype, device, dropout=dropout)
+    if reason := attention_kernels.unsupported(attention, config, dtype, device.platform, dropout=dropout):
         raise UserError(
             f"--attn_implementation {attention} cannot compute the attention of {name}: {reason}. "
             f"Give --attn_implementation auto"
         )
     return dataclasses.replace(model, attn_implementation=attention)
-
-
-def attention_of(attn_implementation: str) -> str:
-    """What `auto` is: blocked, as long as no kernel is measured to be faster."""
-    return "blocked" if attn_implementation == "auto" else attn_implementation
 
 
 def open_on_mesh(
@@ -245,9 +240,9 @@ def place(context: StageContext[StageConfig], model: Model, head: str, name: str
     )
 
 
-def attention_message(config: StageConfig) -> str:
-    """A line on the attention of a stage's models."""
-    return f"attention over whole rows: {attention_of(config.attn_implementation)}"
+def attention_message(model: Model) -> str:
+    """A line on the attention of a stage's model, which is on the mesh."""
+    return f"attention over whole rows: {model.attn_implementation}"
 
 
 def freezes_tower(config: StageConfig, with_images: bool) -> bool:

@@ -61,7 +61,6 @@ def policy_source(config: PolicyConfig) -> Source:
 def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, source = context.config, policy_source(context.config)
-    messages = [open_models.attention_message(config)]
     images = any(open_models.wants_images(source, one, (columns.prompt_column,)) for one, columns in rows.sets)
     policy, tokenizer, _ = open_models.open_on_mesh(
         context,
@@ -72,6 +71,7 @@ def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows:
         longest=config.query_length + config.response_length,
         option=LONGEST,
     )
+    messages = [open_models.attention_message(policy)]
     policy, opened = dataclasses.replace(policy, frozen_vision=open_models.freezes_tower(config, images)), None
     if config.use_peft:
         opened = adapters.open_adapters(context, policy, algorithm.continues_adapter)

@@ -185,16 +185,16 @@ class SupervisedStage(Stage):
     def _open_model(self, images: bool) -> tuple[Any, Any, list[str]]:
         """(model on the mesh, tokenizer, messages), by its config alone. `images`: whether it is to read them."""
         config, context, head = self.config, self.context, self.task.head
-        messages, dropout = [open_models.attention_message(config)], not config.disable_dropout
         model, tokenizer, _ = open_models.open_on_mesh(
             context,
             self.source,
             head,
             with_images=images,
-            dropout=dropout,
+            dropout=not config.disable_dropout,
             longest=config.max_length,
             option="--max_length",
         )
+        messages = [open_models.attention_message(model)]
         if head == "scalar":  # the exported model's pad, which decides where transformers reads a score
             model = dataclasses.replace(model, pad_id=tokenizer.pad_id)
         model = dataclasses.replace(model, frozen_vision=open_models.freezes_tower(config, images))

@@ -289,7 +289,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     small = args.small
     model, rows, length, new = shape_of(args)[0], 2, 40, 8
     if not small:
-        model, rows, length, new = models.pythia("410m"), 16, 565, 53
+        model, rows, length, new = models.pythia(args.shape), 16, 565, 53
     config = PPOConfig(sft_model_path="none", dtype="bfloat16")
     params = model.init(jax.random.key(0), heads=("causal",))
     tokens, mask = random_rows(model, rows, length)
@@ -297,7 +297,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     qkv = [jax.random.normal(jax.random.key(i), (rows, length, heads, size), jnp.bfloat16) for i in range(4)]
     result: dict[str, Any] = {"rows": rows, "tokens": length, "heads": heads, "head size": size}
     kernels = [name for name, platform in PLATFORMS.items() if platform == jax.default_backend()]
-    for name in ("ours", "one block", "xla", *kernels):
+    for name in args.variants or ("ours", "one block", "xla", *kernels):
         variant = dataclasses.replace(model, attn_implementation=name if name in kernels else "blocked")
         decoder = variant.family.decoder_config(variant.config)
         context = Context(decoder, attn_implementation=variant.attn_implementation)
@@ -384,12 +384,12 @@ def deterministic(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of our updates with the flags of --deterministic, of the case that was measured without them."""
     import benchmark
 
-    from rlhf_jax.runtime import determinism
+    from rlhf_jax.parallel import xla_flags
 
     work, case, without = measured_case(args)
-    determinism.enable()  # in XLA_FLAGS, which the child inherits
+    xla_flags.add(xla_flags.DETERMINISTIC)  # the child inherits them
     with_flags = benchmark.run_child("ours", case, work, 0, without["micro"], "deterministic")
-    return {"without": without["updates"], "with": with_flags["updates"], "flags": list(determinism.FLAGS)}
+    return {"without": without["updates"], "with": with_flags["updates"], "flags": list(xla_flags.DETERMINISTIC)}
 
 
 PARTS = {
@@ -411,6 +411,8 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--case", default="ppo_410m")
+    parser.add_argument("--shape", default="410m", help="of attention: a Pythia size")
+    parser.add_argument("--variants", nargs="+", help="of attention; default: all")
     args = parser.parse_args()
     print(json.dumps(PARTS[args.name](args)), flush=True)
 

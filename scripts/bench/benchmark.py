@@ -94,6 +94,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "TRL PPO: local_rollout_forward_batch_size; default: the whole batch"
     parser.add_argument("--trl_rollout", type=int, metavar="ROWS", help=text)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
+    text = "of ours: attn_implementation"
+    parser.add_argument("--attn_implementation", choices=("auto", "blocked", "cudnn"), default="auto", help=text)
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")

@@ -33,6 +33,8 @@ class Case:
     num_generations: int = 4
     shared_prompts: bool = True
     """Ours, RLOO: the option of that name."""
+    attn_implementation: str = "auto"
+    """Ours: the option of that name."""
     lora_r: int = 0
     """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"
@@ -153,6 +155,7 @@ def our_options(case: Case, work: Path, micro: int | None, run_dir: str) -> dict
     buckets = tuple(-(-case.query_length * part // 32) * 8 for part in quarters)
     data = {"query_length": case.query_length, "length_buckets": buckets, "shuffle_dataset": False}
     rest = {"dtype": case.dtype, "micro_batch_size": micro, "stop_token": None}
+    rest["attn_implementation"] = case.attn_implementation
     if case.algo == "rloo":
         rest["shared_prompts"] = case.shared_prompts
     if case.lora_r:

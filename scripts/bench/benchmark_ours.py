@@ -114,6 +114,29 @@ def updates(stage) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
     return loop.state, metrics_logger.read_metrics(run_folder.timings), peak.memory
 
 
+class CompileSplit:
+    """Seconds of tracing, lowering and XLA (or reading its result from the cache) of each program that took long."""
+
+    LEAST = 0.3  # seconds of a program, all together
+
+    def __init__(self):
+        self.seconds: dict[str, dict[str, float]] = {}
+        jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def _record(self, event: str, seconds: float, fun_name: str = "", **_: object) -> None:
+        kinds = {"jaxpr_trace": "trace", "jaxpr_to_mlir_module": "lower", "backend_compile": "xla"}
+        kind = kinds.get(event.rsplit("/", 1)[-1].removesuffix("_duration"))
+        if kind:
+            name = fun_name.rsplit(".", 1)[-1].removeprefix("jit(").removesuffix(")").removeprefix("jit_")
+            program = self.seconds.setdefault(name, {})
+            program[kind] = program.get(kind, 0.0) + seconds
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """By program; those with something for XLA."""
+        long = {name: kinds for name, kinds in self.seconds.items() if "xla" in kinds}
+        return {name: kinds for name, kinds in long.items() if sum(kinds.values()) >= self.LEAST}
+
+
 def loop_phases(line: dict[str, float]) -> dict[str, float]:
     """Timings of one update under the names of `benchmark_case.LOOP`."""
     names = {"generate": "generate", "score": "reward", "experience": "experience", "update": "update"}
@@ -261,7 +284,7 @@ def bandwidth() -> float:
 
 def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
     """All measurements of this process."""
-    compiling = compile_cache.CompileTimer()
+    compiling, split = compile_cache.CompileTimer(), CompileSplit()
     config = config_of(case, work, micro, str(work / f"run-{name}"))
     check(checked_types(config))
     began = time.perf_counter()
@@ -274,7 +297,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
             compiling.since_last()
             state, lines, peak = updates(stage)
             result |= {"updates": [line["time/step"] for line in lines], "loop": [loop_phases(x) for x in lines]}
-            result |= {"compile_seconds": compiling.seconds, **peak}
+            result |= {"compile_seconds": compiling.seconds, "compile_split": split.result(), **peak}
         if case.profile and pair == 0:
             if "updates" not in result:
                 state, _, _ = stage.train_step(state, 0)  # compile before the trace

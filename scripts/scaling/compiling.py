@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_jax.dry_run import memory, topologies
+from rlhf_jax.parallel import xla_flags
 
 _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 _ALLOCATIONS = "after_optimizations-buffer-assignment.txt"
@@ -54,7 +55,7 @@ def compile_fn_of(device: Any) -> Callable[[str, Any, int], memory.Program]:
 
 def for_gpu(name: str, traced: Any, other_resident: int) -> memory.Program:
     """As `memory.compile_program` for a described GPU, with the text."""
-    program = memory.compile_program(name, traced, other_resident, topologies.TRITON_OFF)
+    program = memory.compile_program(name, traced, other_resident, xla_flags.GPU)
     return dataclasses.replace(program, text=program.compiled.as_text())
 
 

@@ -10,6 +10,7 @@ import pytest
 from rlhf_jax import train
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import xla_flags
 
 GIB = 2**30
 
@@ -76,8 +77,8 @@ def test_a_wrong_share_of_memory_is_named_before_anything_is_compiled(value, mon
     assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={value}: set a share" in capsys.readouterr().err
 
 
-def test_only_a_gpu_that_is_not_there_is_compiled_for_without_triton():
-    assert topologies.compiler_options(Described("NVIDIA H100 80GB HBM3")) == topologies.TRITON_OFF
+def test_a_gpu_that_is_not_there_is_compiled_for_with_the_flags_of_a_run_on_it():
+    assert topologies.compiler_options(Described("NVIDIA H100 80GB HBM3")) == xla_flags.GPU
     there = Described("NVIDIA H100 80GB HBM3", memories=jax.devices()[0].addressable_memories())
     assert topologies.compiler_options(there) is None
     assert topologies.compiler_options(jax.devices()[0]) is None

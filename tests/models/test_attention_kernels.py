@@ -213,3 +213,32 @@ def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes):
 if __name__ == "__main__":
     use_splash_on_cpu()
     print(json.dumps({f"{shape} {rows}": on_mesh(shape, SHAPES[shape], rows) for shape in SHAPES for rows in (8, 3)}))
+
+
+class Device:
+    """Stands for a device of another platform."""
+
+    def __init__(self, platform, compute_capability=None):
+        self.platform, self.compute_capability = platform, compute_capability
+
+
+@pytest.mark.parametrize(
+    "device, options, used",
+    [
+        (Device("gpu", "9.0"), {}, "cudnn"),
+        (Device("gpu", "8.0"), {}, "blocked"),
+        (Device("gpu", "10.0"), {}, "blocked"),
+        (Device("cpu"), {}, "blocked"),
+        (Device("tpu"), {}, "blocked"),
+        (Device("gpu", "9.0"), {"dtype": "float32"}, "blocked"),
+        (Device("gpu", "9.0"), {"attention_softcap": 50.0}, "blocked"),
+        (Device("gpu", "9.0"), {"attention_dropout": 0.1, "dropout": True}, "blocked"),
+    ],
+)
+def test_auto_is_cudnn_on_hopper_where_it_computes_the_models_attention(monkeypatch, device, options, used):
+    monkeypatch.setattr(attention_kernels, "_refused_by_jax", lambda config: None)  # which asks for cuDNN here
+    options = {"dtype": "bfloat16", "dropout": False, **options}
+    dtype, dropout = options.pop("dtype"), options.pop("dropout")
+    config = dataclasses.replace(decoder_config(), **options)
+    assert attention_kernels.resolved("auto", config, dtype, device, dropout=dropout) == used
+    assert attention_kernels.resolved("splash", config, dtype, device, dropout=dropout) == "splash"

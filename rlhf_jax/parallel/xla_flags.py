@@ -1,0 +1,33 @@
+"""XLA's flags of a run, in XLA_FLAGS. Call `add` before JAX initializes its devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+
+# Triton's matrix products multiply the compile time. The search for Triton's tiles of a softmax takes most of it where
+# masks are computed beside the scores, and its programs are not faster (docs/benchmarks.md, "On a GPU").
+GPU = {"xla_gpu_enable_triton_gemm": "false", "xla_disable_hlo_passes": "triton-softmax-rewriter"}
+# No kernels with an unspecified order of addition, and no choice of kernels by their measured speed.
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": "true", "xla_gpu_autotune_level": "0"}
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def add(flags: Mapping[str, str]) -> None:
+    """Adds flags to XLA_FLAGS. One that the user has set stays, but for lists of passes, which are joined."""
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
+    merged = {**flags, **given}
+    passes = "xla_disable_hlo_passes"
+    if passes in flags and passes in given:
+        merged[passes] = ",".join(dict.fromkeys([*given[passes].split(","), *flags[passes].split(",")]))
+    words = [f"--{name}={value}" if value or name not in given else f"--{name}" for name, value in merged.items()]
+    os.environ["XLA_FLAGS"] = " ".join(words)
+
+
+def add_those_of_gpus() -> None:
+    """Adds `GPU`'s where JAX may find NVIDIA GPUs; elsewhere they would only change the keys of cached programs."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    wanted = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
+    if wanted and any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
+        add(GPU)
