@@ -220,18 +220,19 @@ def train_stage(
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
 
-    # --- open data and models, then the folder: a run that cannot start leaves nothing behind
-    with out_of_memory.translate_errors(config, lambda: "loading"):
-        date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
-        stage = open_stage(config, **objects, optimizer=optimizer, template_date=date)
-    warnings = batch_sizes.check_rows(config, stage.rows)
-    stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
-    inputs = multihost.from_first(stage.inputs)
-    run_folder = run_folders.RunFolder.open(*claim, inputs)
-    callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
     with contextlib.ExitStack() as stack:
-        stack.callback(run_folder.close)
+        # --- open data and models, then the folder: a run that cannot start leaves nothing behind
+        with out_of_memory.translate_errors(config, lambda: "loading"):
+            date = multihost.from_first(lambda: run_folders.template_date(config.run_dir))
+            ahead = jax.process_count() == 1  # processes that compile in another order could wait for each other
+            stage = open_stage(config, **objects, optimizer=optimizer, template_date=date, compile_ahead=ahead)
         stack.callback(stage.close)
+        warnings = batch_sizes.check_rows(config, stage.rows)
+        stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
+        inputs = multihost.from_first(stage.inputs)
+        run_folder = run_folders.RunFolder.open(*claim, inputs)
+        stack.callback(run_folder.close)
+        callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
         for callback in reversed(callbacks):
             stack.callback(callback.close)
         if recipe is not None and name in (recipe_stages := stages_of(recipe.config)):

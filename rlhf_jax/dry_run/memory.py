@@ -24,7 +24,7 @@ from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import compile_ahead, sharding
 from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
 from rlhf_jax.stages.open_models import Source
 
@@ -168,21 +168,10 @@ def programs(
                 made = dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
             compiled.append(made)
             on_compiled(compiled[-1])
-        return shard_shapes(program.eval_shape(*args, **arguments), stage.mesh)
+        return compile_ahead.result_shapes(program.eval_shape(*args, **arguments), stage.mesh)
 
     stage.trace_programs(build)
     return compiled
-
-
-def shard_shapes(shapes: Any, mesh: Any) -> Any:
-    """Shapes with the shardings of a batch: rows over `data` and `fsdp`, anything without rows replicated."""
-
-    def place(x: Any) -> Any:
-        rows = x.ndim and x.shape[0] % sharding.row_shards(mesh) == 0
-        where = sharding.batch_sharding(mesh) if rows else sharding.replicated(mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    return jax.tree.map(place, shapes)
 
 
 def compile_program(name: str, traced: Any, other_resident: int, options: dict[str, Any] | None = None) -> Program:

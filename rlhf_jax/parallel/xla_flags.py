@@ -8,15 +8,16 @@ from collections.abc import Mapping
 
 # Triton's matrix products multiply the compile time. The search for Triton's tiles of a softmax takes most of it where
 # masks are computed beside the scores, and its programs are not faster (docs/benchmarks.md, "On a GPU").
-GPU = {"xla_gpu_enable_triton_gemm": "false", "xla_disable_hlo_passes": "triton-softmax-rewriter"}
+GPU = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "triton-softmax-rewriter"}
 # No kernels with an unspecified order of addition, and no choice of kernels by their measured speed.
-DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": "true", "xla_gpu_autotune_level": "0"}
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": "0"}
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
-def add(flags: Mapping[str, str]) -> None:
+def add(flags: Mapping[str, bool | str]) -> None:
     """Adds flags to XLA_FLAGS. One that the user has set stays, but for lists of passes, which are joined."""
     given = dict(word.removeprefix("--").partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
+    flags = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flags.items()}
     merged = {**flags, **given}
     passes = "xla_disable_hlo_passes"
     if passes in flags and passes in given:

@@ -21,6 +21,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import local_rows, multihost, sharding
+from rlhf_jax.parallel.compile_ahead import run_program
 from rlhf_jax.rewards import interface
 from rlhf_jax.rewards import python_functions as on_host
 from rlhf_jax.rewards.options import RewardOptions
@@ -137,7 +138,10 @@ class Scorer:
       names: of the rewards, for metrics and tables.
       models: the reward models; `set_params` sets their params.
       weights: of the rewards, in the order of `names`.
+      run: calls programs of models, as `run_program`.
     """
+
+    run: Callable[..., Any] = staticmethod(run_program)
 
     def __init__(
         self, config: RewardOptions, tokenizer, models: list[RewardModel], functions: Sequence[Callable], mesh
@@ -288,11 +292,22 @@ class Scorer:
             metrics["rewards/dropped"] = jnp.sum(failed & (lengths >= 0)).astype(jnp.float32)
         return scores, scorable, token_rewards, each, metrics
 
-    def programs(self, build: Callable, rollout: Rollout, group: int) -> None:
-        """Hands the program of the reward models that read ids to `build`; see `RolloutStage.trace_programs`."""
-        held = [m.params for m in self.models if m.tokenizer is None]
-        if held:
-            build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
+    @property
+    def _scores_ids(self) -> bool:
+        """Whether a program scores ids."""
+        return bool(self._device_functions) or any(model.tokenizer is None for model in self.models)
+
+    def programs(self, build: Callable, params: Sequence[Params], rollout: Rollout, group: int) -> Any:
+        """Hands the program that scores ids to `build`; see `RolloutStage.trace_programs`. `params`: of `set_params`.
+
+        Returns:
+          The shape of token-level rewards; None: there are none.
+        """
+        if not self._scores_ids:
+            return None
+        held = [own for model, own in zip(self.models, params, strict=True) if model.tokenizer is None]
+        _, dense, _ = build("score", self._on_device, sharding.resident(held), rollout, group, resident=held)
+        return next((x for x in dense if x.ndim == 2), None)
 
     # --- scoring
 
@@ -332,7 +347,9 @@ class Scorer:
         present = np.arange(b) < limit if present is None else present & (np.arange(b) < limit)
         owned = [np.flatnonzero((owners == i) & present) for i in range(jax.process_count())]
         readers = [m for m in self.models if m.tokenizer is None]
-        scores, dense, finite = self._on_device([sharding.resident(m.params) for m in readers], rollout, group)
+        params = [sharding.resident(m.params) for m in readers]
+        run = self.run if self._scores_ids else run_program
+        scores, dense, finite = run("score", self._on_device, params, rollout, group)
         held, finite = self._fetch(rollout, source, rows, finite)
         checks = list(zip([*(m.name for m in readers), *self._device_names], finite))
         if checks:

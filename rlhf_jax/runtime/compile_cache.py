@@ -7,10 +7,12 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import threading
 
 import filelock
 import jax
 
+from rlhf_jax.parallel import compile_ahead
 from rlhf_jax.runtime import host_memory
 
 MAX_SIZE = 4 * 2**30  # bytes; the least recently used programs are evicted
@@ -35,21 +37,22 @@ def folder(name: str = "rlhf_jax/compiled", *, flags: str = "") -> pathlib.Path:
 
 
 class CompileTimer:
-    """Seconds that JAX reports for lowering, XLA, and reading programs from disk.
+    """Seconds of the calling thread that JAX reports for lowering, XLA, and reading programs from disk, and those that
+    it waits for other threads to compile.
 
     After a program that took long, the memory that its compilation freed is returned to the system before it runs.
     """
 
     # Without tracing, which is reported for inner functions too and would count twice; it is a small part.
-    EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
+    EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration", compile_ahead.WAITED.rsplit("/", 1)[-1])
 
     def __init__(self):
-        self.seconds = 0.0
+        self.seconds, self._thread = 0.0, threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._record)
 
     def _record(self, event: str, seconds: float, **_: object) -> None:
         if event.rsplit("/", 1)[-1] in self.EVENTS:
-            self.seconds += seconds
+            self.seconds += seconds if threading.get_ident() == self._thread else 0.0
             if event.endswith(self.EVENTS[1]) and seconds >= MIN_COMPILE_SECONDS:
                 host_memory.trim()
 

@@ -146,6 +146,7 @@ class Panel:
         parts = [
             f"{stage.name} {min(step + 1, stage.total_steps)}/{stage.total_steps}",
             f"{phase} {int(time.monotonic() - self._since)}s",
+            *([f"compiling {', '.join(pending)}"] if (pending := stage.compiling and stage.compiling.pending) else []),
             *self._lines.last_metrics(),
         ]
         if (pace := self._lines.pace()) is not None:

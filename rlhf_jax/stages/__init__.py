@@ -33,7 +33,8 @@ def open_stage(config: StageConfig, **objects: Any) -> Stage:
     Args:
       config: a stage's.
       **objects: train_dataset, eval_dataset, optimizer (optax), weights (see `StageContext.open`), template_date (see
-        `data.Tokenizer`); reward_funcs for a stage that samples. A train_dataset without an eval_dataset or
+        `data.Tokenizer`), compile_ahead (whether the first update's programs compile while weights load: see
+        `CompileAhead`); reward_funcs for a stage that samples. A train_dataset without an eval_dataset or
         eval_dataset_name is not evaluated, as in TRL: dataset_name is another data set.
 
     Raises:

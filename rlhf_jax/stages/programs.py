@@ -21,6 +21,7 @@ from rlhf_jax.data.options import LengthOptions
 from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
 from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.parallel import multihost, sharding
+from rlhf_jax.parallel.compile_ahead import run_program
 from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
 from rlhf_jax.stages import partial_rollouts
@@ -89,11 +90,6 @@ class Jitted(NamedTuple):
     token_kl: Any
 
 
-def run_program(name: str, program: Any, *, resident: Any = (), **arguments: Any) -> Any:
-    """The results of a compiled program."""
-    return program(**arguments)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
     """What a stage that samples computes on its devices; training and evaluation share it.
@@ -122,6 +118,12 @@ class Programs:
     total_steps: int
     episodes_per_epoch: int
     run: Callable[..., Any] = run_program
+
+    def replace(self, **changes: Any) -> Programs:
+        """The same programs, compiled or not, with other models of the same form or called by another `run`."""
+        other = dataclasses.replace(self, **changes)
+        vars(other)["jitted"] = self.jitted
+        return other
 
     @functools.cached_property
     def jitted(self) -> Jitted:

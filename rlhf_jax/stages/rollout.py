@@ -19,7 +19,9 @@ from rlhf_jax.algorithms.optimizer_options import OptimizerOptions
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel.compile_ahead import CompileAhead
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import partial_rollouts, rollout_models
@@ -30,7 +32,7 @@ from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.programs import Programs, prompt_width
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
-from rlhf_jax.types import Params, PromptBatch, TrainState
+from rlhf_jax.types import Images, Params, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
 
 
@@ -65,6 +67,7 @@ class RolloutStage(Stage):
         optimizer=None,
         weights=None,
         template_date=None,
+        compile_ahead=False,
     ):
         self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
         self.context = StageContext.open(config, weights)
@@ -79,11 +82,23 @@ class RolloutStage(Stage):
             optimizer = optimizers.make_optimizer(self.config, self.total_steps, steps_per_update)
         else:
             optimizer = optimizers.user_optimizer(optimizer)
-        self._load(optimizer)
-        self._build(optimizer)
+        self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
+        programs = self._begin_to_compile(optimizer) if compile_ahead else None
+        try:
+            loaded = self._load(self.context, optimizer)
+        except BaseException:
+            self.close()
+            raise
+        self.models, self.state = loaded.models, loaded.state
+        self.scorer.set_params(loaded.reward_params)
+        self.shares_prompts = self.algorithm.shares_prompts(self.models, self.config)
+        if self.group_size > 1 and self.config.shared_prompts and not self.shares_prompts:
+            self.messages.append(
+                "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
+            )
+        self._build(programs.replace(models=self.models) if programs else self._programs_of(loaded, optimizer))
         # What changes from update to update:
         self.phase = "update"
-        self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
         self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
         self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
 
@@ -116,36 +131,50 @@ class RolloutStage(Stage):
         self.messages += dict.fromkeys(note for source in sources for note in self.scorer.type_notes(source.some_raw()))
         self.messages += suppressions
 
-    def _load(self, optimizer) -> None:
+    def _load(self, context: StageContext[PolicyConfig], optimizer) -> rollout_models.LoadedModels:
         """Params of all models, and the train state."""
-        loaded = rollout_models.load_models(self.context, self.algorithm, self.opened, self.scorer.models, optimizer)
-        self.models, self.state = loaded.models, loaded.state
-        self.scorer.set_params(loaded.reward_params)
-        self.shares_prompts = self.algorithm.shares_prompts(self.models, self.config)
-        if self.group_size > 1 and self.config.shared_prompts and not self.shares_prompts:
-            self.messages.append(
-                "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
-            )
+        loaded = rollout_models.load_models(context, self.algorithm, self.opened, self.scorer.models, optimizer)
         rollout_state = partial_rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
-        if rollout_state is not None:
-            rollout_state = self.weights.place(rollout_state, partial_rollouts.layout(rollout_state, self.mesh))
-            self.state = self.state.replace(rollout=rollout_state)
+        if rollout_state is None:
+            return loaded
+        rollout_state = context.weights.place(rollout_state, partial_rollouts.layout(rollout_state, self.mesh))
+        return loaded._replace(state=loaded.state.replace(rollout=rollout_state))
 
-    def _build(self, optimizer) -> None:
-        """Programs, and what calls them."""
+    def _programs_of(self, loaded: rollout_models.LoadedModels, optimizer) -> Programs:
+        """The programs for these models; what they are compiled with is the form of params alone."""
         policy = self.opened.policy
-        self.programs = Programs(
+        return Programs(
             context=self.context,
             algorithm=self.algorithm,
             optimizer=optimizer,
-            models=self.models,
-            state_shardings=state_shardings(self.state),
+            models=loaded.models,
+            state_shardings=state_shardings(loaded.state),
             eos_ids=self.tokenizer.eos_ids,
             suppress_ids=(*policy.suppress_ids, *self.suppress_ids),
             unused_ids=self.tokenizer.unused_ids(policy.config.vocab_size),
             total_steps=self.total_steps,
             episodes_per_epoch=self.rows * self.group_size,
         )
+
+    def _begin_to_compile(self, optimizer) -> Programs:
+        """Begins to compile the first update's programs, for params that are not loaded yet."""
+        prompts = self._prompts(0)
+        self._next_prompts = {0: prompts}
+        context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
+        loaded = self._load(context, optimizer)
+        programs = self._programs_of(loaded, optimizer)
+        self.compiling = CompileAhead(
+            lambda build: self._trace(
+                programs.replace(run=build), loaded.state, loaded.reward_params, prompts.tokens.shape[1], prompts.images
+            ),
+            self.mesh,
+        )
+        self.scorer.run = self.compiling.run
+        return programs.replace(run=self.compiling.run)
+
+    def _build(self, programs: Programs) -> None:
+        """What calls the programs."""
+        self.programs = programs
         # On the mesh, like the state's seed: elsewhere it would compile the rollout a second time.
         eval_seed = self.weights.place(np.uint32(self.config.seed ^ 0x5EED), sharding.replicated(self.mesh))
         self.evaluator = RolloutEvaluator(
@@ -296,18 +325,23 @@ class RolloutStage(Stage):
     def trace_programs(self, build) -> None:
         """An update on shapes: each program goes, with its arguments, to `build` in place of `programs.run_program`,
         which returns the shapes of its results."""
-        config, state, programs = self.config, self.state, dataclasses.replace(self.programs, run=build)
+        images = None if self.train_data.images is None else self.train_data.images.batch([0])
+        reward_params = [reader.params for reader in self.scorer.models]
+        programs = self.programs.replace(run=build)
+        self._trace(programs, self.state, reward_params, prompt_width(self.config), images)
+
+    def _trace(
+        self, programs: Programs, state: TrainState, reward_params: list[Params], width: int, images: Images | None
+    ) -> None:
+        """As `trace_programs`, of prompts of `width` columns with images of the shapes of `images`."""
         batch_sharding = sharding.batch_sharding(self.mesh)
 
         def rows(count, *shape, dtype=jnp.int32):
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=batch_sharding)
 
-        p, b = self.rows_per_update, config.batch_size
-        images = None
-        if self.train_data.images is not None:
-            shape = self.train_data.images.batch([0])
-            images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), shape)
-        prompts = PromptBatch(rows(p, prompt_width(config)), rows(p), rows(p), images)
+        p, b = self.rows_per_update, self.config.batch_size
+        images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
+        prompts = PromptBatch(rows(p, width), rows(p), rows(p), images)
         rollout, _ = programs.generate(
             state.params["policy"],
             prompts,
@@ -316,11 +350,11 @@ class RolloutStage(Stage):
             group_size=self.group_size,
             rollout_state=state.rollout,
         )
-        self.scorer.programs(build, rollout, self.group_size)
+        token_rewards = self.scorer.programs(programs.run, reward_params, rollout, self.group_size)
         scored = Scored(
             scores=rows(b, dtype=jnp.float32),
             scorable=rows(b, dtype=bool),
-            token_rewards=None,
+            token_rewards=token_rewards,
             each_reward=rows(b, len(self.scorer.names), dtype=jnp.float32),
             weights=self.scorer.weights,
             metrics={},
@@ -357,8 +391,9 @@ class RolloutStage(Stage):
         return paths
 
     def close(self) -> None:
-        """Ends the threads of reward functions."""
+        """Ends the threads of reward functions and of the compiler."""
         self.scorer.close()
+        super().close()
 
 
 def refuse_options_of_adamw(config: OptimizerOptions) -> None:

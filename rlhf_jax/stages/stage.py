@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.config import StageConfig
+from rlhf_jax.parallel.compile_ahead import CompileAhead
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.evaluator import Completions
 from rlhf_jax.types import Array, TrainState
@@ -23,6 +24,7 @@ class Stage:
       early_stopping_metric: lower is better; None: the stage has none.
       messages: lines on what was opened.
       phase: what an update is doing: generate, score, experience or update.
+      compiling: the first update's programs; None: each is compiled when it is called.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Stage:
     early_stopping_metric: str | None = None
     messages: list[str]
     phase: str
+    compiling: CompileAhead | None = None
 
     @property
     def rows(self) -> int:
@@ -98,3 +101,5 @@ class Stage:
 
     def close(self) -> None:
         """Ends threads and connections that the stage started."""
+        if self.compiling is not None:
+            self.compiling.close()

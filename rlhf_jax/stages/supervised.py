@@ -15,7 +15,10 @@ from rlhf_jax.algorithms import optimizer as optimizers
 from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.config.stages import SupervisedConfig
+from rlhf_jax.models import Model
+from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel.compile_ahead import CompileAhead, run_program
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
 from rlhf_jax.stages.open_models import Source
@@ -99,10 +102,12 @@ class SupervisedStage(Stage):
       generation: what an exported policy says of generation; None: the model has a scalar head.
       train_data, eval_sets: rows.
       update_step: the jitted update.
+      run: calls it, as `run_program`.
     """
 
     config: SupervisedConfig
     context: StageContext[SupervisedConfig]
+    run: Callable[..., Any] = staticmethod(run_program)
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class SupervisedStage(Stage):
         optimizer=None,
         weights=None,
         template_date=None,
+        compile_ahead=False,
     ):
         # --- everything that can be refused, before a weight is read
         self.task, self.name, self.progress = task, task.name, task.progress
@@ -136,28 +142,15 @@ class SupervisedStage(Stage):
             optimizer = optimizers.make_optimizer(self.config, self.total_steps)
         else:
             optimizer = optimizers.user_optimizer(optimizer)
-        cast = model.lora is not None and not model.lora.modules_to_save
-        params = open_models.load_params(
-            context,
-            model,
-            self.source,
-            task.head,
-            cast_on_load=adapters.cast_base_fn(context, model) if cast else None,
-            score_std=task.score_std(self.config),
-        )
-        base = None
-        if model.lora is not None:
-            score = {name: params.pop(name) for name in ("score",) if name in params}  # trained in full
-            base = adapters.cast_base(context, model, params)
-            params = {**adapters.new_adapter(context, model, params, 0), **score}
-        elif model.frozen_vision:
-            params, frozen = model.split_frozen(params)
-            base = context.cast_frozen(model, frozen)
-        self.network = Network(model, base=base)
-        self.state = context.initial_state({"model": params}, {"model": model}, optimizer)
-        self.update_step = jax.jit(
-            self._update_fn(optimizer), donate_argnums=0, out_shardings=(state_shardings(self.state), None)
-        )
+        if compile_ahead:
+            self._begin_to_compile(model, optimizer)
+        try:
+            self.network, self.state = self._load(context, model, optimizer)
+        except BaseException:
+            self.close()
+            raise
+        if not compile_ahead:
+            self.update_step = self._jitted(optimizer, self.state)
         self.measure = task.build_measure(self)
         self.phase = "update"
         self._margins: dict[str, Any] = {}  # of each evaluation set of pairs, in the last evaluation
@@ -203,7 +196,47 @@ class SupervisedStage(Stage):
             messages.append(adapters.describe("a new adapter", model.lora, config))
         return model, tokenizer, messages
 
+    def _load(
+        self, context: StageContext[SupervisedConfig], model: Model, optimizer: optimizers.Optimizer
+    ) -> tuple[Network, TrainState]:
+        """The network with its frozen base, and the train state."""
+        cast = model.lora is not None and not model.lora.modules_to_save
+        params = open_models.load_params(
+            context,
+            model,
+            self.source,
+            self.task.head,
+            cast_on_load=adapters.cast_base_fn(context, model) if cast else None,
+            score_std=self.task.score_std(self.config),
+        )
+        base = None
+        if model.lora is not None:
+            score = {name: params.pop(name) for name in ("score",) if name in params}  # trained in full
+            base = adapters.cast_base(context, model, params)
+            params = {**adapters.new_adapter(context, model, params, 0), **score}
+        elif model.frozen_vision:
+            params, frozen = model.split_frozen(params)
+            base = context.cast_frozen(model, frozen)
+        return Network(model, base=base), context.initial_state({"model": params}, {"model": model}, optimizer)
+
+    def _begin_to_compile(self, model: Model, optimizer: optimizers.Optimizer) -> None:
+        """Begins to compile the update, for params that are not loaded yet."""
+        size = self.config.batch_size
+        batch = self.train_data.batch(self.config.seed, 0, size, self.context.local_rows(size))
+        context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
+        network, state = self._load(context, model, optimizer)
+        self.update_step = self._jitted(optimizer, state)
+        shapes = jax.tree.map(lambda x: self._rows(size, *x.shape[1:], dtype=x.dtype), batch)
+        self.compiling = CompileAhead(
+            lambda build: build("update", self.update_step, state, network, shapes), self.mesh
+        )
+        self.run = self.compiling.run
+
     # --- an update
+
+    def _jitted(self, optimizer: optimizers.Optimizer, state: TrainState) -> Any:
+        """The update, with the shardings of `state`."""
+        return jax.jit(self._update_fn(optimizer), donate_argnums=0, out_shardings=(state_shardings(state), None))
 
     def _update_fn(self, optimizer: optimizers.Optimizer):
         """(TrainState, Network, batch) -> (TrainState, metrics), pure."""
@@ -222,7 +255,8 @@ class SupervisedStage(Stage):
         """As `Stage.train_step`, of one batch of rows."""
         size = self.config.batch_size
         batch = self.train_data.batch(self.config.seed, step, size, self.context.local_rows(size))
-        state, metrics = self.update_step(state, self.network, self.context.place_share(batch, size))
+        placed = self.context.place_share(batch, size)
+        state, metrics = self.run("update", self.update_step, state, self.network, placed)
         return state, metrics, {}
 
     # --- between updates
@@ -281,14 +315,16 @@ class SupervisedStage(Stage):
     def trace_programs(self, build) -> None:
         """As `RolloutStage.trace_programs`: the update, on the longest rows that there may be."""
         batch = self.train_data.batch(self.config.seed, 0, self.config.batch_size)
-        batch_sharding = sharding.batch_sharding(self.mesh)
 
-        def rows(x):
+        def longest(x):
             shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding)
+            return self._rows(*shape, dtype=x.dtype)
 
         resident = self.state, self.network
-        build("update", self.update_step, *resident, jax.tree.map(rows, batch), resident=resident)
+        build("update", self.update_step, *resident, jax.tree.map(longest, batch), resident=resident)
+
+    def _rows(self, *shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""

@@ -31,7 +31,7 @@ from rlhf_jax import UserError, data
 from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.dry_run import memory
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import compile_ahead, sharding
 
 PHASES = ("generate", "experience", "update")
 
@@ -94,7 +94,7 @@ def programs(case: Case, model, tokenizer, micro: int) -> tuple[dict[str, Any], 
     def build(name: str, program: Any, *args: Any, resident: Any, **arguments: Any) -> Any:
         if name in PHASES:
             jaxprs[name] = program.trace(*args, **arguments).jaxpr
-        return memory.shard_shapes(program.eval_shape(*args, **arguments), mesh)
+        return compile_ahead.result_shapes(program.eval_shape(*args, **arguments), mesh)
 
     with tempfile.TemporaryDirectory() as folder:
         path = planned_checkpoint(model, tokenizer, Path(folder, "model"))

@@ -13,7 +13,7 @@ def flags(monkeypatch, given, added):
 
 def test_flags_that_the_user_has_set_stay(monkeypatch):
     given = "--xla_gpu_enable_triton_gemm=true --xla_dump_hlo_as_text --xla_dump_to=/tmp/a=b"
-    assert flags(monkeypatch, given, {"xla_gpu_enable_triton_gemm": "false", "xla_gpu_autotune_level": "0"}) == {
+    assert flags(monkeypatch, given, {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}) == {
         "--xla_gpu_enable_triton_gemm": "true",
         "--xla_dump_hlo_as_text": "",
         "--xla_dump_to": "/tmp/a=b",
@@ -33,7 +33,7 @@ def test_lists_of_passes_are_joined(monkeypatch):
 )
 def test_those_of_gpus_are_added_where_there_may_be_some(monkeypatch, platforms, plugin, added):
     find = importlib.util.find_spec
-    there = {name: plugin for name in xla_flags.CUDA_PLUGINS}
+    there = dict.fromkeys(xla_flags.CUDA_PLUGINS, plugin)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: there.get(name) or find(name, *a))
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setenv("XLA_FLAGS", "")
