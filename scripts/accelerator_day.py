@@ -52,7 +52,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS_SCRIPT = ROOT / "scripts/bench/accelerator_parts.py"
 BENCHMARK = ROOT / "scripts/bench/benchmark.py"
 CASES = ("ppo_small", "rloo_small", "lora_small", "ppo_options", "rloo_options")
-GPU_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 LEAST_SECONDS = 20.0  # of the time left, for another part to start
 
 
@@ -84,9 +83,8 @@ def benchmark_part(name: str, args: argparse.Namespace, algo: str, shape: str, *
 
 def benchmark_environment() -> tuple[tuple[str, str], ...]:
     """Of the benchmarks, and of the parts that measure one of their cases again."""
-    # Optimizer and params of 1b, for two models, are half of 80 GB. Triton's products multiply the compile time.
-    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *GPU_FLAGS)))
-    return ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"), ("XLA_FLAGS", flags)
+    # Optimizer and params of 1b, for two models, are half of 80 GB.
+    return (("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"),)
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:

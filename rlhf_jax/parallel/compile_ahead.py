@@ -94,10 +94,13 @@ class CompileAhead:
 
 
 def result_shapes(shapes: Any, mesh: Mesh) -> Any:
-    """Shapes of results with the shardings of a batch: rows over `data` and `fsdp`, what has no rows replicated."""
+    """Shapes of results with the shardings of a batch: rows over `data` and `fsdp`, what has no rows replicated.
+
+    On one device both are the same, and JAX says replicated of most results: another key of its cache on disk.
+    """
 
     def place(x: Any) -> Any:
-        rows = x.ndim and x.shape[0] % sharding.row_shards(mesh) == 0
+        rows = mesh.size > 1 and x.ndim and x.shape[0] % sharding.row_shards(mesh) == 0
         where = sharding.batch_sharding(mesh) if rows else sharding.replicated(mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 

@@ -21,7 +21,7 @@ from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.parallel.compile_ahead import CompileAhead
+from rlhf_jax.parallel.compile_ahead import CompileAhead, result_shapes
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import partial_rollouts, rollout_models
@@ -351,11 +351,13 @@ class RolloutStage(Stage):
             rollout_state=state.rollout,
         )
         token_rewards = self.scorer.programs(programs.run, reward_params, rollout, self.group_size)
+        scores = rows(b, dtype=jnp.float32), rows(b, dtype=bool), rows(b, len(self.scorer.names), dtype=jnp.float32)
+        scores, scorable, each_reward = result_shapes(scores, self.mesh)
         scored = Scored(
-            scores=rows(b, dtype=jnp.float32),
-            scorable=rows(b, dtype=bool),
+            scores=scores,
+            scorable=scorable,
             token_rewards=token_rewards,
-            each_reward=rows(b, len(self.scorer.names), dtype=jnp.float32),
+            each_reward=each_reward,
             weights=self.scorer.weights,
             metrics={},
             seconds={},

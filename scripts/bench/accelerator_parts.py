@@ -414,6 +414,9 @@ def main() -> None:
     parser.add_argument("--shape", default="410m", help="of attention: a Pythia size")
     parser.add_argument("--variants", nargs="+", help="of attention; default: all")
     args = parser.parse_args()
+    from rlhf_jax.parallel import xla_flags
+
+    xla_flags.add_those_of_gpus()
     print(json.dumps(PARTS[args.name](args)), flush=True)
 
 

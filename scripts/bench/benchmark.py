@@ -96,6 +96,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
     text = "of ours: attn_implementation"
     parser.add_argument("--attn_implementation", choices=("auto", "blocked", "cudnn"), default="auto", help=text)
+    text = "of ours: compile each program when it is called, not in threads while weights load"
+    parser.add_argument("--no_compile_ahead", dest="compile_ahead", action="store_false", help=text)
     parser.add_argument("--prompts", default="synthetic", help="JSON Lines file with a 'prompt' field, or 'synthetic'")
     parser.add_argument("--tokenizer", default="synthetic", help="folder with tokenizer.json, or 'synthetic'")
     parser.add_argument("--systems", default="ours,trl", help="comma-separated: ours, trl")

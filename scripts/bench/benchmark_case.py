@@ -35,6 +35,8 @@ class Case:
     """Ours, RLOO: the option of that name."""
     attn_implementation: str = "auto"
     """Ours: the option of that name."""
+    compile_ahead: bool = True
+    """Ours: programs compile in threads while weights load, as in a run."""
     lora_r: int = 0
     """LoRA rank of the policy, on all linear layers; 0: full training."""
     lora_value: str = "full"

@@ -40,6 +40,7 @@ from rlhf_jax.config.check import check
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.option import checked_types
+from rlhf_jax.parallel import xla_flags
 from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
@@ -288,7 +289,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
     config = config_of(case, work, micro, str(work / f"run-{name}"))
     check(checked_types(config))
     began = time.perf_counter()
-    stage = open_stage(config, train_dataset=rows_of(work, pair))
+    stage = open_stage(config, train_dataset=rows_of(work, pair), compile_ahead=case.compile_ahead)
     result: dict[str, Any] = {"micro": stage.config.micro_batch_size, "load_seconds": time.perf_counter() - began}
     state = stage.state
     try:
@@ -327,6 +328,7 @@ def stage_phases(case: Case) -> list[str]:
 def main() -> None:
     """One measurement; running out of memory is a result, not an error."""
     case, args = child_arguments()
+    xla_flags.add_those_of_gpus()
     try:
         result = measure(case, args.work, args.pair, args.name, args.micro)
     except (JaxRuntimeError, MemoryError) as error:
