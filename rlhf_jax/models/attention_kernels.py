@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from rlhf_jax.models.attention import causal_attention, causal_mask
 from rlhf_jax.models.decoder_context import Context, DecoderConfig, ScoreFunction
+from rlhf_jax.parallel import xla_flags
 from rlhf_jax.parallel.sharding import Layout, fitting_axes
 from rlhf_jax.types import Array
 
@@ -67,6 +68,8 @@ def unsupported(
         return "it takes one window for all layers, and the model's layers have several" if len(windows) > 1 else None
     if config.attention_softcap is not None:
         return f"it has no soft cap of the scores, and the model's attention_softcap is {config.attention_softcap:g}"
+    if xla_flags.are_deterministic():
+        return "XLA fails to compile its gradient among deterministic kernels (--deterministic or XLA_FLAGS)"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"it computes in bfloat16, and --dtype is {jnp.dtype(dtype).name}"
     return _refused_by_jax(config)

@@ -16,7 +16,7 @@ from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import attention, attention_kernels, custom_shape
 from rlhf_jax.models.decoder_context import Context, ScoreFunction
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import sharding, xla_flags
 from tests.helpers.arrays import distance, normal, value_and_vjp
 from tests.helpers.attention import splash, use_splash_on_cpu
 from tests.helpers.children import child, last_line
@@ -236,9 +236,19 @@ class Device:
     ],
 )
 def test_auto_is_cudnn_on_hopper_where_it_computes_the_models_attention(monkeypatch, device, options, used):
+    monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(attention_kernels, "_refused_by_jax", lambda config: None)  # which asks for cuDNN here
     options = {"dtype": "bfloat16", "dropout": False, **options}
     dtype, dropout = options.pop("dtype"), options.pop("dropout")
     config = dataclasses.replace(decoder_config(), **options)
     assert attention_kernels.resolved("auto", config, dtype, device, dropout=dropout) == used
     assert attention_kernels.resolved("splash", config, dtype, device, dropout=dropout) == "splash"
+
+
+def test_deterministic_kernels_are_not_cudnns(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_refused_by_jax", lambda config: None)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    xla_flags.add(xla_flags.DETERMINISTIC)
+    config, hopper = decoder_config(), Device("gpu", "9.0")
+    assert attention_kernels.resolved("auto", config, "bfloat16", hopper, dropout=False) == "blocked"
+    assert "--deterministic" in attention_kernels.unsupported("cudnn", config, "bfloat16", "gpu")

@@ -101,10 +101,6 @@ STAGES = {
         sampled(RLOOConfig),
         {"reward_funcs": [rlhf_jax.jax_reward(lambda ids, lengths: (ids % 7 == 0).astype(jnp.float32))]},
     ),
-    "grpo on a mesh": lambda sft: (
-        sampled(GRPOConfig, mesh_data=2, mesh_fsdp=2, mesh_tensor=2),
-        {"reward_funcs": [runs.wordiness]},
-    ),
     "grpo whose responses go on": lambda sft: (
         sampled(GRPOConfig, decode_slots=4, rollout_max_steps=4),
         {"reward_funcs": [runs.wordiness]},

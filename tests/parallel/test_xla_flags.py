@@ -39,3 +39,17 @@ def test_those_of_gpus_are_added_where_there_may_be_some(monkeypatch, platforms,
     monkeypatch.setenv("XLA_FLAGS", "")
     xla_flags.add_those_of_gpus()
     assert ("triton-softmax-rewriter" in xla_flags.os.environ["XLA_FLAGS"]) == added
+
+
+@pytest.mark.parametrize(
+    "given, deterministic",
+    [
+        ("", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=false --xla_dump_to=/tmp", False),
+    ],
+)
+def test_flags_say_whether_kernels_are_deterministic(monkeypatch, given, deterministic):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert xla_flags.are_deterministic() == deterministic
