@@ -93,6 +93,11 @@ class CompileAhead:
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
 
+def can_foresee(mesh: Mesh) -> bool:
+    """Whether `result_shapes` is right: on `tensor` alone the compiler chooses how results are sharded."""
+    return mesh.size == 1 or sharding.row_shards(mesh) > 1
+
+
 def result_shapes(shapes: Any, mesh: Mesh) -> Any:
     """Shapes of results with the shardings of a batch: rows over `data` and `fsdp`, what has no rows replicated.
 

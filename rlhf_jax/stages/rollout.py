@@ -21,7 +21,7 @@ from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.parallel.compile_ahead import CompileAhead, result_shapes
+from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_shapes
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import partial_rollouts, rollout_models
@@ -83,7 +83,8 @@ class RolloutStage(Stage):
         else:
             optimizer = optimizers.user_optimizer(optimizer)
         self._next_prompts: dict[int, PromptBatch] = {}  # of one update, prepared during the update before
-        programs = self._begin_to_compile(optimizer) if compile_ahead else None
+        ahead = compile_ahead and can_foresee(self.mesh)
+        programs = self._begin_to_compile(optimizer) if ahead else None
         try:
             loaded = self._load(self.context, optimizer)
         except BaseException:
