@@ -210,7 +210,9 @@ def test_several_evaluation_sets_have_names_and_the_first_is_watched(tmp_path, c
     sets = {"near": "synthetic", "far": [{"prompt": "r/family sad", "completion": " lost keys"}] * 3}
     config = sft_config(tmp_path / "sft", max_steps=30, eval_steps=1, early_stopping_patience=1, learning_rate=0.0)
     found = lines(rlhf_jax.run(config, eval_dataset=sets).run_dir)
-    assert len(found) == 2 and "without a better eval_near/loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert len(found) == 2 and "without a better eval_near/loss" in printed
+    assert re.search(r"sft: compiled in parallel: update [\d.]+ s\nsft: the first update took", printed)
     assert {name for name in found[-1] if name.startswith("eval")} == {
         f"eval_{name}/{metric}" for name in sets for metric in ("loss", "perplexity")
     }

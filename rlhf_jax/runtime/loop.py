@@ -110,9 +110,9 @@ class Loop:
         timings["step_time"] = time.perf_counter() - self._update_began
         if self.step == self.start + 1:
             compiling = f"{timings['time/compile']:.1f} s of it compiling"
-            if self.stage.compiling is not None:
-                each = (f"{name} {took:.1f} s" for name, took in self.stage.compiling.seconds.items())
-                compiling += f" ({', '.join(each)}, beside each other)"
+            if self.stage.compiling is not None and (took := self.stage.compiling.seconds):
+                each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
+                log(f"{self.stage.name}: compiled in parallel: {each}")
             log(f"{self.stage.name}: the first update took {timings['step_time']:.1f} s, {compiling}")
         else:
             self.stops.record_seconds(update=timings["step_time"])

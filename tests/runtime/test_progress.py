@@ -43,9 +43,9 @@ def logger(tmp_path, monkeypatch, clock):
     folder.close()
 
 
-def panel(logger, now, width=200):
+def panel(logger, now, width=200, compiling=None):
     config = SimpleNamespace(batch_size=128)
-    stage = SimpleNamespace(name="ppo", total_steps=48, config=config)
+    stage = SimpleNamespace(name="ppo", total_steps=48, config=config, compiling=compiling)
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=width)
     return progress.Panel(stage, logger.lines, lambda: now[0], console), stream
@@ -67,6 +67,14 @@ def test_the_panel_tells_update_phase_metrics_time_left_tokens_episodes_and_memo
     clock[0] += 2.5
     now[0] = (4, "save")
     assert "save 0s" in shown.line().plain
+
+
+def test_the_panel_says_what_is_being_compiled(logger):
+    compiling = SimpleNamespace(pending=["experience", "update"])
+    shown, _ = panel(logger, [(0, "generate")], compiling=compiling)
+    assert "ppo 1/48 | generate 0s | compiling experience, update | 0 of" in shown.line().plain
+    compiling.pending = []
+    assert "compiling" not in shown.line().plain
 
 
 def test_the_panel_is_one_line_at_any_width_and_goes_away(logger):
