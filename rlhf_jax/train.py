@@ -23,6 +23,7 @@ from rlhf_jax import storage
 from rlhf_jax.config import (
     Config,
     Pipeline,
+    PolicyConfig,
     StageConfig,
     batch_sizes,
     command_line,
@@ -53,7 +54,7 @@ from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.loop import Loop, Patience, log, warn
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
-from rlhf_jax.stages import ALGORITHMS, open_stage
+from rlhf_jax.stages import open_stage
 from rlhf_jax.utils.output import guarded_output
 
 
@@ -158,7 +159,7 @@ def run(
     is_pipeline = isinstance(config, Pipeline)
     if is_pipeline and objects:
         raise UserError(f"{', '.join(objects)}: a pipeline has several stages; run one stage with objects")
-    if "reward_funcs" in objects and stage_name(config) not in ALGORITHMS:
+    if "reward_funcs" in objects and not isinstance(config, PolicyConfig):
         raise UserError(f"reward_funcs are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 
     results = {}

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.config import StageConfig, stage_name
+from rlhf_jax.config import PolicyConfig, SFTConfig, StageConfig, stage_name
 from rlhf_jax.data import images
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.errors import UserError
@@ -94,7 +94,7 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
     quiet = {"dataset_test_split": None, "eval_dataset_name": None, "max_train_samples": None, "datasets": None}
     quiet |= {name: None for name in ("normalize_dataset_name", "margin_column") if name in options}
     given = {"train_dataset": [row] * config.batch_size, "weights": AbstractWeights(mesh)}
-    if stage_name(config) in ALGORITHMS:
+    if isinstance(config, PolicyConfig):
         # Host functions use no device memory, and the stage needs at least one reward.
         quiet |= {"reward_funcs": (), "reward_server": None, "reward_weights": None}
         given["reward_funcs"] = [] if config.reward_model_path else [lambda completions, **_: [0.0] * len(completions)]
@@ -103,17 +103,16 @@ def abstract_stage(config: StageConfig, mesh: Any) -> Any:
 
 def _trains_on_images(config: StageConfig) -> bool:
     """Whether the stage trains on images if its data has some: its model and its options allow it."""
-    name = stage_name(config)
-    if name != "sft" and name not in ALGORITHMS:
+    if not isinstance(config, SFTConfig | PolicyConfig):
         return False
     source = Source(config.starting_model, config.model_revision, config.scratch_model)
     if not source.reads_images:
         return False
     try:
-        if name == "sft":
+        if isinstance(config, SFTConfig):
             sft.check_images(config)
         else:
-            rollout_models.check_images(config, ALGORITHMS[name])
+            rollout_models.check_images(config, ALGORITHMS[stage_name(config)])
         if source.shape is None:
             hf.load_model(source.files, images=True)
             return images.has_processor(source.files)

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import storage
-from rlhf_jax.config import StageConfig, batch_sizes, stage_name
+from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime import out_of_memory
-from rlhf_jax.stages import ALGORITHMS
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -69,7 +68,7 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
     lines.append(f"resident on each device ({device.device_kind}, {usable(device, limit)})")
     lines += [f"  {name:<12} {size(count):>12}" for name, count in resident.items()]
     lines.append(f"  {'total':<12} {size(sum(resident.values())):>12}")
-    if stage_name(config) in ALGORITHMS:
+    if isinstance(config, PolicyConfig):
         lines.append(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, during generation")
     programs = memory.programs(stage)
     for program in programs:
@@ -82,8 +81,8 @@ def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
     lines += communication_lines(programs, mesh, config)
     if topologies.compiler_options(device):
         lines.append(
-            "compiled without Triton's matrix products, which XLA chooses by timing them; a run may use them, with up "
-            "to 32 MiB more or less of workspace. CUDA and NCCL take some hundred MiB of their own"
+            "compiled without Triton's matrix products, as a run is unless XLA_FLAGS says otherwise. CUDA and NCCL "
+            "take some hundred MiB of their own"
         )
     return [*lines, verdict(config, programs, limit)]
 

@@ -6,25 +6,33 @@ from typing import Any
 
 from rlhf_jax.config import PolicyConfig, StageConfig, stage_name
 from rlhf_jax.config.stages import SupervisedConfig
-from rlhf_jax.stages.algorithm_registry import ALGORITHMS, Algorithm, policy_gradient_algorithm, register_algorithm
-from rlhf_jax.stages.reward import RewardTask
+from rlhf_jax.stages.algorithm_registry import (
+    ALGORITHMS,
+    Algorithm,
+    RolloutAlgorithm,
+    policy_gradient_algorithm,
+    register_algorithm,
+)
+from rlhf_jax.stages.reward import RewardAlgorithm
 from rlhf_jax.stages.rollout import RolloutStage
-from rlhf_jax.stages.sft import SFTTask
+from rlhf_jax.stages.sft import SFTAlgorithm
 from rlhf_jax.stages.stage import Stage
-from rlhf_jax.stages.supervised import SupervisedStage, Task
+from rlhf_jax.stages.supervised import SupervisedAlgorithm, SupervisedStage
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "RewardAlgorithm",
+    "RolloutAlgorithm",
     "RolloutStage",
+    "SFTAlgorithm",
     "Stage",
+    "SupervisedAlgorithm",
     "SupervisedStage",
     "open_stage",
     "policy_gradient_algorithm",
     "register_algorithm",
 ]
-
-TASKS: dict[str, type[Task]] = {"sft": SFTTask, "reward": RewardTask}
 
 
 def open_stage(config: StageConfig, **objects: Any) -> Stage:
@@ -40,10 +48,11 @@ def open_stage(config: StageConfig, **objects: Any) -> Stage:
     Raises:
       UserError: an option, a file, a row or a tensor is wrong.
     """
-    name = stage_name(config)
+    algorithm = ALGORITHMS[stage_name(config)]
     if objects.get("train_dataset") is not None and config.eval_dataset_name is None:
         objects = {"eval_dataset": {}, **objects}
-    if isinstance(config, PolicyConfig):
-        return RolloutStage(config, ALGORITHMS[name], **objects)
-    assert isinstance(config, SupervisedConfig)
-    return SupervisedStage(config, TASKS[name](), **objects)
+    if isinstance(algorithm, RolloutAlgorithm):
+        assert isinstance(config, PolicyConfig)
+        return RolloutStage(config, algorithm, **objects)
+    assert isinstance(algorithm, SupervisedAlgorithm) and isinstance(config, SupervisedConfig)
+    return SupervisedStage(config, algorithm, **objects)

@@ -1,4 +1,4 @@
-"""The registry of algorithms that train on sampled responses.
+"""The registry of algorithms: what is trained, by a record each.
 
 An algorithm is its equations, one file with an `Objective`, one config and one record here. A config file may register
 its own: see `register_algorithm`.
@@ -12,18 +12,48 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_jax.algorithms import grpo, policy_gradient, ppo, rloo
-from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig, register_stage
+from rlhf_jax.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, StageConfig, register_stage
+from rlhf_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What a stage must know of an algorithm.
+    """What a stage must know of its algorithm: `RolloutAlgorithm`, or `supervised.SupervisedAlgorithm`.
 
     Attributes:
       name: of the stage, in config.json and for the run's folder.
-      config: its config dataclass, a PolicyConfig.
+      config: its config dataclass.
+      update: pure, -> (TrainState, metrics); its arguments are of the kind of algorithm.
+      progress: names of the metrics for the terminal, in order.
+      continues_adapter: whether an adapter that training starts from is trained further by default; else it is merged.
+    """
+
+    name: str
+    config: type
+    update: Callable
+    progress: tuple[str, ...] = ("loss",)
+    continues_adapter: bool = False
+
+    def __post_init__(self):
+        """Raises a UserError if the config is not of the kind of algorithm."""
+        if not issubclass(self.config, self.kind_of_config()):
+            kind = f"{self.config.__name__} does not inherit {self.kind_of_config().__name__}"
+            raise UserError(f"algorithm {self.name!r}: {kind}, whose options a {type(self).__name__} reads")
+
+    @staticmethod
+    def kind_of_config() -> type[StageConfig]:
+        """What `config` inherits."""
+        return StageConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutAlgorithm(Algorithm):
+    """An algorithm that learns from responses of the policy; its config is a PolicyConfig.
+
+    Its update: (Models, TrainState, experience, *, config, optimizer, key, causes) -> (TrainState, metrics).
+
+    Attributes beside those of `Algorithm`:
       make_experience: (Models, ScoredRollout, *, config, kl_coef) -> (experience, metrics); pure.
-      update: (Models, TrainState, experience, *, config, optimizer, key, causes) -> (TrainState, metrics); pure.
       eval_metrics: (Models, experience, *, config) -> metrics of the loss without an update; pure. None: none.
       steps_per_update: optimizer steps of an update, of a config.
       group_size: responses to a prompt in training, of a config.
@@ -34,16 +64,11 @@ class Algorithm:
       moves_reference: whether updates move the reference, of a config.
       initial_entropy_control: what `TrainState.entropy_control` starts from, of a config.
       adapt_kl_coef: (TrainState, metrics of make_experience, config) -> TrainState after an update; None: fixed.
-      continues_adapter: whether an adapter at sft_model_path is trained further by default; else it is merged.
       token_advantages: whether a response has advantages token by token without others to its prompt.
-      progress: names of the metrics for the terminal, in order.
       learning_rate_metrics: names of the learning rate among the metrics.
     """
 
-    name: str
-    config: type
     make_experience: Callable
-    update: Callable
     eval_metrics: Callable | None = None
     steps_per_update: Callable[[Any], int] = lambda config: 1
     group_size: Callable[[Any], int] = lambda config: 1
@@ -54,10 +79,14 @@ class Algorithm:
     moves_reference: Callable[[Any], bool] = lambda config: False
     initial_entropy_control: Callable[[Any], Any] = lambda config: None
     adapt_kl_coef: Callable | None = None
-    continues_adapter: bool = False
     token_advantages: bool = False
     progress: tuple[str, ...] = ("objective/scores", "objective/kl", "val/response_length")
     learning_rate_metrics: tuple[str, ...] = ("lr",)
+
+    @staticmethod
+    def kind_of_config() -> type[PolicyConfig]:
+        """As `Algorithm.kind_of_config`."""
+        return PolicyConfig
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
@@ -66,7 +95,7 @@ ALGORITHMS: dict[str, Algorithm] = {}
 
 def policy_gradient_algorithm(
     name: str, config: type, objective: policy_gradient.Objective, **options: Any
-) -> Algorithm:
+) -> RolloutAlgorithm:
     """The record of an algorithm that is an `Objective` of the trainer.
 
     Args:
@@ -77,7 +106,7 @@ def policy_gradient_algorithm(
     functions = ("make_experience", "update", "eval_metrics")
     bound = {f: functools.partial(getattr(policy_gradient, f), objective=objective) for f in functions}
     trainer = {"steps_per_update": policy_gradient.steps_per_update, "shares_prompts": policy_gradient.shares_prompts}
-    return Algorithm(name, config, **{**bound, **trainer, **options})
+    return RolloutAlgorithm(name, config, **{**bound, **trainer, **options})
 
 
 def register_algorithm(algorithm: Algorithm) -> None:

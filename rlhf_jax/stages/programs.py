@@ -25,7 +25,7 @@ from rlhf_jax.parallel.compile_ahead import run_program
 from rlhf_jax.rewards.interface import TrainerState
 from rlhf_jax.rewards.scorer import Scored
 from rlhf_jax.stages import partial_rollouts
-from rlhf_jax.stages.algorithm_registry import Algorithm
+from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.stage_context import StageContext, progress_metrics, update_key
 from rlhf_jax.types import (
     Array,
@@ -108,7 +108,7 @@ class Programs:
     """
 
     context: StageContext[PolicyConfig]
-    algorithm: Algorithm
+    algorithm: RolloutAlgorithm
     optimizer: Optimizer
     models: Models
     state_shardings: Any

@@ -15,20 +15,15 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
+from rlhf_jax.stages.algorithm_registry import register_algorithm
 from rlhf_jax.stages.open_models import Source, score_head_message
 from rlhf_jax.stages.stage_context import StageContext
-from rlhf_jax.stages.supervised import SupervisedStage, Task
+from rlhf_jax.stages.supervised import SupervisedAlgorithm, SupervisedStage
 from rlhf_jax.types import Params
 
 
-class RewardTask(Task[RewardConfig]):
-    """What `SupervisedStage` trains for a reward model."""
-
-    name = "reward"
-    progress = ("loss", "accuracy", "eval/accuracy", "margin", "learning_rate")
-    head = "scalar"
-    measures_training_data = True
-    update = staticmethod(reward_model.update)
+class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
+    """A model with a scalar head that learns preference pairs."""
 
     def load_data(self, config: RewardConfig, model, tokenizer, train_dataset, eval_dataset):
         """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
@@ -116,3 +111,15 @@ def mean_score(stage: SupervisedStage, params: Params) -> float:
     for batch, real in stage.batches(stage.normalizing_data):
         scores.append(sharding.fetch(score_texts(stage.network, params, batch.tokens, batch.lengths))[:real])
     return float(np.mean(np.concatenate(scores)))
+
+
+register_algorithm(
+    RewardAlgorithm(
+        "reward",
+        RewardConfig,
+        reward_model.update,
+        progress=("loss", "accuracy", "eval/accuracy", "margin", "learning_rate"),
+        head="scalar",
+        measures_training_data=True,
+    )
+)

@@ -1,6 +1,6 @@
 """A stage that trains a policy on its own responses: generate, score, make experience, update.
 
-The algorithm comes as a record (see `algorithms.Algorithm`); nothing here depends on which one it is.
+The algorithm comes as a record (see `algorithms.RolloutAlgorithm`); nothing here depends on which one it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_sh
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import partial_rollouts, rollout_models
-from rlhf_jax.stages.algorithm_registry import Algorithm
+from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.export import export_model, exported_generation
 from rlhf_jax.stages.open_models import Source
@@ -59,7 +59,7 @@ class RolloutStage(Stage):
     def __init__(
         self,
         config: PolicyConfig,
-        algorithm: Algorithm,
+        algorithm: RolloutAlgorithm,
         *,
         train_dataset=None,
         eval_dataset=None,

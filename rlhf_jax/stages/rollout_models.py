@@ -20,7 +20,7 @@ from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.stages import adapters, open_models
-from rlhf_jax.stages.algorithm_registry import Algorithm
+from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.open_models import Source, new_score_head
 from rlhf_jax.stages.stage_context import StageContext
 from rlhf_jax.types import Params, TrainState
@@ -58,7 +58,7 @@ def policy_source(config: PolicyConfig) -> Source:
     return Source(config.sft_model_path, config.model_revision, config.scratch_model)
 
 
-def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows: TrainingRows) -> OpenedModels:
+def open_policy(context: StageContext[PolicyConfig], algorithm: RolloutAlgorithm, rows: TrainingRows) -> OpenedModels:
     """Policy, reference and tokenizer, by their configs alone; `rows`: training data, which may have images."""
     config, source = context.config, policy_source(context.config)
     images = any(open_models.wants_images(source, one, (columns.prompt_column,)) for one, columns in rows.sets)
@@ -97,7 +97,7 @@ def open_policy(context: StageContext[PolicyConfig], algorithm: Algorithm, rows:
     return OpenedModels(tokenizer, policy, reference, adapters=opened, messages=tuple(messages), processor=processor)
 
 
-def check_images(config: PolicyConfig, algorithm: Algorithm) -> None:
+def check_images(config: PolicyConfig, algorithm: RolloutAlgorithm) -> None:
     """Refuses what does not read images."""
     if algorithm.has_value_model:
         raise UserError(
@@ -253,7 +253,7 @@ class LoadedModels(NamedTuple):
 
 def load_models(
     context: StageContext[PolicyConfig],
-    algorithm: Algorithm,
+    algorithm: RolloutAlgorithm,
     opened: OpenedModels,
     reward_models: Sequence[scoring.RewardModel],
     optimizer: Optimizer,

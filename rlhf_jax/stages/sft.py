@@ -14,8 +14,9 @@ from rlhf_jax.config import SFTConfig
 from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime.stopping import Tick
+from rlhf_jax.stages.algorithm_registry import register_algorithm
 from rlhf_jax.stages.open_models import Source, open_processor, wants_images
-from rlhf_jax.stages.supervised import SupervisedStage, Task, eval_name
+from rlhf_jax.stages.supervised import SupervisedAlgorithm, SupervisedStage, eval_name
 from rlhf_jax.types import Params
 
 
@@ -34,13 +35,8 @@ def check_images(config: SFTConfig) -> None:
             raise UserError(f"{name} with images in the training data is not supported: {why}. Remove it")
 
 
-class SFTTask(Task[SFTConfig]):
-    """What `SupervisedStage` trains for SFT."""
-
-    name = "sft"
-    progress = ("loss", "eval/loss", "learning_rate", "grad_norm")
-    head = "causal"
-    update = staticmethod(sft.update)
+class SFTAlgorithm(SupervisedAlgorithm[SFTConfig]):
+    """A causal model that learns demonstrations."""
 
     def load_rows(self, config: SFTConfig, train_dataset) -> data.TrainingRows:
         """Training rows."""
@@ -99,3 +95,13 @@ class SFTTask(Task[SFTConfig]):
     def exported(self, stage: SupervisedStage, params: Params) -> tuple[str, Params]:
         """(name of the exported model, its trained params)"""
         return "policy", params
+
+
+register_algorithm(
+    SFTAlgorithm(
+        "sft",
+        SFTConfig,
+        sft.update,
+        progress=("loss", "eval/loss", "learning_rate", "grad_norm"),
+    )
+)

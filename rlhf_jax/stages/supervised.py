@@ -1,6 +1,6 @@
 """A stage that trains one model on a data set, one optimizer step a batch: SFT and reward models.
 
-What is learned from a batch comes as a `Task` (`sft.SFTTask`, `reward.RewardTask`).
+What is learned from a batch comes as a record (`SupervisedAlgorithm`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.parallel.compile_ahead import CompileAhead, run_program
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
+from rlhf_jax.stages.algorithm_registry import Algorithm
 from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import (
@@ -35,22 +36,24 @@ from rlhf_jax.types import Params, TrainState
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 
-class Task(Generic[ConfigT]):
-    """What a supervised stage trains. What a task need not have has a body here.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedAlgorithm(Algorithm, Generic[ConfigT]):
+    """An algorithm that learns from a data set. What one need not have has a body here.
 
-    Attributes:
-      name: of the stage.
-      progress: names of the metrics for the terminal, in order.
+    Its update: (Network, TrainState, batch, *, config, optimizer, key) -> (TrainState, metrics).
+
+    Attributes beside those of `Algorithm`:
       head: 'causal' or 'scalar'.
       measures_training_data: whether the training data is measured at the end.
-      update: (Network, TrainState, batch, *, config, optimizer, key) -> (TrainState, metrics); pure.
     """
 
-    name: str
-    progress: tuple[str, ...]
-    head: str
+    head: str = "causal"
     measures_training_data: bool = False
-    update: Callable
+
+    @staticmethod
+    def kind_of_config() -> type[SupervisedConfig]:
+        """As `Algorithm.kind_of_config`."""
+        return SupervisedConfig
 
     def load_rows(self, config: ConfigT, train_dataset) -> Any:
         """Training rows, for `load_data`."""
@@ -96,7 +99,7 @@ class SupervisedStage(Stage):
     """The stage of SFT and reward models.
 
     Attributes beside those of `Stage`:
-      task: what is trained.
+      algorithm: the record.
       context: config, mesh and weights.
       network: the model with its head and the form of its adapter, and the frozen base; its params are the state's.
       generation: what an exported policy says of generation; None: the model has a scalar head.
@@ -112,7 +115,7 @@ class SupervisedStage(Stage):
     def __init__(
         self,
         config: SupervisedConfig,
-        task: Task,
+        algorithm: SupervisedAlgorithm,
         *,
         train_dataset=None,
         eval_dataset=None,
@@ -122,19 +125,19 @@ class SupervisedStage(Stage):
         compile_ahead=False,
     ):
         # --- everything that can be refused, before a weight is read
-        self.task, self.name, self.progress = task, task.name, task.progress
+        self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
         self.context = context = StageContext.open(config, weights)
         self.config, self.weights, self.mesh = context.config, context.weights, context.mesh
-        rows = task.load_rows(self.config, train_dataset)
-        model, tokenizer, self.messages = self._open_model(task.has_images(self.config, rows))
+        rows = algorithm.load_rows(self.config, train_dataset)
+        model, tokenizer, self.messages = self._open_model(algorithm.has_images(self.config, rows))
         self.tokenizer = dataclasses.replace(tokenizer, template_date=template_date)
         self.generation = None
-        if task.head == "causal":
+        if algorithm.head == "causal":
             self.generation = export.exported_generation(self.source, self.tokenizer)
-        data = task.load_data(self.config, model, self.tokenizer, rows, eval_dataset)
+        data = algorithm.load_data(self.config, model, self.tokenizer, rows, eval_dataset)
         self.train_data, self.eval_sets, self.normalizing_data = data
-        self.early_stopping_metric = task.early_stopping_metric(self.eval_sets)
-        self.messages += [str(self.train_data.report), *task.start_messages(context)]
+        self.early_stopping_metric = algorithm.early_stopping_metric(self.eval_sets)
+        self.messages += [str(self.train_data.report), *algorithm.start_messages(context)]
         self.total_steps = batch_arithmetic(self.config, self.rows).updates
 
         # --- params and programs
@@ -151,7 +154,7 @@ class SupervisedStage(Stage):
             raise
         if not compile_ahead:
             self.update_step = self._jitted(optimizer, self.state)
-        self.measure = task.build_measure(self)
+        self.measure = algorithm.build_measure(self)
         self.phase = "update"
         self._margins: dict[str, Any] = {}  # of each evaluation set of pairs, in the last evaluation
 
@@ -177,7 +180,7 @@ class SupervisedStage(Stage):
 
     def _open_model(self, images: bool) -> tuple[Any, Any, list[str]]:
         """(model on the mesh, tokenizer, messages), by its config alone. `images`: whether it is to read them."""
-        config, context, head = self.config, self.context, self.task.head
+        config, context, head = self.config, self.context, self.algorithm.head
         model, tokenizer, _ = open_models.open_on_mesh(
             context,
             self.source,
@@ -205,9 +208,9 @@ class SupervisedStage(Stage):
             context,
             model,
             self.source,
-            self.task.head,
+            self.algorithm.head,
             cast_on_load=adapters.cast_base_fn(context, model) if cast else None,
-            score_std=self.task.score_std(self.config),
+            score_std=self.algorithm.score_std(self.config),
         )
         base = None
         if model.lora is not None:
@@ -245,7 +248,7 @@ class SupervisedStage(Stage):
         def update_step(state: TrainState, network: Network, batch: Any):
             rate = None if optimizer.learning_rate is None else optimizer.learning_rate(state.step)
             key = update_key(state.seed, state.step)
-            state, metrics = self.task.update(network, state, batch, config=config, optimizer=optimizer, key=key)
+            state, metrics = self.algorithm.update(network, state, batch, config=config, optimizer=optimizer, key=key)
             progress = progress_metrics(state, rate, ("learning_rate",), rows)
             return state, {**metrics, **progress, "nonfinite/in_a_row": state.nonfinite}
 
@@ -271,7 +274,7 @@ class SupervisedStage(Stage):
             yield self.context.place_share(batch, size), min(size, len(source) - start)
 
     def evaluate(self, state: TrainState, tick: Tick = no_tick) -> dict[str, float]:
-        """The task's metrics on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
+        """Metrics on each evaluation set, as `eval/...`, or as `eval_NAME/...` where the sets have names."""
         metrics, self._margins = {}, {}
         for name, source in self.eval_sets.items():
             values, margins = self.measure(state.params["model"], source, tick)
@@ -281,15 +284,16 @@ class SupervisedStage(Stage):
         return metrics
 
     def final_metrics(self, state: TrainState) -> dict[str, float]:
-        """The task's metrics on the training data where it has them, as `train/...`."""
-        if not self.task.measures_training_data:
+        """The algorithm's metrics on the training data where it has them, as `train/...`."""
+        if not self.algorithm.measures_training_data:
             return {}
         values, _ = self.measure(state.params["model"], self.train_data, no_tick)
         return {f"train/{name}": value for name, value in values.items()}
 
     def calibration(self) -> list[dict[str, Any]]:
         """As `Stage.calibration`: `calibration.reliability` of each set of pairs, with the set's name."""
-        return [row for name, margins in self._margins.items() for row in self.task.calibration_rows(name, margins)]
+        rows = (self.algorithm.calibration_rows(name, margins) for name, margins in self._margins.items())
+        return [row for some in rows for row in some]
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
         """All rows of the update's batch, since a gradient is of them all: the row of the data, or the rows of a pack,
@@ -298,7 +302,7 @@ class SupervisedStage(Stage):
         batch = self.train_data.batch(config.seed, step - 1, size)
         rows = self.train_data.rows_of(config.seed, step - 1, size)
         return [
-            {**self.train_data.source_rows(int(row)), **self.task.texts(self.tokenizer, batch, i)}
+            {**self.train_data.source_rows(int(row)), **self.algorithm.texts(self.tokenizer, batch, i)}
             for i, row in enumerate(rows)
         ]
 
@@ -328,7 +332,7 @@ class SupervisedStage(Stage):
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""
-        name, trained = self.task.exported(self, state.params["model"])
+        name, trained = self.algorithm.exported(self, state.params["model"])
         return export.export_model(
             self.context,
             folder,

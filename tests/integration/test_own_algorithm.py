@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from rlhf_jax import config, train
+from rlhf_jax.algorithms import rloo, sft
+from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import __main__ as evaluate
 from rlhf_jax.report import __main__ as report
-from rlhf_jax.stages import ALGORITHMS
+from rlhf_jax.stages import ALGORITHMS, SFTAlgorithm, policy_gradient_algorithm
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -33,17 +35,17 @@ def registries(monkeypatch):
         registry.update(before)
 
 
-def trained(tmp_path, name: str) -> list[float]:
-    """The mean scores of the updates of a printed program, run by the command."""
+def trained(tmp_path, name: str, metric: str = "objective/scores", updates: int = 30) -> list[float]:
+    """A metric of the updates of a printed program, run by the command."""
     (tmp_path / f"{name}.py").write_text(program(f"{name}.py"))
     run_dir = tmp_path / "run"
     assert train.main(["--config", str(tmp_path / f"{name}.py"), "--run_dir", str(run_dir)]) == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert json.loads((run_dir / "config.json").read_text())["stage"] == name
     assert (run_dir / "policy" / "model.safetensors").exists()
-    scores = [line["objective/scores"] for line in lines if "objective/scores" in line]
-    assert len(scores) == 30
-    return scores
+    values = [line[metric] for line in lines if metric in line]
+    assert len(values) == updates
+    return values
 
 
 @pytest.mark.runs
@@ -51,6 +53,18 @@ def test_an_algorithm_of_ones_own_trains_by_the_command(tmp_path, registries):
     assert len([line for line in program("reinforce.py").splitlines() if line.strip()]) < 90
     scores = trained(tmp_path, "reinforce")
     assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.2
+
+
+def test_a_supervised_algorithm_of_ones_own_trains_by_the_command(tmp_path, registries):
+    losses = trained(tmp_path, "even_sft", "loss", 20)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_record_takes_the_config_of_its_kind_alone():
+    with pytest.raises(UserError, match="'mine': SFTConfig does not inherit PolicyConfig"):
+        policy_gradient_algorithm("mine", config.SFTConfig, rloo.OBJECTIVE)
+    with pytest.raises(UserError, match="'mine': RLOOConfig does not inherit SupervisedConfig"):
+        SFTAlgorithm("mine", config.RLOOConfig, sft.update)
 
 
 @pytest.fixture(scope="module")
