@@ -14,6 +14,7 @@ COMMANDS = {  # command: the module whose main runs it, and what it does
     "evaluate": ("evaluate.__main__", "rewards, KL, win rates, best-of-n and ROUGE of a policy on held-out prompts"),
     "report": ("report.__main__", "one HTML page about a run, or comparing several"),
     "chat": ("chat", "chat with a policy in the terminal"),
+    "compile": ("compile", "compile a run's programs ahead, on its devices, into a folder that the run reads"),
     "configs": ("config.shipped", "list the shipped configs, show one, copy one to edit"),
 }
 

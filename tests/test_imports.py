@@ -70,7 +70,7 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("inference",),
     ("dry_run", "evaluate"),
     ("report",),
-    ("train", "chat"),
+    ("train", "chat", "compile"),
     ("cli",),
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,7 +14,6 @@ from jax.sharding import Mesh
 
 from rlhf_jax.parallel import sharding
 
-_logger = logging.getLogger(__name__)
 WAITED = "/rlhf_jax/compile_ahead/wait_for_compiler_duration"
 """The event of JAX's monitoring for the seconds that a call waited for a program."""
 
@@ -46,6 +44,7 @@ class CompileAhead:
         self._mesh, self._traced, self._changed = mesh, False, threading.Condition()
         self._compiling: dict[str, futures.Future] = {}
         self._waited_for: set[str] = set()
+        self._error: Exception | None = None
         self._compilers = futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "compile")
         threading.Thread(target=self._trace, args=(trace,), name="trace", daemon=True).start()
 
@@ -53,7 +52,7 @@ class CompileAhead:
         try:
             trace(self._build)
         except Exception as error:
-            _logger.debug("nothing more is compiled ahead: %r", error)  # the call raises it where it is one
+            self._error = error  # a run meets it again in a call
         finally:
             with self._changed:
                 self._traced = True
@@ -87,6 +86,16 @@ class CompileAhead:
             self._waited_for.add(name)
             jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - began)
         return program(*args, **arguments)
+
+    def finish(self) -> dict[str, float]:
+        """`seconds`, when all programs are compiled. Raises what tracing or a compilation raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._traced)
+        for future in self._compiling.values():
+            future.result()
+        if self._error is not None:
+            raise self._error
+        return self.seconds
 
     def close(self) -> None:
         """Begins no further compilation."""

@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import stat
+import sys
 import threading
 
 import filelock
@@ -66,17 +68,27 @@ class CompileTimer:
         jax.monitoring.unregister_event_duration_listener(self._record)
 
 
-def enable() -> str | None:
-    """Caches compiled programs in `folder`, unless JAX has a cache directory already or JAX_ENABLE_COMPILATION_CACHE=0.
+def enable(place: str | None = None) -> str | None:
+    """Caches compiled programs, unless JAX_ENABLE_COMPILATION_CACHE=0.
+
+    A folder that others may write is not used: what lies there would run as the user.
+
+    Args:
+      place: a folder; None: `folder`, unless JAX has a cache directory already.
 
     Returns:
       The folder, or None where it is not used or not writable.
     """
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    if not jax.config.jax_enable_compilation_cache:
         return None
-    path = folder()
+    if place is None and jax.config.jax_compilation_cache_dir is not None:
+        return None
+    path = folder() if place is None else pathlib.Path(place)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if path.stat().st_mode & stat.S_IWOTH:
+            print(f"compiled programs are not kept: other users may write {path}", file=sys.stderr, flush=True)
+            return None
     except OSError:
         return None
     if not os.access(path, os.W_OK):

@@ -331,6 +331,13 @@ class RolloutStage(Stage):
         programs = self.programs.replace(run=build)
         self._trace(programs, self.state, reward_params, prompt_width(self.config), images)
 
+    def trace_first_update(self, build) -> None:
+        """As `Stage.trace_first_update`."""
+        reward_params = [reader.params for reader in self.scorer.models]
+        prompts = self._prompts(0)
+        programs = self.programs.replace(run=build)
+        self._trace(programs, self.state, reward_params, prompts.tokens.shape[1], prompts.images)
+
     def _trace(
         self, programs: Programs, state: TrainState, reward_params: list[Params], width: int, images: Images | None
     ) -> None:

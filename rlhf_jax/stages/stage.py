@@ -95,6 +95,10 @@ class Stage:
         """Hands each program of an update, with the shapes of its arguments, to `build`; see `dry_run.memory`."""
         raise NotImplementedError
 
+    def trace_first_update(self, build: Any) -> None:
+        """As `trace_programs`, with the shapes of the first batch of this data."""
+        raise NotImplementedError
+
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final models under `folder`: {name: path}."""
         raise NotImplementedError

@@ -224,12 +224,9 @@ class SupervisedStage(Stage):
 
     def _begin_to_compile(self, model: Model, optimizer: optimizers.Optimizer) -> None:
         """Begins to compile the update, for params that are not loaded yet."""
-        size = self.config.batch_size
-        batch = self.train_data.batch(self.config.seed, 0, size, self.context.local_rows(size))
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
         network, state = self._load(context, model, optimizer)
-        self.update_step = self._jitted(optimizer, state)
-        shapes = jax.tree.map(lambda x: self._rows(size, *x.shape[1:], dtype=x.dtype), batch)
+        self.update_step, shapes = self._jitted(optimizer, state), self._first_batch()
         self.compiling = CompileAhead(
             lambda build: build("update", self.update_step, state, network, shapes), self.mesh
         )
@@ -326,6 +323,17 @@ class SupervisedStage(Stage):
 
         resident = self.state, self.network
         build("update", self.update_step, *resident, jax.tree.map(longest, batch), resident=resident)
+
+    def trace_first_update(self, build) -> None:
+        """As `Stage.trace_first_update`."""
+        resident = self.state, self.network
+        build("update", self.update_step, *resident, self._first_batch(), resident=resident)
+
+    def _first_batch(self) -> Any:
+        """Shapes of the first update's batch."""
+        size = self.config.batch_size
+        batch = self.train_data.batch(self.config.seed, 0, size, self.context.local_rows(size))
+        return jax.tree.map(lambda x: self._rows(size, *x.shape[1:], dtype=x.dtype), batch)
 
     def _rows(self, *shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))

@@ -62,6 +62,8 @@ def test_other_shapes_and_errors_are_left_to_the_call(compiled):
         ahead.run("checked", program, jnp.ones(3))
     np.testing.assert_array_equal(ahead.run("checked", program, jnp.ones(4)), 2)
     assert compiled["jit(checked)"] == [threading.current_thread().name] and ahead.seconds == {}
+    with pytest.raises(ValueError, match="three"):
+        ahead.finish()
     ahead.close()
 
 

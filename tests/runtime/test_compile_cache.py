@@ -77,6 +77,13 @@ def test_a_home_that_cannot_be_written_is_no_error(home, monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_folder_that_others_may_write_is_not_used(home, capsys):
+    compile_cache.folder().mkdir(parents=True)
+    compile_cache.folder().chmod(0o777)
+    assert compile_cache.enable() is None and jax.config.jax_compilation_cache_dir is None
+    assert f"other users may write {compile_cache.folder()}" in capsys.readouterr().err
+
+
 def test_another_processor_has_a_folder_of_its_own(home, monkeypatch):
     own = compile_cache.folder()
     monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
