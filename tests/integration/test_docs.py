@@ -84,8 +84,9 @@ def options_in(script: pathlib.Path) -> set[str]:
             found |= {a.value for a in node.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")}
             if any(isinstance(a, ast.JoinedStr) and ast.unparse(a)[2:].startswith("--{") for a in node.args):
                 found |= {f"--{c.value}" for c in ast.walk(tree) if isinstance(c, ast.Constant)}
-        elif isinstance(node, ast.Import):
-            beside = [script.with_name(f"{name.name}.py") for name in node.names]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+            beside = [script.with_name(f"{module}.py") for module in modules]
             found |= {option for path in beside if path.exists() for option in options_in(path)}
     return found
 
