@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -389,7 +390,7 @@ def deterministic(args: argparse.Namespace) -> dict[str, Any]:
     work, case, without = measured_case(args)
     xla_flags.add(xla_flags.DETERMINISTIC)  # the child inherits them
     with_flags = benchmark.run_child("ours", case, work, 0, without["micro"], "deterministic")
-    return {"without": without["updates"], "with": with_flags["updates"], "flags": list(xla_flags.DETERMINISTIC)}
+    return {"without": without["updates"], "with": with_flags["updates"], "flags": os.environ["XLA_FLAGS"].split()}
 
 
 PARTS = {
