@@ -1,9 +1,11 @@
 """The walls between the rooms: who may import what."""
 
 import ast
+import importlib
 import json
 import pathlib
 import types
+from importlib import util
 
 import pytest
 
@@ -297,6 +299,18 @@ def test_every_folder_of_tests_is_a_package():
     """Two files of one name in two folders are two modules then."""
     folders = {path.parent for path in TESTS.rglob("*.py")} - {TESTS / "helpers" / "fake_trackers"}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_what_scripts_and_configs_import_of_the_package_exists():
+    """Some import within a function that no test calls."""
+    missing = []
+    for path in (*(ROOT / "scripts").rglob("*.py"), *(ROOT / "configs").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rlhf_jax":
+                module = importlib.import_module(node.module)
+                names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                missing += [f"{path}: {name}" for name in names if not util.find_spec(f"{node.module}.{name}")]
+    assert not missing
 
 
 def test_the_files_that_took_longest_come_first_and_their_tests_in_order():

@@ -74,8 +74,10 @@ def start(path: str, tokenizer_name: str, batch_size: int) -> dict[str, float]:
     import pyarrow.feather
     import pyarrow.parquet  # noqa: F401
 
-    from rlhf_jax import data
-    from rlhf_jax.stages import base  # noqa: F401
+    from rlhf_jax import (
+        data,
+        train,  # noqa: F401
+    )
 
     tokenizer = data.load_tokenizer(tokenizer_name)
     calls = []
