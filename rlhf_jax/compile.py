@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -65,10 +66,9 @@ def compile_run(config, out: str | None) -> None:
     if config.topology is not None or config.dry_run:
         raise UserError("compile is for the devices of this machine: --topology and --dry_run are options of train")
     xla_flags.add_those_of_gpus()
-    wanted = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())
-    place = compile_cache.enable(wanted)
-    if place is None:
-        raise UserError(f"programs cannot be kept in {wanted}: give --out another folder")
+    folder = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())
+    if compile_cache.enable(folder) is None:
+        raise UserError(f"programs cannot be kept in {folder}: give --out another folder")
     check(config)
     batch_sizes.check_devices_of(config, jax.device_count())
     for name, stage in stages_of(config).items():
@@ -80,11 +80,11 @@ def compile_run(config, out: str | None) -> None:
             print(f"{name}: left out, since a run compiles when it calls on a mesh of tensor alone", flush=True)
             continue
         opened = open_stage(stage, weights=AbstractWeights(mesh))
-        seconds = CompileAhead(opened.trace_first_update, mesh).finish()
+        seconds = CompileAhead(functools.partial(opened.trace_programs, first_batch=True), mesh).finish()
         opened.close()
         each = ", ".join(f"{program} {took:.1f} s" for program, took in seconds.items())
         print(f"{name}: compiled {each}", flush=True)
-    print(f"kept in {os.path.abspath(place)}", flush=True)
+    print(f"kept in {os.path.abspath(folder)}", flush=True)
 
 
 if __name__ == "__main__":

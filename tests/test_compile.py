@@ -33,15 +33,15 @@ def test_a_run_reads_what_the_command_has_compiled(golden_sft, tmp_path):
     printed = run("rlhf_jax.compile", "--config", str(config), "--out", str(out))
     assert "ppo: compiled generate " in printed and printed.endswith(f"kept in {out}\n")
 
-    def kept():
+    def cached_programs():
         names = ("jit__generate-", "jit__experience-", "jit__update-")
         return sorted(file.name for file in out.glob("*-cache") if file.name.startswith(names))
 
-    compiled = kept()
+    compiled = cached_programs()
     assert len(compiled) == 3 and not (tmp_path / "run").exists()
     cache = {"JAX_COMPILATION_CACHE_DIR": str(out), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     run("rlhf_jax.train", "--config", str(config), **cache)
-    assert kept() == compiled
+    assert cached_programs() == compiled
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
-def given_flags() -> dict[str, str]:
+def flags_now() -> dict[str, str]:
     """The flags in XLA_FLAGS; '' is one without a value."""
     return dict(word.removeprefix("--").partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
 
 
 def are_deterministic() -> bool:
     """Whether the flags ask for kernels with a specified order of addition alone, as `DETERMINISTIC` does."""
-    given, names = given_flags(), ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
-    return any(given.get(name, "false").lower() in ("", "true", "1") for name in names)
+    flags, names = flags_now(), ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_deterministic_ops")
+    return any(flags.get(name, "false").lower() in ("", "true", "1") for name in names)
 
 
 def add(flags: Mapping[str, bool | str]) -> None:
     """Adds flags to XLA_FLAGS. One that the user has set stays, but for lists of passes, which are joined."""
-    given = given_flags()
+    given = flags_now()
     flags = {name: str(value).lower() if isinstance(value, bool) else value for name, value in flags.items()}
     merged = {**flags, **given}
     passes = "xla_disable_hlo_passes"

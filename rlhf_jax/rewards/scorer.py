@@ -298,7 +298,7 @@ class Scorer:
         return bool(self._device_functions) or any(model.tokenizer is None for model in self.models)
 
     def programs(self, build: Callable, params: Sequence[Params], rollout: Rollout, group: int) -> Any:
-        """Hands the program that scores ids to `build`; see `RolloutStage.trace_programs`. `params`: of `set_params`.
+        """Hands the program that scores ids to `build`; see `Stage.trace_programs`. `params`: of `set_params`.
 
         Returns:
           The shape of token-level rewards; None: there are none.

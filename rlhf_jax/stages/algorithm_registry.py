@@ -1,4 +1,4 @@
-"""The registry of algorithms: what is trained, by a record each.
+"""The registry of algorithms: for each, a record of what a stage needs to train by it.
 
 An algorithm is its equations, one file with an `Objective`, one config and one record here. A config file may register
 its own: see `register_algorithm`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_jax.algorithms import grpo, policy_gradient, ppo, rloo
 from rlhf_jax.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, StageConfig, register_stage
@@ -28,6 +28,8 @@ class Algorithm:
       continues_adapter: whether an adapter that training starts from is trained further by default; else it is merged.
     """
 
+    KIND_OF_CONFIG: ClassVar[type[StageConfig]] = StageConfig
+    """What `config` inherits."""
     name: str
     config: type
     update: Callable
@@ -36,14 +38,9 @@ class Algorithm:
 
     def __post_init__(self):
         """Raises a UserError if the config is not of the kind of algorithm."""
-        if not issubclass(self.config, self.kind_of_config()):
-            kind = f"{self.config.__name__} does not inherit {self.kind_of_config().__name__}"
-            raise UserError(f"algorithm {self.name!r}: {kind}, whose options a {type(self).__name__} reads")
-
-    @staticmethod
-    def kind_of_config() -> type[StageConfig]:
-        """What `config` inherits."""
-        return StageConfig
+        if not issubclass(self.config, self.KIND_OF_CONFIG):
+            why = f"{self.config.__name__} does not inherit {self.KIND_OF_CONFIG.__name__}"
+            raise UserError(f"algorithm {self.name!r}: {why}, whose options a {type(self).__name__} reads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +65,7 @@ class RolloutAlgorithm(Algorithm):
       learning_rate_metrics: names of the learning rate among the metrics.
     """
 
+    KIND_OF_CONFIG = PolicyConfig
     make_experience: Callable
     eval_metrics: Callable | None = None
     steps_per_update: Callable[[Any], int] = lambda config: 1
@@ -82,11 +80,6 @@ class RolloutAlgorithm(Algorithm):
     token_advantages: bool = False
     progress: tuple[str, ...] = ("objective/scores", "objective/kl", "val/response_length")
     learning_rate_metrics: tuple[str, ...] = ("lr",)
-
-    @staticmethod
-    def kind_of_config() -> type[PolicyConfig]:
-        """As `Algorithm.kind_of_config`."""
-        return PolicyConfig
 
 
 ALGORITHMS: dict[str, Algorithm] = {}

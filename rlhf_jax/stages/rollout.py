@@ -323,31 +323,22 @@ class RolloutStage(Stage):
             frozen["reward" if number == 1 else f"reward {number}"] = reader.params
         return frozen
 
-    def trace_programs(self, build) -> None:
-        """An update on shapes: each program goes, with its arguments, to `build` in place of `programs.run_program`,
-        which returns the shapes of its results."""
-        images = None if self.train_data.images is None else self.train_data.images.batch([0])
+    def trace_programs(self, build, *, first_batch: bool = False) -> None:
+        """As `Stage.trace_programs`."""
+        if first_batch:
+            prompts = self._prompts(0)
+            width, images = prompts.tokens.shape[1], prompts.images
+        else:
+            width = prompt_width(self.config)
+            images = None if self.train_data.images is None else self.train_data.images.batch([0])
         reward_params = [reader.params for reader in self.scorer.models]
-        programs = self.programs.replace(run=build)
-        self._trace(programs, self.state, reward_params, prompt_width(self.config), images)
-
-    def trace_first_update(self, build) -> None:
-        """As `Stage.trace_first_update`."""
-        reward_params = [reader.params for reader in self.scorer.models]
-        prompts = self._prompts(0)
-        programs = self.programs.replace(run=build)
-        self._trace(programs, self.state, reward_params, prompts.tokens.shape[1], prompts.images)
+        self._trace(self.programs.replace(run=build), self.state, reward_params, width, images)
 
     def _trace(
         self, programs: Programs, state: TrainState, reward_params: list[Params], width: int, images: Images | None
     ) -> None:
         """As `trace_programs`, of prompts of `width` columns with images of the shapes of `images`."""
-        batch_sharding = sharding.batch_sharding(self.mesh)
-
-        def rows(count, *shape, dtype=jnp.int32):
-            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=batch_sharding)
-
-        p, b = self.rows_per_update, self.config.batch_size
+        p, b, rows = self.rows_per_update, self.config.batch_size, self.context.row_shape
         images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
         prompts = PromptBatch(rows(p, width), rows(p), rows(p), images)
         rollout, _ = programs.generate(

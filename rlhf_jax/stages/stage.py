@@ -91,12 +91,14 @@ class Stage:
         """Params of the models that are never trained, by what they are."""
         raise NotImplementedError
 
-    def trace_programs(self, build: Any) -> None:
-        """Hands each program of an update, with the shapes of its arguments, to `build`; see `dry_run.memory`."""
-        raise NotImplementedError
+    def trace_programs(self, build: Any, *, first_batch: bool = False) -> None:
+        """An update on shapes: each program goes, with its arguments, to `build` in place of
+        `compile_ahead.run_program`, which returns the shapes of its results.
 
-    def trace_first_update(self, build: Any) -> None:
-        """As `trace_programs`, with the shapes of the first batch of this data."""
+        Args:
+          build: see `dry_run.memory` and `CompileAhead`.
+          first_batch: of the first update's batch; else of the longest rows that there may be.
+        """
         raise NotImplementedError
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:

@@ -101,6 +101,10 @@ class StageContext(Generic[ConfigT]):
         """A host batch onto the mesh, rows over the data axes; each process gives the whole batch."""
         return sharding.shard_batch(batch, self.mesh)
 
+    def row_shape(self, *shape: int, dtype: Any = jnp.int32) -> Any:
+        """A jax.ShapeDtypeStruct of an array of a batch on the mesh: [rows, ...]."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))
+
     def local_rows(self, count: int) -> np.ndarray:
         """The rows of a batch of `count` that this process prepares."""
         return local_rows.held_rows(self.mesh, count)

@@ -47,13 +47,9 @@ class SupervisedAlgorithm(Algorithm, Generic[ConfigT]):
       measures_training_data: whether the training data is measured at the end.
     """
 
+    KIND_OF_CONFIG = SupervisedConfig
     head: str = "causal"
     measures_training_data: bool = False
-
-    @staticmethod
-    def kind_of_config() -> type[SupervisedConfig]:
-        """As `Algorithm.kind_of_config`."""
-        return SupervisedConfig
 
     def load_rows(self, config: ConfigT, train_dataset) -> Any:
         """Training rows, for `load_data`."""
@@ -226,10 +222,9 @@ class SupervisedStage(Stage):
         """Begins to compile the update, for params that are not loaded yet."""
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
         network, state = self._load(context, model, optimizer)
-        self.update_step, shapes = self._jitted(optimizer, state), self._first_batch()
-        self.compiling = CompileAhead(
-            lambda build: build("update", self.update_step, state, network, shapes), self.mesh
-        )
+        self.update_step = self._jitted(optimizer, state)
+        batch = self._batch_shapes(None)
+        self.compiling = CompileAhead(lambda build: build("update", self.update_step, state, network, batch), self.mesh)
         self.run = self.compiling.run
 
     # --- an update
@@ -313,30 +308,20 @@ class SupervisedStage(Stage):
         """As `Stage.frozen`."""
         return {} if self.network.base is None else {"base": self.network.base}
 
-    def trace_programs(self, build) -> None:
-        """As `RolloutStage.trace_programs`: the update, on the longest rows that there may be."""
-        batch = self.train_data.batch(self.config.seed, 0, self.config.batch_size)
-
-        def longest(x):
-            shape = (x.shape[0], self.config.max_length) if x.ndim == 2 else x.shape
-            return self._rows(*shape, dtype=x.dtype)
-
+    def trace_programs(self, build, *, first_batch: bool = False) -> None:
+        """As `Stage.trace_programs`."""
         resident = self.state, self.network
-        build("update", self.update_step, *resident, jax.tree.map(longest, batch), resident=resident)
+        batch = self._batch_shapes(None if first_batch else self.config.max_length)
+        build("update", self.update_step, *resident, batch, resident=resident)
 
-    def trace_first_update(self, build) -> None:
-        """As `Stage.trace_first_update`."""
-        resident = self.state, self.network
-        build("update", self.update_step, *resident, self._first_batch(), resident=resident)
+    def _batch_shapes(self, columns: int | None) -> Any:
+        """Shapes of a batch whose rows have so many columns; None: those of the first batch."""
 
-    def _first_batch(self) -> Any:
-        """Shapes of the first update's batch."""
-        size = self.config.batch_size
-        batch = self.train_data.batch(self.config.seed, 0, size, self.context.local_rows(size))
-        return jax.tree.map(lambda x: self._rows(size, *x.shape[1:], dtype=x.dtype), batch)
+        def shape(x):
+            rest = x.shape[1:] if columns is None or x.ndim != 2 else (columns,)
+            return self.context.row_shape(x.shape[0], *rest, dtype=x.dtype)
 
-    def _rows(self, *shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.batch_sharding(self.mesh))
+        return jax.tree.map(shape, self.train_data.batch(self.config.seed, 0, self.config.batch_size))
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """Writes the final model as a Hugging Face checkpoint with the tokenizer: {name: path}."""

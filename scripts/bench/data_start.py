@@ -74,10 +74,8 @@ def start(path: str, tokenizer_name: str, batch_size: int) -> dict[str, float]:
     import pyarrow.feather
     import pyarrow.parquet  # noqa: F401
 
-    from rlhf_jax import (
-        data,
-        train,  # noqa: F401
-    )
+    import rlhf_jax.train  # noqa: F401
+    from rlhf_jax import data
 
     tokenizer = data.load_tokenizer(tokenizer_name)
     calls = []
