@@ -71,3 +71,13 @@ def test_stages_whose_models_do_not_exist_are_left_out(monkeypatch, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["sft", "reward", "ppo"]
     assert all("does not exist yet" in line for line in lines[:3])
+
+
+def test_the_flags_are_those_of_the_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(command.compile_cache, "enable", lambda place: place)
+    monkeypatch.setattr(command.report, "missing_start", lambda stage: "x")
+    for deterministic in ("false", "true"):
+        words = ["--config", "tldr_sft.py", "--deterministic", deterministic, "--out", str(tmp_path)]
+        assert command.main(words) == 0
+        assert ("xla_gpu_autotune_level=0" in os.environ["XLA_FLAGS"]) == (deterministic == "true")
