@@ -11,7 +11,7 @@ import jax
 
 from rlhf_jax.config import batch_sizes, command_line, resolve, stages_of
 from rlhf_jax.config.check import check
-from rlhf_jax.dry_run import report
+from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import xla_flags
@@ -77,7 +77,7 @@ def compile_run(config, out: str | None) -> None:
         if (missing := report.missing_start(stage)) is not None:
             print(f"{name}: left out, since {missing} does not exist yet", flush=True)
             continue
-        mesh = report.mesh_of(stage)
+        mesh = memory.mesh_of(stage)
         if not can_foresee(mesh):
             print(f"{name}: left out, since a run compiles when it calls on a mesh of tensor alone", flush=True)
             continue

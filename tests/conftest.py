@@ -110,6 +110,20 @@ def signatures() -> int:
 
 
 @pytest.fixture
+def missed():
+    """An entry for each program that was compiled since JAX's cache on disk did not have it."""
+    events = []
+
+    def listen(event, **_):
+        if event == "/jax/compilation_cache/cache_misses":
+            events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_listener(listen)
+
+
+@pytest.fixture
 def server():
     server = Server()
     yield server

@@ -88,6 +88,16 @@ def test_other_numbers_do_not_compile_anew(checkpoint):
     assert policy._sample._cache_size() == 3
 
 
+def test_ten_turns_at_three_temperatures_compile_a_program_for_each_width(checkpoint):
+    policy, text, widths = rlhf_jax.load_policy(checkpoint), "i met", set()
+    for turn in range(10):
+        ids = policy.tokenizer.encode(text)
+        widths.add(32 if len(ids) <= 32 else 64)
+        answer = policy.generate(text, max_new_tokens=4, temperature=(0.3, 0.7, 1.1)[turn % 3], seed=turn)
+        text = f"{text} anna and {answer}"
+    assert len(widths) == policy._sample._cache_size() == 2
+
+
 def test_no_response_is_longer_than_asked(policy):
     for most in (1, 5, 9):
         responses = policy.generate(TEXTS, max_new_tokens=most, seed=3)

@@ -24,12 +24,21 @@ class Optimizer(NamedTuple):
       keeps_finite: a gradient with a finite norm gives finite params and a finite state, so that the result needs no
         check.
       value_learning_rate: the same as learning_rate for the critic; None: it has learning_rate.
+      peaks: the largest learning rate of the policy, and of the critic or None. A program takes them as arguments, so
+        that another learning rate does not compile it again; the user's transformation has none.
+      remake: (peaks) -> the same optimizer with them.
     """
 
     transformation: optax.GradientTransformationExtraArgs
     learning_rate: Callable[[Array], Array] | None = None
     keeps_finite: bool = False
     value_learning_rate: Callable[[Array], Array] | None = None
+    peaks: tuple[Any, ...] = ()
+    remake: Callable[..., Optimizer] | None = None
+
+    def with_peaks(self, peaks: tuple[Any, ...]) -> Optimizer:
+        """The same optimizer with other peaks, such as arguments of the program."""
+        return self if self.remake is None else self.remake(*peaks)
 
     def init(self, params: Params) -> Any:
         """The optimizer state of params."""
@@ -49,11 +58,18 @@ def make_optimizer(config: OptimizerOptions, total_updates: int, steps_per_updat
       total_updates: updates of the whole run.
       steps_per_update: optimizer steps of an update.
     """
-    rate, value_rate = make_schedule(config, total_updates, steps_per_update), None
-    if config.value_learning_rate is not None:
-        value_rate = make_schedule(config, total_updates, steps_per_update, config.value_learning_rate)
-    transformation = optax.chain(scale_by_adamw(config, steps_per_update), scale_by_learning_rate(rate, value_rate))
-    return Optimizer(transformation, rate, keeps_finite=True, value_learning_rate=value_rate)
+
+    def make(peak: float | Array, value_peak: float | Array | None) -> Optimizer:
+        rate, value_rate = (
+            None if own is None else make_schedule(config, total_updates, steps_per_update, own)
+            for own in (peak, value_peak)
+        )
+        assert rate is not None
+        scaled = scale_by_learning_rate(rate, value_rate)
+        transformation = optax.chain(scale_by_adamw(config, steps_per_update), scaled)
+        return Optimizer(transformation, rate, True, value_rate, peaks=(peak, value_peak), remake=make)
+
+    return make(config.learning_rate, config.value_learning_rate)
 
 
 def scale_by_adamw(config: OptimizerOptions, steps_per_update: int = 1) -> optax.GradientTransformation:
@@ -101,7 +117,7 @@ def _labels(params: Params) -> Any:
 
 
 def make_schedule(
-    config: OptimizerOptions, total_updates: int, steps_per_update: int = 1, peak: float | None = None
+    config: OptimizerOptions, total_updates: int, steps_per_update: int = 1, peak: float | Array | None = None
 ) -> Callable[[Array], Array]:
     """`learning_rate` as a function of the optimizer step's number.
 
@@ -113,7 +129,7 @@ def make_schedule(
     return lambda step: learning_rate(config, step, total_updates * steps_per_update, peak)
 
 
-def learning_rate(config: OptimizerOptions, step: Array, total_steps: int, peak: float | None = None) -> Array:
+def learning_rate(config: OptimizerOptions, step: Array, total_steps: int, peak: float | Array | None = None) -> Array:
     """The rate of step `step` (0-based) of `total_steps`: Hugging Face's schedules.
 
     linear: lr * (total - step) / (total - warmup); cosine: lr * (1 + cos(pi * 2 num_cycles * progress)) / 2;

@@ -5,14 +5,13 @@ No weights are loaded.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import functools
 import io
 import math
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -20,7 +19,8 @@ import numpy as np
 
 from rlhf_jax.config import PolicyConfig, SFTConfig, StageConfig, stage_name
 from rlhf_jax.data import images
-from rlhf_jax.dry_run import topologies
+from rlhf_jax.dry_run import compiling, topologies
+from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.io import hf
 from rlhf_jax.models.placement import AbstractWeights
@@ -29,33 +29,10 @@ from rlhf_jax.stages import ALGORITHMS, open_stage, rollout_models, sft
 from rlhf_jax.stages.open_models import Source
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program of an update; bytes are those of one device."""
-
-    name: str
-    seconds: float
-    """Compile time."""
-    arguments: int
-    outputs: int
-    temporary: int
-    aliased: int
-    """Outputs that reuse the buffers of arguments."""
-    other_resident: int
-    """Arrays of the stage that stay on the device and are no arguments of the program."""
-    refused: str = ""
-    """The compiler's reason if the program does not fit."""
-    traced: Any = None
-    """jax.stages.Traced."""
-    compiled: Any = None
-    """jax.stages.Compiled."""
-    text: str = ""
-    """Its optimised HLO, if the compile function kept it."""
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes on the device while it runs."""
-        return self.other_resident + self.arguments + self.temporary + self.outputs - self.aliased
+def mesh_of(config: StageConfig) -> Any:
+    """The mesh of a stage: of this machine's devices, or of those that --topology names."""
+    devices = None if config.topology is None else topologies.topology_devices(config.topology)
+    return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -136,91 +113,62 @@ def resident_bytes(stage: Any) -> dict[str, int]:
     return sizes | {name: bytes_on_device(params) for name, params in stage.frozen().items()}
 
 
+class _Enough(Exception):
+    """All programs that were asked for are traced."""
+
+
 def programs(
     stage: Any,
     on_compiled: Callable[[Program], None] = lambda program: None,
     only: Sequence[str] = (),
     compile_fn: Callable[..., Program] | None = None,
+    at_once: int = 1,
 ) -> list[Program]:
     """The programs of an update, compiled.
 
     Args:
       stage: by `abstract_stage`.
-      on_compiled: called with each program as soon as it is compiled.
+      on_compiled: called with each program, in their order, as soon as it and those before it are compiled.
       only: names of the programs to compile; empty: all.
-      compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compile_program`, with the options
-        that described devices need.
+      compile_fn: (name, traced, bytes that are no arguments) -> Program; default: `compiling.compile_for` of the
+        stage's devices.
+      at_once: programs that are compiled at a time; with 1 a program is traced when the one before it is compiled.
 
     Returns:
       A Program each, in the order of an update.
     """
     resident_total = sum(resident_bytes(stage).values())
-    options = topologies.compiler_options(stage.mesh.devices.flat[0])
-    compile_fn = compile_fn or functools.partial(compile_program, options=options)
+    compile_fn = compile_fn or compiling.compile_for(stage.mesh.devices.flat[0])
     compiled: list[Program] = []
+    pending: collections.deque[futures.Future[Program]] = collections.deque()
+
+    def take_first() -> None:
+        compiled.append(pending.popleft().result())
+        on_compiled(compiled[-1])
+
+    def compile_one(name: str, traced: Any, others: int) -> Program:
+        made = compile_fn(name, traced, others)
+        if made.refused:
+            return made
+        # XLA counts no arguments that a program does not read.
+        return dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
 
     def build(name: str, program: Any, *args: Any, resident: Any = (), **arguments: Any) -> Any:
+        traced = program.trace(*args, **arguments)
         if not only or name in only:
-            others = resident_total - bytes_on_device(resident)
-            made = compile_fn(name, program.trace(*args, **arguments), others)
-            if not made.refused:  # XLA counts no arguments that a program does not read
-                made = dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
-            compiled.append(made)
-            on_compiled(compiled[-1])
-        return compile_ahead.result_shapes(program.eval_shape(*args, **arguments), stage.mesh)
+            pending.append(pool.submit(compile_one, name, traced, resident_total - bytes_on_device(resident)))
+            if at_once == 1:
+                take_first()
+        if only and len(compiled) + len(pending) == len(only):
+            raise _Enough
+        return compile_ahead.result_shapes(traced.out_info, stage.mesh)
 
-    stage.trace_programs(build)
+    with compiling.no_disk_cache(), futures.ThreadPoolExecutor(at_once) as pool:
+        with contextlib.suppress(_Enough):
+            stage.trace_programs(build)
+        while pending:
+            take_first()
     return compiled
-
-
-def compile_program(name: str, traced: Any, other_resident: int, options: dict[str, Any] | None = None) -> Program:
-    """Compiles a program.
-
-    Args:
-      name: of the program.
-      traced: jax.stages.Traced.
-      other_resident: bytes of arrays on the device that are no arguments of the program.
-      options: of XLA's compiler.
-
-    Returns:
-      The Program, with `refused` if it does not fit.
-    """
-    began = time.perf_counter()
-    try:
-        with _no_disk_cache():
-            compiled = traced.lower().compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        size, reason = _refusal(str(error))
-        return Program(name, time.perf_counter() - began, 0, 0, size, 0, other_resident, reason, traced)
-    memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    return Program(name, seconds, *sizes, memory.alias_size_in_bytes, other_resident, traced=traced, compiled=compiled)
-
-
-def _refusal(error: str) -> tuple[int, str]:
-    """(bytes that the program needs, 0 if the compiler's error does not say; the reason in one line)"""
-    size = r"([\d.]+)([KMGT])"
-    used = re.search(rf"Used {size} of {size}", error) or re.search(
-        rf"memory required for [\w ]+ \({size}\) exceeds available HBM \({size}\)", error
-    )
-    if not used:
-        return 0, error.splitlines()[0][:200]
-    bytes_needed = float(used[1]) * 2 ** (10 * ("KMGT".index(used[2]) + 1))
-    return int(bytes_needed), f"needs {used[1]} {used[2]}iB of {used[3]} {used[4]}iB"
-
-
-@contextlib.contextmanager
-def _no_disk_cache() -> Iterator[None]:
-    """Programs compiled within are not written to jax's cache on disk, since they are never run."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, math.inf)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def cache_bytes(stage: Any) -> int:

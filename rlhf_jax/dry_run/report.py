@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import hlo, memory, topologies
+from rlhf_jax.dry_run import hlo, in_processes, memory, topologies
+from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime import out_of_memory
@@ -37,54 +38,55 @@ def roles(stage: Any) -> list[tuple[str, int, bool]]:
     return [(role, count(params), role in trained) for role, params in {**trained, **frozen}.items()]
 
 
-def mesh_of(config: StageConfig) -> Any:
-    """The mesh of a stage: of this machine's devices, or of those that --topology names."""
-    devices = None if config.topology is None else topologies.topology_devices(config.topology)
-    return sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor, devices=devices)
-
-
 def size(count: float) -> str:
     """Bytes as text, '12.3 MiB'."""
     unit = next((unit for unit in ("GiB", "MiB") if count >= UNITS[unit]), "KiB")
     return f"{count / UNITS[unit]:,.1f} {unit}"
 
 
-def memory_lines(config: StageConfig, mesh: Any) -> list[str]:
-    """The parameters of each model, each device's memory between and during programs, and whether it fits."""
+def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> None:
+    """Logs the parameters of each model, each device's memory between and during programs, and whether it fits."""
     if (path := missing_start(config)) is not None:
-        return [f"memory: unknown until {path} exists"]
+        return log(f"memory: unknown until {path} exists")
     stage = memory.abstract_stage(config, mesh)
-    lines = [
-        f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}"
-        for role, count, trained in roles(stage)
-    ]
+    for role, count, trained in roles(stage):
+        log(f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}")
     if (shown := getattr(stage.train_data, "images", None)) is not None:
-        lines.append(
+        log(
             f"images: one a prompt of {shown.tiles} tiles, the most that the image processor cuts one into; other "
             "numbers of images or tiles need other programs"
         )
     device, resident = mesh.devices.flat[0], memory.resident_bytes(stage)
     limit = topologies.capacity(device)
-    lines.append(f"resident on each device ({device.device_kind}, {usable(device, limit)})")
-    lines += [f"  {name:<12} {size(count):>12}" for name, count in resident.items()]
-    lines.append(f"  {'total':<12} {size(sum(resident.values())):>12}")
+    log(f"resident on each device ({device.device_kind}, {usable(device, limit)})")
+    for name, count in resident.items():
+        log(f"  {name:<12} {size(count):>12}")
+    log(f"  {'total':<12} {size(sum(resident.values())):>12}")
     if isinstance(config, PolicyConfig):
-        lines.append(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, during generation")
-    programs = memory.programs(stage)
-    for program in programs:
-        if program.refused:
-            lines.append(f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}")
-            continue
-        own = size(program.temporary + program.outputs - program.aliased)
-        compiled = f"(compiled in {program.seconds:.0f} s)"
-        lines.append(f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}")
-    lines += communication_lines(programs, mesh, config)
+        log(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, during generation")
+    log(f"during each program, compiled for {device.device_kind}, which can take minutes")
+    if topologies.described_tpu(device) and in_processes.can_compile(config):
+        programs = in_processes.programs(config, lambda program: log(program_line(program)))
+    else:
+        at_once = min(4, os.cpu_count() or 1)
+        programs = memory.programs(stage, lambda program: log(program_line(program)), at_once=at_once)
+    for line in communication_lines(programs, mesh, config):
+        log(line)
     if topologies.compiler_options(device):
-        lines.append(
+        log(
             "compiled without Triton's matrix products, as a run is unless XLA_FLAGS says otherwise. CUDA and NCCL "
             "take some hundred MiB of their own"
         )
-    return [*lines, verdict(config, programs, limit)]
+    log(verdict(config, programs, limit))
+
+
+def program_line(program: Program) -> str:
+    """A program's peak, or why the compiler refuses it."""
+    if program.refused:
+        return f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}"
+    own = size(program.temporary + program.outputs - program.aliased)
+    compiled = f"(compiled in {program.seconds:.0f} s)"
+    return f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}"
 
 
 def usable(device: Any, limit: int | None) -> str:
@@ -96,7 +98,7 @@ def usable(device: Any, limit: int | None) -> str:
     return f"{size(limit)} of memory: the {topologies.preallocated():g} of {size(gpu.memory)} that jax preallocates"
 
 
-def communication_lines(programs: list[memory.Program], mesh: Any, config: StageConfig) -> list[str]:
+def communication_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
     """The bytes that a device sends in each program, by collective; none on one device."""
     if mesh.size == 1:
         return []
@@ -106,14 +108,14 @@ def communication_lines(programs: list[memory.Program], mesh: Any, config: Stage
         if program.refused:
             continue
         sent: dict[str, float] = {}
-        for collective in hlo.collectives(program.compiled.as_text(), steps):
+        for collective in hlo.collectives(program.text, steps):
             sent[collective.kind] = sent.get(collective.kind, 0.0) + collective.sent * collective.times
         kinds = ", ".join(f"{kind} {size(sent[kind])}" for kind in sorted(sent) if sent[kind] >= UNITS["KiB"])
         lines.append(f"  {program.name:<12} {size(sum(sent.values())):>12}{': ' if kinds else ''}{kinds}")
     return lines
 
 
-def verdict(config: StageConfig, programs: Sequence[memory.Program], limit: int | None) -> str:
+def verdict(config: StageConfig, programs: Sequence[Program], limit: int | None) -> str:
     """One line: whether it fits, and if it does not, the options that need less."""
     refused = next((program for program in programs if program.refused), None)
     highest = refused or max(programs, key=lambda program: program.peak)
@@ -139,7 +141,7 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     Raises:
       UserError: a model's config cannot be read, or does not fit the run.
     """
-    mesh = mesh_of(config)
+    mesh = memory.mesh_of(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
     for line in batch_sizes.batch_lines(
@@ -150,6 +152,5 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     where = f" of {config.topology}, described" if config.topology else ""
     devices = f"{mesh.size} {device.platform} device{'s' if mesh.size > 1 else ''}{where}"
     log(f"mesh: {axes} ({devices}), jax {jax.__version__}")
-    for line in memory_lines(config, mesh):
-        log(line)
+    show_memory(config, mesh, log)
     log(f"compute {jnp.dtype(config.dtype).name}; dry run: nothing was loaded or written")

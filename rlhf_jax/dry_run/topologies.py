@@ -180,6 +180,11 @@ def described_gpu(device: Any) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.kind == device.device_kind), None)
 
 
+def described_tpu(device: Any) -> bool:
+    """Whether a device is a TPU that is only compiled for."""
+    return device.platform == "tpu" and device.client.runtime_type == "compile_only_runtime"
+
+
 def preallocated() -> float:
     """The share of a GPU's memory that jax takes when it starts, and that a run can use.
 

@@ -125,7 +125,8 @@ class Sampler:
             rollout = policy.sample(prompts, seed, sampling, group, rows)
             kl = None
             if compute_kl is not None:
-                kl = compute_kl(policy.params, self._ref.params, rollout, self._images(prompts, policy))
+                images = self._images(prompts, policy)
+                kl = compute_kl(policy.params, self._ref.params, rollout, images, sampling.temperature)
             host, kl = sharding.fetch((rollout, kl))
             rollouts.append((host, prompts.rows, real))
             count = real * group
@@ -143,9 +144,10 @@ class Sampler:
         return None if prompts.images is None else sharding.shard_batch(prompts.images, policy.mesh)
 
     def _kl_program(self, policy: Policy):
-        config, reference = self._config, self._ref.model
+        reference = self._ref.model
 
-        def kl(params, ref_params, rollout, images):
+        def kl(params, ref_params, rollout, images, temperature):
+            config = dataclasses.replace(self._config, temperature=temperature)
             models = Models(Network(policy.model, params), Network(reference, ref_params))
             if images is not None:
                 group = rollout.lengths.shape[0] // images.pixels.shape[0]

@@ -44,7 +44,7 @@ from rlhf_jax.types import (
 def sampling_of(
     config: SamplingOptions,
     eos_ids: tuple[int, ...],
-    temperature: float | None = None,
+    temperature: float | Array | None = None,
     suppress_ids: tuple[int, ...] = (),
 ) -> Sampling:
     """How responses are sampled.
@@ -130,7 +130,7 @@ class Programs:
         """The programs."""
         state: dict[str, Any] = {"donate_argnames": "state", "out_shardings": (self.state_shardings, None)}
         return Jitted(
-            generate=jax.jit(self._generate, static_argnames=("temperature", "group_size")),
+            generate=jax.jit(self._generate, static_argnames=("greedy", "group_size")),
             experience=jax.jit(self._experience),
             update=jax.jit(self._update, **state),
             skip=jax.jit(self._skip, **state),
@@ -189,8 +189,8 @@ class Programs:
           group that is not finished have length -1.
         """
         base = self.models.base
-        if temperature == self.config.sampling()["temperature"]:
-            temperature = None  # the same program as in training
+        if temperature is None:
+            temperature = self.config.sampling()["temperature"]
         return self.run(
             "generate",
             self.jitted.generate,
@@ -202,6 +202,7 @@ class Programs:
             step=step,
             rollout_state=rollout_state,
             temperature=temperature,
+            greedy=temperature == 0,
             group_size=group_size,
         )
 
@@ -233,13 +234,13 @@ class Programs:
 
     def update(self, state: TrainState, experience: Experience, metrics: Metrics) -> tuple[TrainState, Metrics]:
         """(state, metrics of the update) of an experience and its metrics; the state is donated."""
-        base = self.models.base
-        arguments = {"state": state, "base": base, "experience": experience, "metrics": metrics}
+        base, peaks = self.models.base, self.optimizer.peaks
+        arguments = {"state": state, "base": base, "experience": experience, "metrics": metrics, "peaks": peaks}
         return self.run("update", self.jitted.update, resident=(state, base), **arguments)
 
     def skip(self, state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
         """(state, metrics) of an update without any score; the state is donated."""
-        return self.run("skip", self.jitted.skip, state=state, rollout=rollout)
+        return self.run("skip", self.jitted.skip, state=state, rollout=rollout, peaks=self.optimizer.peaks)
 
     def eval_metrics(self, state: TrainState, experience: Experience) -> Metrics:
         """Metrics of the loss without an update."""
@@ -288,7 +289,9 @@ class Programs:
             reference = reference.replace(params=ref_params)
         return self._models.replace(reference=reference).with_base(base).with_trained(trained)
 
-    def _generate(self, policy, base, prompts: PromptBatch, seed, step, rollout_state, *, temperature, group_size):
+    def _generate(
+        self, policy, base, prompts: PromptBatch, seed, step, rollout_state, temperature, *, greedy, group_size
+    ):
         config, batch, prompt_rows = self.config, prompts, prompts.rows
         policy = self._with_params({"policy": policy}, base).policy
         key, mesh = jax.random.fold_in(update_key(seed, step), 0), self.context.mesh
@@ -314,6 +317,7 @@ class Programs:
                 unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
             decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
             options |= {"keys": keys, "unfinished": unfinished}
+        temperature = 0.0 if greedy else temperature
         sampling = sampling_of(config, self.eos_ids, temperature, self.suppress_ids)
 
         def generate_chunk(chunk):
@@ -342,29 +346,30 @@ class Programs:
         lengths = length_metrics(scored.rollout, self.unused_ids)
         return experience, {**lengths, "nonfinite/causes": causes, **metrics}
 
-    def _update(self, state: TrainState, base, experience, metrics):
-        algorithm, config = self.algorithm, self.config
+    def _update(self, state: TrainState, base, experience, metrics, peaks):
+        algorithm, config, optimizer = self.algorithm, self.config, self.optimizer.with_peaks(peaks)
         key = jax.random.fold_in(update_key(state.seed, state.step), 1)
         after, update_metrics = algorithm.update(
             self._models.with_base(base),
             state,
             experience,
             config=config,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             key=key,
             causes=metrics["nonfinite/causes"],
         )
         if algorithm.adapt_kl_coef is not None:
             after = algorithm.adapt_kl_coef(after, metrics, config)
-        return self._finish(state, after, metrics, update_metrics)
+        return self._finish(state, after, metrics, update_metrics, optimizer)
 
-    def _skip(self, state: TrainState, rollout: Rollout):
+    def _skip(self, state: TrainState, rollout: Rollout, peaks):
         after = nonfinite.add_counts(state, self.config, step=1, episodes=self.config.batch_size)
-        return self._finish(state, after, length_metrics(rollout, self.unused_ids), {})
+        optimizer = self.optimizer.with_peaks(peaks)
+        return self._finish(state, after, length_metrics(rollout, self.unused_ids), {}, optimizer)
 
-    def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics):
+    def _finish(self, before: TrainState, state: TrainState, metrics, update_metrics, optimizer: Optimizer):
         """Counts the tokens of a rollout; adds the metrics of progress, with the learning rates of the step before."""
-        metrics, algorithm, optimizer = dict(metrics), self.algorithm, self.optimizer
+        metrics, algorithm = dict(metrics), self.algorithm
         state = nonfinite.add_counts(state, self.config, tokens=metrics.pop("rollout/tokens"))
         steps_per_update = algorithm.steps_per_update(self.config)
         rate = None

@@ -100,6 +100,7 @@ class SupervisedStage(Stage):
       network: the model with its head and the form of its adapter, and the frozen base; its params are the state's.
       generation: what an exported policy says of generation; None: the model has a scalar head.
       train_data, eval_sets: rows.
+      optimizer: of the run.
       update_step: the jitted update.
       run: calls it, as `run_program`.
     """
@@ -138,18 +139,18 @@ class SupervisedStage(Stage):
 
         # --- params and programs
         if optimizer is None:
-            optimizer = optimizers.make_optimizer(self.config, self.total_steps)
+            self.optimizer = optimizers.make_optimizer(self.config, self.total_steps)
         else:
-            optimizer = optimizers.user_optimizer(optimizer)
+            self.optimizer = optimizers.user_optimizer(optimizer)
         if compile_ahead:
-            self._begin_to_compile(model, optimizer)
+            self._begin_to_compile(model)
         try:
-            self.network, self.state = self._load(context, model, optimizer)
+            self.network, self.state = self._load(context, model)
         except BaseException:
             self.close()
             raise
         if not compile_ahead:
-            self.update_step = self._jitted(optimizer, self.state)
+            self.update_step = self._jitted(self.state)
         self.measure = algorithm.build_measure(self)
         self.phase = "update"
         self._margins: dict[str, Any] = {}  # of each evaluation set of pairs, in the last evaluation
@@ -195,9 +196,7 @@ class SupervisedStage(Stage):
             messages.append(adapters.describe("a new adapter", model.lora, config))
         return model, tokenizer, messages
 
-    def _load(
-        self, context: StageContext[SupervisedConfig], model: Model, optimizer: optimizers.Optimizer
-    ) -> tuple[Network, TrainState]:
+    def _load(self, context: StageContext[SupervisedConfig], model: Model) -> tuple[Network, TrainState]:
         """The network with its frozen base, and the train state."""
         cast = model.lora is not None and not model.lora.modules_to_save
         params = open_models.load_params(
@@ -216,28 +215,29 @@ class SupervisedStage(Stage):
         elif model.frozen_vision:
             params, frozen = model.split_frozen(params)
             base = context.cast_frozen(model, frozen)
-        return Network(model, base=base), context.initial_state({"model": params}, {"model": model}, optimizer)
+        return Network(model, base=base), context.initial_state({"model": params}, {"model": model}, self.optimizer)
 
-    def _begin_to_compile(self, model: Model, optimizer: optimizers.Optimizer) -> None:
+    def _begin_to_compile(self, model: Model) -> None:
         """Begins to compile the update, for params that are not loaded yet."""
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
-        network, state = self._load(context, model, optimizer)
-        self.update_step = self._jitted(optimizer, state)
-        batch = self._batch_shapes(None)
-        self.compiling = CompileAhead(lambda build: build("update", self.update_step, state, network, batch), self.mesh)
+        network, state = self._load(context, model)
+        self.update_step = self._jitted(state)
+        arguments = state, network, self._batch_shapes(None), self.optimizer.peaks
+        self.compiling = CompileAhead(lambda build: build("update", self.update_step, *arguments), self.mesh)
         self.run = self.compiling.run
 
     # --- an update
 
-    def _jitted(self, optimizer: optimizers.Optimizer, state: TrainState) -> Any:
+    def _jitted(self, state: TrainState) -> Any:
         """The update, with the shardings of `state`."""
-        return jax.jit(self._update_fn(optimizer), donate_argnums=0, out_shardings=(state_shardings(state), None))
+        return jax.jit(self._update_fn(), donate_argnums=0, out_shardings=(state_shardings(state), None))
 
-    def _update_fn(self, optimizer: optimizers.Optimizer):
-        """(TrainState, Network, batch) -> (TrainState, metrics), pure."""
-        config, rows = self.config, self.rows
+    def _update_fn(self):
+        """(TrainState, Network, batch, peaks of the learning rate) -> (TrainState, metrics), pure."""
+        config, rows, with_peaks = self.config, self.rows, self.optimizer.with_peaks
 
-        def update_step(state: TrainState, network: Network, batch: Any):
+        def update_step(state: TrainState, network: Network, batch: Any, peaks: tuple[Any, ...]):
+            optimizer = with_peaks(peaks)
             rate = None if optimizer.learning_rate is None else optimizer.learning_rate(state.step)
             key = update_key(state.seed, state.step)
             state, metrics = self.algorithm.update(network, state, batch, config=config, optimizer=optimizer, key=key)
@@ -251,7 +251,7 @@ class SupervisedStage(Stage):
         size = self.config.batch_size
         batch = self.train_data.batch(self.config.seed, step, size, self.context.local_rows(size))
         placed = self.context.place_share(batch, size)
-        state, metrics = self.run("update", self.update_step, state, self.network, placed)
+        state, metrics = self.run("update", self.update_step, state, self.network, placed, self.optimizer.peaks)
         return state, metrics, {}
 
     # --- between updates
@@ -312,7 +312,7 @@ class SupervisedStage(Stage):
         """As `Stage.trace_programs`."""
         resident = self.state, self.network
         batch = self._batch_shapes(None if first_batch else self.config.max_length)
-        build("update", self.update_step, *resident, batch, resident=resident)
+        build("update", self.update_step, *resident, batch, self.optimizer.peaks, resident=resident)
 
     def _batch_shapes(self, columns: int | None) -> Any:
         """Shapes of a batch whose rows have so many columns; None: those of the first batch."""

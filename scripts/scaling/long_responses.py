@@ -11,7 +11,8 @@ time.
 
 Table `pieces` has 8,192 tokens, and each option or part of the code alone changed. Table `longest` has the smallest
 slice that fits responses of each length. Every program that was compiled is kept in docs/scaling/long_responses.json;
-an interrupted call resumes. A compilation for TPUs stops after buffer assignment (compiling.py).
+an interrupted call resumes. A compilation for TPUs stops after buffer assignment
+(rlhf_jax/dry_run/compiling.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import compiling
 import scaling
 import slices
 
@@ -115,7 +115,7 @@ def measure(name: str, topology: str, response: int) -> dict:
             row["peak"] = parts + (cache + slices.sampler_bytes(stage) if piece.program == "generate" else 0)
             if row["peak"] > row["limit"]:
                 return {**row, "fits": False, "compiled": False}
-            (program,) = memory.programs(stage, only=(piece.program,), compile_fn=compiling.compile_fn_of(devices[0]))
+            (program,) = memory.programs(stage, only=(piece.program,))
     row |= {"peak": program.peak, "temporary": program.temporary, "seconds": round(program.seconds), "compiled": True}
     return {**row, "fits": program.peak <= row["limit"] and not program.refused}
 

@@ -1,8 +1,7 @@
 """The table of docs/scaling.md, from programs that XLA compiles for TPU slices that you do not have.
 
     pip install '.[tpu-aot]'
-    python scripts/scaling/scaling.py                 # compiles the missing rows; takes hours
-    python scripts/scaling/scaling.py --assigned      # stops after buffer assignment; half a minute per row
+    python scripts/scaling/scaling.py                 # compiles the missing rows; half a minute each
     python scripts/scaling/scaling.py --only 1b:ppo:v5e:4x4 # one row
     python scripts/scaling/scaling.py --weak          # weak scaling: v5p from 8 to 4,096 chips
     python scripts/scaling/scaling.py --print         # prints the finished rows; also with --weak
@@ -10,13 +9,15 @@
 No weights are created. An update has 512 responses of 53 tokens to prompts of 512, 4 epochs per batch, bfloat16, and
 rematerialized layers; RLOO has 4 responses per prompt. FLOPs are counted in the traced program and divided by the
 number of chips. Bytes of memory and bytes sent between chips come from the text of the compiled program
-(rlhf_jax/dry_run/hlo.py). Most of a compilation is code generation, which changes none of this (compiling.py).
+(rlhf_jax/dry_run/hlo.py). Code generation, which is most of a compilation and changes none of this, is left out
+(rlhf_jax/dry_run/compiling.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pathlib
 import sys
@@ -27,12 +28,12 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "bench"))
 
-import compiling  # noqa: E402
 import count_work  # noqa: E402
 
 from rlhf_jax import UserError, data, models
 from rlhf_jax.config import PPOConfig, RLOOConfig
 from rlhf_jax.dry_run import hlo, memory, topologies
+from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import sharding
 
 # (mesh, micro_batch_size, rollout_batch_size) of each size and slice.
@@ -111,7 +112,7 @@ def config_of(algo: str, path: str, mesh: tuple[int, int, int], micro: int, roll
     return RLOOConfig(**shared, num_generations=4, num_iterations=4)
 
 
-def measure(program: str, algo: str, size: str, topology: str, layout: tuple, assigned: bool, batch: int = 512) -> dict:
+def measure(program: str, algo: str, size: str, topology: str, layout: tuple, batch: int = 512) -> dict:
     """One row with one of its programs, compiled and counted."""
     mesh, micro, rollout = layout
     with tempfile.TemporaryDirectory() as folder:
@@ -128,22 +129,21 @@ def measure(program: str, algo: str, size: str, topology: str, layout: tuple, as
             "rollout": rollout,
             "batch": batch,
             "limit": limit,
-            "assigned": assigned,
             "parts": memory.resident_bytes(stage),
             "cache": memory.cache_bytes(stage),
             "programs": {},
         }
 
-        def add(program: memory.Program) -> None:
+        def add(program: Program) -> None:
             row["programs"][program.name] = count(program, len(devices), config.response_length)
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB {program.refused}")
             sys.stdout.flush()
 
-        memory.programs(stage, add, (program,), compiling.assigned if assigned else compiling.whole)
+        memory.programs(stage, add, (program,))
     return row
 
 
-def count(program: memory.Program, chips: int, steps: int) -> dict[str, Any]:
+def count(program: Program, chips: int, steps: int) -> dict[str, Any]:
     """What a chip holds, computes, moves and sends in one run of a program; for decoding also in one step."""
     row: dict[str, Any] = {
         "peak": program.peak,
@@ -158,7 +158,7 @@ def count(program: memory.Program, chips: int, steps: int) -> dict[str, Any]:
     return row
 
 
-def work(program: memory.Program, chips: int, turns: int) -> dict[str, float]:
+def work(program: Program, chips: int, turns: int) -> dict[str, float]:
     """FLOPs, bytes of memory and bytes sent per chip, with `turns` iterations of the decode loop."""
     flops = count_work.count(program.traced.jaxpr.jaxpr, [1.0], turns).flops / chips
     if program.refused:
@@ -210,14 +210,18 @@ def in_process(make: Callable[..., dict], *args: Any) -> dict:
     """`make(*args)` in another process; the result comes through a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "row")
-        code = compiling.run_in_process(_write, path, make, args)
+        process = multiprocessing.get_context("spawn").Process(target=_write_and_exit, args=(path, make, args))
+        process.start()
+        process.join()
         if not path.exists():
-            raise UserError(f"a process exited with code {code} without a row; its output is above")
+            raise UserError(f"a process exited with code {process.exitcode} without a row; its output is above")
         return json.loads(path.read_text())
 
 
-def _write(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
+def _write_and_exit(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
     path.write_text(json.dumps(make(*args)))
+    sys.stdout.flush()
+    os._exit(0)  # with the compilation, which goes on
 
 
 def names() -> list[tuple[str, str, str]]:
@@ -226,7 +230,7 @@ def names() -> list[tuple[str, str, str]]:
     return [(size, algo, topology) for size in sizes for algo in ("ppo", "rloo") for topology in LAYOUTS]
 
 
-def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned: bool) -> str | None:
+def smallest(algo: str, size: str, topology: str, folder: pathlib.Path) -> str | None:
     """The smallest larger slice of the same kind on which the row fits; compiles each in turn."""
     kind = topology.split(":")[0]
     chips = len(topologies.topology_devices(topology))
@@ -238,7 +242,7 @@ def smallest(algo: str, size: str, topology: str, folder: pathlib.Path, assigned
         (_, _, tensor), micro, rollout = LAYOUTS[topology][size]
         split = min(count // tensor, 128 // tensor)
         layout = (count // tensor // split, split, tensor), max(micro, count // tensor), max(rollout, count // tensor)
-        row = fill(folder, f"{size}:{algo}:{larger}", measure, algo, size, larger, layout, assigned)
+        row = fill(folder, f"{size}:{algo}:{larger}", measure, algo, size, larger, layout)
         if row["fits"]:
             return larger
     return None
@@ -314,7 +318,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="rows to compile, as SIZE:ALGORITHM:SLICE")
     parser.add_argument("--weak", action="store_true", help="weak scaling instead of the table")
     parser.add_argument("--print", action="store_true", help="print the finished rows without compiling")
-    parser.add_argument("--assigned", action="store_true", help="stop each compilation after buffer assignment")
     parser.add_argument("--no_larger", action="store_true", help="do not search for the smallest slice that fits")
     options = parser.parse_args(argv)
     folder = pathlib.Path(options.out)
@@ -328,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows = 8 * mesh[0] * mesh[1]
                 layout = (mesh, rows, rows)
                 if not options.print:
-                    fill(folder, f"weak:{topology}", measure, "ppo", "1b", topology, layout, options.assigned, rows)
+                    fill(folder, f"weak:{topology}", measure, "ppo", "1b", topology, layout, rows)
             print("\n".join(weak_table(folder)))
             return 0
         for size, algo, topology in names():
@@ -336,9 +339,9 @@ def main(argv: list[str] | None = None) -> int:
             if options.print or (options.only and name not in options.only):
                 continue
             layout = LAYOUTS[topology][size]
-            row = fill(folder, name, measure, algo, size, topology, layout, options.assigned)
+            row = fill(folder, name, measure, algo, size, topology, layout)
             if not row["fits"] and "smallest" not in row and not options.no_larger:
-                row["smallest"] = smallest(algo, size, topology, folder, options.assigned)
+                row["smallest"] = smallest(algo, size, topology, folder)
                 keep(folder, name, row)
         print("\n".join(table(folder)))
     except UserError as error:

@@ -30,6 +30,7 @@ import slices
 from rlhf_jax import UserError
 from rlhf_jax.config import StageConfig, files
 from rlhf_jax.dry_run import memory, topologies
+from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import sharding
 
 GIB = 2**30
@@ -115,7 +116,7 @@ def measure(name: str, compiled: bool = True) -> dict:
         limit = topologies.capacity(device) if size is None else int(size * topologies.preallocated())
         row = {"topology": topology, "limit": limit, "held": sum(memory.resident_bytes(stage).values()), "peaks": {}}
 
-        def add(program: memory.Program) -> None:
+        def add(program: Program) -> None:
             row["peaks"][program.name] = program.peak
             print(f"  {program.name}: {program.seconds:.0f} s, peak {program.peak / GIB:.1f} GiB", flush=True)
 

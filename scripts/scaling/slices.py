@@ -13,7 +13,7 @@ Pythia size. Slices are tried from small to large until all programs fit. One on
 sampler's weights alone are too large is not compiled. The updates of all models come first, half a minute each, then
 generation, minutes each, because it has no loop over layers. Every slice that was tried is kept in
 docs/scaling/slices.json, so that an interrupted call resumes; delete its line to compile it again. A compilation for
-TPUs stops after buffer assignment (compiling.py).
+TPUs stops after buffer assignment (rlhf_jax/dry_run/compiling.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import compiling
 import jax
 import scaling
 
@@ -151,7 +150,7 @@ def measure(program: str, table: str, model: str, way: str, topology: str) -> di
         row["logits"] = logits(stage.opened.policy, config.micro_batch_size, config.response_length)
         row["least"] = sum(parts.values()) + cache + sampler_bytes(stage)
         if row["least"] <= limit:
-            (compiled,) = memory.programs(stage, only=(program,), compile_fn=compiling.compile_fn_of(devices[0]))
+            (compiled,) = memory.programs(stage, only=(program,))
             row["programs"][program] = entry = {"peak": compiled.peak, "refused": compiled.refused}
             entry |= {"seconds": round(compiled.seconds), "largest": hlo.largest_array(compiled.text)}
             print(f"  {program}: {entry['seconds']} s, peak {compiled.peak / GIB:.1f} GiB {compiled.refused}")

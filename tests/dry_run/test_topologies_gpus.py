@@ -9,7 +9,6 @@ from rlhf_jax import train
 from rlhf_jax.config import GRPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.dry_run import hlo, memory, topologies
 from rlhf_jax.parallel import sharding
-from scripts.scaling import compiling
 from tests.helpers import collectives, skipped_steps
 
 pytest.importorskip("jax_cuda13_plugin")
@@ -113,8 +112,7 @@ def test_under_fsdp_generation_holds_an_adapters_base_only_merged():
 @pytest.fixture(scope="module")
 def sent():
     devices = topologies.topology_devices("h100:8")
-    options = {"devices": devices, "compile_fn": compiling.for_gpu}
-    return {mesh: collectives.compiled(mesh, **options) for mesh in collectives.MESHES}
+    return {mesh: collectives.compiled(mesh, devices=devices) for mesh in collectives.MESHES}
 
 
 @pytest.mark.parametrize("mesh", collectives.MESHES, ids=collectives.name_of)

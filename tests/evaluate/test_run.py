@@ -213,6 +213,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_batch_the_same_texts(roo
     assert texts[0] == texts[1]
 
 
+def test_another_temperature_compiles_nothing(room, tmp_path, missed):
+    # New numbers each time: those of an earlier session would be in its cache.
+    for temperature in np.random.default_rng().uniform(0.5, 1.5, 2):
+        missed.clear()
+        found, *_ = done(room, tmp_path / "out", temperature=float(temperature), ref_model_path=room / "sft")
+        assert found["sampling"]["temperature"] == temperature and found["policies"][0]["kl"]
+    assert missed == []
+
+
 def test_ids_that_the_reward_model_lacks_are_never_sampled(room, tmp_path):
     tokenizer = data.load_tokenizer("synthetic")
     model = custom_shape("1x16x2", vocab_size=2 * tokenizer.vocab_size, max_positions=96)  # half of its ids

@@ -7,12 +7,11 @@ SMALL = 13 * WIDTH  # and in its biases and norms
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 
 
-def compiled(mesh: tuple[int, int, int], devices=None, compile_fn=None, **more) -> dict:
+def compiled(mesh: tuple[int, int, int], devices=None, **more) -> dict:
     """Collectives and largest arrays of the programs of a PPO update on a mesh, by default of all devices."""
     from rlhf_jax.config import PPOConfig
     from rlhf_jax.dry_run import hlo, memory
     from rlhf_jax.parallel import sharding
-    from scripts.scaling import compiling
 
     config = PPOConfig(
         scratch_model=f"{LAYERS}x{WIDTH}x{HEADS}",
@@ -32,7 +31,7 @@ def compiled(mesh: tuple[int, int, int], devices=None, compile_fn=None, **more) 
     )
     stage = memory.abstract_stage(config, sharding.make_mesh(*mesh, devices=devices))
     found = {}
-    for program in memory.programs(stage, only=("generate", "update"), compile_fn=compile_fn or compiling.whole):
+    for program in memory.programs(stage, only=("generate", "update")):
         text = program.text
         once, twice = hlo.collectives(text, 1), hlo.collectives(text, 2)
         found[program.name] = {

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import nonfinite
 from rlhf_jax.algorithms.optimizer import make_optimizer
 from rlhf_jax.config import SFTConfig
-from rlhf_jax.dry_run import memory, topologies
+from rlhf_jax.dry_run import topologies
+from rlhf_jax.dry_run.compiling import Program, compile_program
 from rlhf_jax.parallel import sharding
 
 PARAMS_BYTES = 8 * 4 * 2**20
 
 
-def compile_for(device) -> memory.Program:
+def compile_for(device) -> Program:
     """The program; its params are eight arrays of 4 MiB."""
     params = {f"w{i}": jnp.zeros((1024, 1024)) for i in range(8)}
     optimizer = make_optimizer(SFTConfig(model_name_or_path=None, max_grad_norm=1.0), 10)
@@ -32,4 +33,4 @@ def compile_for(device) -> memory.Program:
     given = (params, jax.eval_shape(optimizer.init, params), jnp.ones(4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given)
     traced = jax.jit(update, donate_argnums=(0, 1)).trace(*shapes)
-    return memory.compile_program("update", traced, 0, topologies.compiler_options(device))
+    return compile_program("update", traced, 0, topologies.compiler_options(device))

@@ -9,7 +9,6 @@ from tests.helpers.paths import ROOT, SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS / "scaling"))
 
-import compiling  # noqa: E402
 import scaling  # noqa: E402
 
 
@@ -63,36 +62,6 @@ def test_a_row_whose_process_fails_is_not_written(tmp_path):
     with pytest.raises(scaling.UserError, match="a process exited with code 1"):
         scaling.fill(tmp_path, "1b:ppo:v5e:4x4", broken)
     assert not list(tmp_path.iterdir())
-
-
-def test_sizes_are_those_of_the_assignment():
-    lines = [
-        "allocation 0: size 4096, page 0, thread-local:",
-        " value: <1566 add.8669 @0> (size=4096,offset=0): f32[]",
-        "allocation 1: size 600, page 0, parameter 10, shape |f32[16]| at ShapeIndex {}, maybe-live-out:",
-        "allocation 2: size 70, page 0, parameter 12, shape |f32[16]| at ShapeIndex {}:",
-        "allocation 3: size 8, page 0, constant:",
-        "allocation 4: size 9000, page 0, maybe-live-out:",
-        "allocation 5: size 50000, page 0, preallocated-temp:",
-    ]
-    assert compiling.sizes("\n".join(lines)) == (670, 59000)
-
-
-def small(program, assigned):
-    """A row that compiles in seconds."""
-    return scaling.measure(program, "ppo", "14m", "v5e:4x4", ((1, 16, 1), 256, 512), assigned)
-
-
-@pytest.mark.runs
-def test_stopping_at_the_assignment_of_memory_counts_what_a_whole_compilation_does(tmp_path, monkeypatch):
-    pytest.importorskip("libtpu")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu refuses those of the CPU
-    rows = [scaling.fill(tmp_path, f"assigned {assigned}", small, assigned) for assigned in (False, True)]
-    for name in scaling.PROGRAMS:
-        whole, assigned = (row["programs"][name] for row in rows)
-        for counted in ("flops", "moved", "sent"):
-            assert assigned[counted] == whole[counted] > 0
-        assert assigned["own"] == pytest.approx(whole["own"], abs=2**14)  # v5e takes 15,872 bytes more, always
 
 
 def row(**changed):

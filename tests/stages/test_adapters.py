@@ -12,7 +12,7 @@ import rlhf_jax
 from rlhf_jax import data
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.config.check import check
-from rlhf_jax.dry_run import memory, report
+from rlhf_jax.dry_run import memory
 from rlhf_jax.errors import UserError
 from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
@@ -105,7 +105,7 @@ def test_ppo_holds_no_second_copy_of_the_base(models, value, copies):
     def held(**options):
         given = {**OPTIONS, "sft_model_path": str(models / "base"), "reward_model_path": str(models / "reward")}
         config = checked(PPOConfig(**{**given, **options}))
-        stage = memory.abstract_stage(config, report.mesh_of(config))
+        stage = memory.abstract_stage(config, memory.mesh_of(config))
         assert isinstance(stage.weights, AbstractWeights)
         found = memory.resident_bytes(stage)
         return found, sum(size for name, size in found.items() if name not in ("reward", "optimizer"))

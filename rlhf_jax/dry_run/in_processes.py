@@ -1,0 +1,83 @@
+"""The programs of an update, each compiled in a process that ends when its sizes are known.
+
+In one process what the compiler for TPUs goes on to do (`compiling`) would take most of the processors from the programs
+that are still waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+
+from rlhf_jax.config import PolicyConfig, StageConfig
+from rlhf_jax.dry_run import memory
+from rlhf_jax.dry_run.compiling import Program
+
+OF_ROLLOUTS = ("generate", "score", "experience", "update")
+LONGEST_FIRST = ("generate", "update", "experience", "score")
+
+
+def can_compile(config: StageConfig) -> bool:
+    """Whether another process knows the class of the config: one of a file is known where the file was read."""
+    return type(config).__module__.startswith("rlhf_jax.")
+
+
+def programs(config: StageConfig, on_compiled: Callable[[Program], None]) -> list[Program]:
+    """As `memory.programs` of the stage of a config, without what was traced and compiled.
+
+    Args:
+      config: a stage's, with a topology.
+      on_compiled: called with each program, in their order, as soon as it and those before it are compiled.
+
+    Raises:
+      RuntimeError: a process failed; with what it said.
+    """
+    names = OF_ROLLOUTS if isinstance(config, PolicyConfig) else ("update",)
+    compiled = []
+    with futures.ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+        begun = {name: pool.submit(_in_process, config, name) for name in LONGEST_FIRST if name in names}
+        for name in names:
+            if (program := begun[name].result()) is not None:
+                compiled.append(program)
+                on_compiled(program)
+    return compiled
+
+
+def _in_process(config: StageConfig, name: str) -> Program | None:
+    """One program; None where the stage has none of the name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program")
+        run = subprocess.run(
+            [sys.executable, "-m", "rlhf_jax.dry_run.in_processes", str(path)],
+            input=pickle.dumps((config, name)),
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+        )
+        if not path.exists():
+            said = run.stderr.decode(errors="replace").strip()
+            raise RuntimeError(f"the process that compiled {name} exited with code {run.returncode}:\n{said[-4000:]}")
+        return pickle.loads(path.read_bytes())
+
+
+def main() -> None:
+    """Compiles the program that standard input names, into the file of the argument."""
+    config, name = pickle.load(sys.stdin.buffer)
+    stage = memory.abstract_stage(config, memory.mesh_of(config))
+    program = next(iter(memory.programs(stage, only=(name,))), None)
+    if program is not None:
+        program = dataclasses.replace(program, traced=None, compiled=None)
+    path = Path(sys.argv[1])
+    path.with_suffix(".part").write_bytes(pickle.dumps(program))
+    path.with_suffix(".part").rename(path)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
