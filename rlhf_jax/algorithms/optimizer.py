@@ -60,11 +60,9 @@ def make_optimizer(config: OptimizerOptions, total_updates: int, steps_per_updat
     """
 
     def make(peak: float | Array, value_peak: float | Array | None) -> Optimizer:
-        rate, value_rate = (
-            None if own is None else make_schedule(config, total_updates, steps_per_update, own)
-            for own in (peak, value_peak)
-        )
-        assert rate is not None
+        rate, value_rate = make_schedule(config, total_updates, steps_per_update, peak), None
+        if value_peak is not None:
+            value_rate = make_schedule(config, total_updates, steps_per_update, value_peak)
         scaled = scale_by_learning_rate(rate, value_rate)
         transformation = optax.chain(scale_by_adamw(config, steps_per_update), scaled)
         return Optimizer(transformation, rate, True, value_rate, peaks=(peak, value_peak), remake=make)

@@ -1,9 +1,8 @@
 """Compiling programs that never run: for the devices of this machine, and for TPUs and GPUs that it lacks.
 
-For a TPU a compilation ends, as far as anybody waits for it, when XLA has run all its passes, scheduled the
-instructions and given every array its address. What follows is code generation, from seconds to most of an hour, which
-changes none of the sizes (tests/scripts/test_scaling.py compares them). The compiler cannot be told to stop there: it
-goes on until the process ends, as those of `in_processes` do then.
+For a TPU we wait until XLA has run all its passes, scheduled the instructions and given every array its address. Code
+generation follows, from seconds to most of an hour, and changes none of the sizes (tests/dry_run/test_compiling.py
+compares them). The compiler cannot be told to stop there: it runs until its process ends (`in_processes`).
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class Program:
     """jax.stages.Traced."""
     compiled: Any = None
     """jax.stages.Compiled."""
-    kept_text: str = ""
-    """Its optimised HLO, if the compile function kept it."""
+    dumped_text: str = ""
+    """Its optimised HLO, where it was read from XLA's dump."""
 
     @property
     def text(self) -> str:
         """Its optimised HLO."""
-        return self.kept_text or self.compiled.as_text()
+        return self.dumped_text or self.compiled.as_text()
 
     @property
     def peak(self) -> int:
@@ -138,7 +137,7 @@ def compile_until_assigned(name: str, traced: Any, other_resident: int) -> Progr
             return done[0]
         arguments, own = sizes(dumped(folder, _ALLOCATIONS).read_text())
         text, seconds = dumped(folder, _ASSIGNED).read_text(), time.perf_counter() - began
-    return Program(name, seconds, arguments, 0, own, 0, other_resident, traced=traced, kept_text=text)
+    return Program(name, seconds, arguments, 0, own, 0, other_resident, traced=traced, dumped_text=text)
 
 
 def _written(folder: str) -> bool:

@@ -1,7 +1,7 @@
 """The programs of an update, each compiled in a process that ends when its sizes are known.
 
-In one process what the compiler for TPUs goes on to do (`compiling`) would take most of the processors from the
-programs that are still waited for.
+The compiler for TPUs generates machine code after the sizes are known (`compiling`). In one process that would slow
+down the compilation of the other programs.
 """
 
 from __future__ import annotations

@@ -147,11 +147,11 @@ def programs(
         on_compiled(compiled[-1])
 
     def compile_one(name: str, traced: Any, others: int) -> Program:
-        made = compile_fn(name, traced, others)
-        if made.refused:
-            return made
+        program = compile_fn(name, traced, others)
+        if program.refused:
+            return program
         # XLA counts no arguments that a program does not read.
-        return dataclasses.replace(made, other_resident=max(others, resident_total - made.arguments))
+        return dataclasses.replace(program, other_resident=max(others, resident_total - program.arguments))
 
     def build(name: str, program: Any, *args: Any, resident: Any = (), **arguments: Any) -> Any:
         traced = program.trace(*args, **arguments)

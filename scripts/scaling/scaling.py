@@ -221,7 +221,7 @@ def in_process(make: Callable[..., dict], *args: Any) -> dict:
 def _write_and_exit(path: pathlib.Path, make: Callable[..., dict], args: tuple) -> None:
     path.write_text(json.dumps(make(*args)))
     sys.stdout.flush()
-    os._exit(0)  # with the compilation, which goes on
+    os._exit(0)  # ends the compiler, which would still generate machine code
 
 
 def names() -> list[tuple[str, str, str]]:
