@@ -6,9 +6,8 @@ down the compilation of the other programs.
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from concurrent import futures
 from pathlib import Path
 
 from rlhf_jax.config import PolicyConfig, StageConfig
+from rlhf_jax.config.files import from_json, to_json
 from rlhf_jax.dry_run import memory
 from rlhf_jax.dry_run.compiling import Program
 
@@ -55,26 +55,27 @@ def _in_process(config: StageConfig, name: str) -> Program | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program")
         run = subprocess.run(
-            [sys.executable, "-m", "rlhf_jax.dry_run.in_processes", str(path)],
-            input=pickle.dumps((config, name)),
+            [sys.executable, "-m", "rlhf_jax.dry_run.in_processes", name, str(path)],
+            input=to_json(config).encode(),
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             capture_output=True,
         )
         if not path.exists():
             said = run.stderr.decode(errors="replace").strip()
             raise RuntimeError(f"the process that compiled {name} exited with code {run.returncode}:\n{said[-4000:]}")
-        return pickle.loads(path.read_bytes())
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Program(**found) if found else None
 
 
 def main() -> None:
-    """Compiles the program that standard input names, into the file of the argument."""
-    config, name = pickle.load(sys.stdin.buffer)
+    """Compiles one program of the config.json on standard input; the arguments are its name and the file to write."""
+    name, path = sys.argv[1], Path(sys.argv[2])
+    config = from_json(sys.stdin.buffer.read().decode())
+    assert isinstance(config, StageConfig)
     stage = memory.abstract_stage(config, memory.mesh_of(config))
     program = next(iter(memory.programs(stage, only=(name,))), None)
-    if program is not None:
-        program = dataclasses.replace(program, traced=None, compiled=None)
-    path = Path(sys.argv[1])
-    path.with_suffix(".part").write_bytes(pickle.dumps(program))
+    found = {key: value for key, value in vars(program).items() if key not in ("traced", "compiled")} if program else {}
+    path.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
     path.with_suffix(".part").rename(path)
     os._exit(0)
 
