@@ -83,7 +83,7 @@ class Policy:
       path, revision: of the checkpoint.
       model: the models.Model, on `mesh`.
       tokenizer: data.Tokenizer.
-      params: on the mesh; None before `load` and after `release`.
+      params: stacked, on the mesh; None before `load` and after `release`.
       processor: of images; None: it reads text.
     """
 
@@ -110,7 +110,7 @@ class Policy:
         self.processor: ImageProcessor | None = None
         if images:
             self.processor = open_models.open_processor(self.model, self.tokenizer, source)
-        self.params: Params | None = None
+        self._params: Params | None = None
         self._unstacked: Params | None = None
         self._sample = jax.jit(
             self._pure_sample, static_argnames=("length", "greedy", "top_k", "suppress_ids", "group")
@@ -118,12 +118,25 @@ class Policy:
 
     def load(self) -> None:
         """Reads the weights."""
-        if self.params is None:
-            self.params = self.weights.load(self.model, self.path, "causal", self.revision)
+        if self._params is not None or self._unstacked is not None:
+            return
+        if self.mesh.size == 1:
+            self._unstacked = self.weights.load_unstacked(self.model, self.path, self.revision, self.dtype)
+        else:
+            self._params = self.weights.load(self.model, self.path, "causal", self.revision)
 
     def release(self) -> None:
         """Frees the weights."""
-        self.params = self._unstacked = None
+        self._params = self._unstacked = None
+
+    @property
+    def params(self) -> Params | None:
+        """Stacked, as functions of the model take them. Texts are sampled by layer: on one device the first use of
+        `params` stacks the layers that were loaded, in their place."""
+        if self._params is None and self._unstacked is not None:
+            self._params = self.weights.run(self.model.stack, self._unstacked)
+            self._unstacked = None
+        return self._params
 
     # --- tokens
 
@@ -131,9 +144,9 @@ class Policy:
         """The params by layer, kept until `release`. On one device they are sliced outside of a program, which is
         then compiled faster."""
         if self._unstacked is None:
-            assert self.params is not None
+            assert self._params is not None
             unstack = partial(self.model.unstack, dtype=self.dtype)
-            self._unstacked = (unstack if self.mesh.size == 1 else jax.jit(unstack))(self.params)
+            self._unstacked = (unstack if self.mesh.size == 1 else jax.jit(unstack))(self._params)
         return self._unstacked
 
     def _pure_sample(self, layers, prompts, seed, rows, limit, numbers, *, length, greedy, top_k, suppress_ids, group):
@@ -276,7 +289,7 @@ class Policy:
         return self.model.config.max_position_embeddings
 
     def _check(self, **options: Any) -> None:
-        if self.params is None:
+        if self._params is None and self._unstacked is None:
             raise UserError(f"policy {self.path} has no weights; call load() first")
         at_least = {"max_new_tokens": 1, "batch_size": 1, "temperature": 0}
         for name, value in options.items():

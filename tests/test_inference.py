@@ -1,7 +1,12 @@
 """load_policy and generate: the same responses whatever the batch, stops, errors."""
 
+import os
+import subprocess
+import sys
 import warnings
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,9 +14,12 @@ import rlhf_jax
 from rlhf_jax import inference
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
+from rlhf_jax.models.io import hf
 from rlhf_jax.stages import ALGORITHMS
+from tests.helpers.arrays import same_bits
 from tests.helpers.chat_tokenizer import bytes_tokenizer
 from tests.helpers.checkpoints import write_policy
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +54,29 @@ def test_greedy_is_what_the_logits_say(policy):
             break
     own = ids[len(policy.tokenizer.encode(TEXTS[-1])) :]
     assert found == policy.tokenizer.decode(own, skip_special_tokens=True)
+
+
+def test_weights_are_held_once_and_params_are_those_of_the_file(checkpoint):
+    params = jax.tree.map(jnp.asarray, hf.load(checkpoint)[1])
+    once, before = sum(x.nbytes for x in jax.tree.leaves(params)), {id(x) for x in jax.live_arrays()}
+
+    def held() -> int:
+        return sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+
+    policy = rlhf_jax.load_policy(checkpoint)
+    first = policy.generate(TEXTS, max_new_tokens=4)
+    assert held() <= once + 2**10  # keys, say
+    assert same_bits(policy.params, params) and held() <= once + 2**10
+    assert policy.generate(TEXTS, max_new_tokens=4) == first
+
+
+def test_loading_a_policy_imports_no_packages_that_only_training_uses(checkpoint):
+    code = f"import sys, rlhf_jax; rlhf_jax.load_policy({str(checkpoint)!r}); print(*sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "transformers" in packages  # of the tokenizer
+    assert not packages & {"torch", "scipy", "orbax", "datasets", "pandas", "tensorboardX", "matplotlib"}
 
 
 def test_a_response_ends_before_its_first_stop(policy):

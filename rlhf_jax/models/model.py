@@ -294,6 +294,46 @@ class Model:
         params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
         return self._with_transposed_kernels(params) if self._platform == "cpu" else params
 
+    def read_unstacked(self, leaves: Params, put: Callable[[Any], Array], dtype: Any = jnp.float32) -> Params:
+        """`unstack` of params that lie in files: each tensor goes from its file to its place.
+
+        Args:
+          leaves: of `hf.open_params`.
+          put: a numpy array to a device.
+          dtype: as `unstack`.
+        """
+
+        def kernel(array: Any) -> Any:
+            return TransposedKernel(put(array.T)) if self._platform == "cpu" else put(array)
+
+        def read_layer(layer: int) -> Params:
+            def read(path: tuple, leaf: Any) -> Any:
+                array = leaf.view(layer)
+                return kernel(array) if path[-1].key == "kernel" else put(array)
+
+            return self.cast_params(jax.tree_util.tree_map_with_path(read, leaves["backbone"]["layers"]), dtype)
+
+        parts = {name: part for name, part in leaves["backbone"].items() if name != "layers"}
+        backbone = self.cast_params(jax.tree.map(lambda leaf: put(leaf.view()), parts), dtype)
+        params = {"backbone": {**backbone, "layers": [read_layer(i) for i in range(self.config.num_hidden_layers)]}}
+        if "embed_out" in leaves:
+            head = self.cast_params({"kernel": kernel(leaves["embed_out"]["kernel"].view())}, dtype)
+            return {**params, "embed_out": head}
+        tied = TransposedKernel(backbone["embed_in"]["embedding"])
+        return {**params, "embed_out": {"kernel": tied}} if self._platform == "cpu" else params
+
+    def stack(self, unstacked: Params) -> Params:
+        """The params that `unstack` was given, matrices in its dtype; on one device."""
+
+        def whole(node: Any) -> Any:
+            return node.kernel_FxD.T if isinstance(node, TransposedKernel) else node
+
+        params = jax.tree.map(whole, unstacked, is_leaf=lambda node: isinstance(node, TransposedKernel))
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["backbone"]["layers"])
+        if self.config.tie_word_embeddings:
+            params = {name: part for name, part in params.items() if name != "embed_out"}
+        return {**params, "backbone": {**params["backbone"], "layers": layers}}
+
     def _gathered(self, params: Params, layers: list[Params], dtype: Any) -> tuple[Params, list[Params]]:
         """(params, L layers) with what `fsdp` splits gathered.
 

@@ -4,6 +4,7 @@ same as shapes alone, for a dry run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,6 +66,13 @@ class Weights:
 
         options = {"shardings": shardings, "cast_on_load": cast if cast_on_load else None, "images": model.reads_images}
         return hf.load(path, kind=kind, revision=revision, **options)[1]
+
+    def load_unstacked(self, model: Model, path: str, revision: str | None, dtype: Any) -> Params:
+        """A checkpoint's params as `Model.unstack` gives them, on a mesh of one device; UserError as `hf.load`."""
+        self.loaded[path, revision] = None
+        leaves = hf.open_params(path, revision=revision, images=model.reads_images)[1]
+        put = partial(jax.device_put, device=sharding.replicated(self.mesh))
+        return model.read_unstacked(leaves, put, dtype)
 
     def has_scalar_head(self, path: str, revision: str | None) -> bool:
         """`hf.has_scalar_head`."""

@@ -12,7 +12,6 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import RewardConfig
 from rlhf_jax.errors import UserError
-from rlhf_jax.metrics import calibration
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
 from rlhf_jax.stages.algorithm_registry import register_algorithm
@@ -46,6 +45,8 @@ class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
 
     def build_measure(self, stage: SupervisedStage):
         """(params, pairs, tick) -> (accuracy, margin, loss and rewards; margins [N])."""
+        from rlhf_jax.metrics import calibration  # scipy, which policies do not need
+
         dtype = jnp.dtype(stage.config.dtype)
 
         @jax.jit
@@ -74,6 +75,8 @@ class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
 
     def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
         """`calibration.reliability` of an evaluation set's margins, without empty bins."""
+        from rlhf_jax.metrics import calibration
+
         return [{"set": name, **row} for row in calibration.reliability(margins) if row["pairs"]]
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:

@@ -210,27 +210,48 @@ def load_adapter(name_or_path: str | Path, model: Model, *, revision: str | None
 def load(
     name_or_path: str | Path,
     *,
+    shardings: Callable[[Model, Params], Any] | None = None,
+    cast_on_load: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
+    **options: Any,
+) -> tuple[Model, Params]:
+    """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
+
+    `shardings` returns a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what
+    its own devices hold, one shard at a time (one full tensor at a time from a .bin file); every process must see the
+    files. `cast_on_load` is then applied to each param, given its path, before the next one is read.
+    `options` are those of `open_params`. A UserError names the file and the key, or the tensor that is missing, extra
+    or of another shape.
+    """
+    model, leaves = open_params(name_or_path, **options)
+    if shardings is None:
+        return model, jax.tree.map(read_all, leaves)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
+
+    def load_param(path: tuple, leaf: Any, sharding: Any) -> Any:
+        param = read_shards(leaf, sharding)
+        return param if cast_on_load is None else cast_on_load(tuple(entry.key for entry in path), param)
+
+    return model, jax.tree_util.tree_map_with_path(load_param, leaves, shardings(model, shapes))
+
+
+def open_params(
+    name_or_path: str | Path,
+    *,
     kind: str = "causal",
     revision: str | None = None,
     subfolder: str | None = None,
     new_head: bool = False,
     head_seed: int = 0,
     head_std: float | None = None,
-    shardings: Callable[[Model, Params], Any] | None = None,
-    cast_on_load: Callable[[tuple[str, ...], jax.Array], Any] | None = None,
     images: bool = False,
 ) -> tuple[Model, Params]:
-    """A checkpoint as (model, params), params stacked numpy float32 arrays, or jax.Arrays in their shards.
+    """A checkpoint as (model, params), params stacked and not yet read: leaves of `shards`.
 
     kind: 'causal', 'scalar', 'backbone' (no head) or 'causal+scalar'. With `new_head` the scalar head is drawn from
     normal(head_std) by `head_seed` (default std initializer_range, as transformers), whatever the checkpoint has;
-    without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not loaded.
-    `shardings` returns a pytree of NamedShardings for the params' ShapeDtypeStructs. Each process then reads only what
-    its own devices hold, one shard at a time (one full tensor at a time from a .bin file); every process must see the
-    files. `cast_on_load` is then applied to each param, given its path, before the next one is read.
+    without it a checkpoint that has no scalar head is refused. Heads that `kind` does not name are not opened.
     `images`: of a model of images and text all of it, not the text model alone.
-    An adapter in PEFT's format is merged into its base on loading. A UserError names the file and the key, or the
-    tensor that is missing, extra or of another shape.
+    An adapter in PEFT's format is merged into its base on reading. UserError as `load`.
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, subfolder))
@@ -260,15 +281,7 @@ def load(
         if new_head:
             adapter = {key: value for key, value in adapter.items() if key != "score"}
         leaves = peft.add_to_leaves(leaves, form, adapter)
-    if shardings is None:
-        return model, jax.tree.map(read_all, leaves)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
-
-    def load_param(path: tuple, leaf: Any, sharding: Any) -> Any:
-        param = read_shards(leaf, sharding)
-        return param if cast_on_load is None else cast_on_load(tuple(entry.key for entry in path), param)
-
-    return model, jax.tree_util.tree_map_with_path(load_param, leaves, shardings(model, shapes))
+    return model, leaves
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

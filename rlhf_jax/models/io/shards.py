@@ -29,6 +29,10 @@ class HostParam:
         """array[index]."""
         return self.array[index]
 
+    def view(self, layer: int | None = None) -> np.ndarray:
+        """All of it, or a layer of a stacked one."""
+        return self.array if layer is None else self.array[layer]
+
 
 @dataclasses.dataclass(frozen=True)
 class FileParam:
@@ -55,6 +59,12 @@ class FileParam:
             row[...] = self._tensor(tensor, tuple(rest))
         return out
 
+    def view(self, layer: int | None = None) -> np.ndarray:
+        """All of it, or a layer of a stacked one, as float32 in the file's order: transposed, it is not contiguous."""
+        tensor = self.tensors[layer or 0]
+        shape = tensor.shape[::-1] if self.transpose else tensor.shape
+        return self._tensor(tensor, tuple(slice(0, size) for size in shape))
+
     def _tensor(self, tensor: Source, index: Index) -> np.ndarray:
         return tensor.read(index[::-1]).T if self.transpose else tensor.read(index)
 
@@ -80,13 +90,21 @@ class LoraParam:
             layer += a @ b
         return out
 
+    def view(self, layer: int | None = None) -> np.ndarray:
+        """A layer of it, as float32."""
+        assert layer is not None
+        return self.kernel.view(layer) + self.a[layer] @ self.b[layer]
 
-def read_all(leaf: HostParam | FileParam | LoraParam) -> np.ndarray:
+
+Leaf = HostParam | FileParam | LoraParam
+
+
+def read_all(leaf: Leaf) -> np.ndarray:
     """All of a param, float32."""
     return leaf.read(tuple(slice(0, size) for size in leaf.shape))
 
 
-def read_shards(leaf: HostParam | FileParam | LoraParam, sharding: NamedSharding) -> jax.Array:
+def read_shards(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
     """A param on the devices, float32. Reads only the parts that this process' devices hold, one at a time."""
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():

@@ -6,6 +6,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,6 +37,17 @@ def test_single_and_sharded_files_and_old_ones_of_torch_are_read_alike(family, t
     (model, single), *others = (hf.load(tmp_path / form) for form in ("single", "sharded", "old"))
     for again, params in others:
         assert again == model and same_bits(params, single)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_layers_read_from_files_are_those_that_the_stacked_params_are_sliced_into(family, dtype, tmp_path):
+    families.reference(family).save_pretrained(tmp_path)
+    model, params = hf.load(tmp_path)
+    wanted = model.unstack(jax.tree.map(jnp.asarray, params), dtype)
+    read = model.read_unstacked(hf.open_params(tmp_path)[1], jnp.asarray, dtype)
+    assert jax.tree.structure(read) == jax.tree.structure(wanted) and same_bits(read, wanted)
+    assert same_bits(model.stack(read), model.cast_params(jax.tree.map(jnp.asarray, params), dtype))
 
 
 @pytest.mark.parametrize("family", TIED)

@@ -18,7 +18,7 @@ from rlhf_jax.models.io import hf
 from rlhf_jax.models.io import peft as peft_files
 from tests.helpers import families, models_common
 from tests.helpers.adapters import assert_gradients_equal
-from tests.helpers.arrays import distance
+from tests.helpers.arrays import distance, same_bits
 from tests.helpers.models_common import padded_rows, reference_inputs
 from tests.helpers.optional import optional
 
@@ -84,6 +84,9 @@ def test_an_adapter_of_peft_gives_its_logits_and_gradients_and_goes_back_as_it_w
     merged = hf.load(tmp_path / "ours")[1]
     theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert distance(merged, hf.load(tmp_path / "merged")[1]) < 1e-6
+    plain, leaves = hf.open_params(tmp_path / "ours")
+    by_layer = plain.unstack(jax.tree.map(jnp.asarray, merged))
+    assert same_bits(plain.read_unstacked(leaves, jnp.asarray), by_layer)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
