@@ -149,10 +149,13 @@ def test_an_update_without_any_score_teaches_nothing_and_says_so(sft, tmp_path):
 
 def test_each_program_of_ppo_compiles_once(sft, tmp_path):
     config = ppo_config(tmp_path / "x", sft.run_dir)
-    stage = open_stage(config, reward_funcs=[wordiness])
+    few = [{"prompt": f"POST: i met {who}.\n\nTL;DR:"} for who in ("anna", "omar", "lena")]
+    stage = open_stage(config, reward_funcs=[wordiness], eval_dataset=few)
     state = stage.state
     for step in range(3):
         state, _, seconds = stage.train_step(state, step)
+    stage.evaluate(state)
+    assert len(stage.samples(state)[0]) == 3
     assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
     assert set(seconds) == {"generate", "score", "experience", "update", "reward/wordiness"}
     assert set(stage._next_prompts) == {3}  # prepared while the last update ran

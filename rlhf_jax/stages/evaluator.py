@@ -124,14 +124,16 @@ class RolloutEvaluator:
     # --- sampling
 
     def _batches(self, source, limit: int, group_size: int) -> Iterator[tuple[Any, int, int]]:
-        """The first `limit` prompts of `source` in batches of one size: (prompts, first prompt, real prompts)."""
+        """The first `limit` prompts of `source` in batches of one size: (prompts, first prompt, real prompts).
+
+        The size is that of a training batch, whose programs are compiled already, also for fewer prompts.
+        """
         config, context = self._config, self.programs.context
         # Rows that divide into chunks, micro-batches and over the devices as those of training do.
         unit = math.lcm(
             config.rollout_batch_size or 1, config.micro_batch_size or 1, sharding.row_shards(context.mesh) * group_size
         )
-        most = max(config.batch_size // unit, 1) * unit
-        size = min(most, -(-limit * group_size // unit) * unit) // group_size
+        size = max(config.batch_size // unit, 1) * unit // group_size
         for start in range(0, limit, size):
             rows = context.local_rows(size)
             yield source.in_order(start, size, rows), start, min(size, limit - start)
