@@ -67,7 +67,7 @@ def compile_run(config, out: str | None) -> None:
         raise UserError("compile is for the devices of this machine: --topology and --dry_run are options of train")
     if config.deterministic:  # as the run's command does
         xla_flags.add(xla_flags.DETERMINISTIC)
-    xla_flags.add_defaults()
+    xla_flags.add_those_of_gpus()
     folder = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())
     if compile_cache.enable(folder) is None:
         raise UserError(f"programs cannot be kept in {folder}: give --out another folder")

@@ -69,7 +69,7 @@ def load_policy(
     Raises:
       UserError: the policy cannot be loaded; names the file or tensor.
     """
-    xla_flags.add_defaults()
+    xla_flags.add_those_of_gpus()
     compile_cache.enable()
     policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype, images=images)
     policy.load()

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
         if config.deterministic:
             xla_flags.add(xla_flags.DETERMINISTIC)
-        xla_flags.add_defaults()
+        xla_flags.add_those_of_gpus()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
         result = run(config, recipe=recipe)
         if not config.dry_run and multihost.is_main():
@@ -144,7 +144,7 @@ def run(
     """
     began = time.monotonic()
     config = resolve(config)
-    xla_flags.add_defaults()
+    xla_flags.add_those_of_gpus()
     compile_cache.enable()
     check(config)
     batch_sizes.check_devices_of(config, device_count(config))

@@ -11,11 +11,7 @@ from collections.abc import Mapping
 GPU = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "triton-softmax-rewriter"}
 # No kernels with an unspecified order of addition, and no choice of kernels by their measured speed.
 DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": "0"}
-# Unrolled loops and SLP take LLVM a third of its time, and programs are not faster (docs/benchmarks.md, "Flags of XLA
-# for CPUs"). These are extra options because XLA ignores those that it does not know, and aborts on an unknown flag.
-CPU = {"xla_backend_extra_options": "xla_cpu_disable_loop_unrolling,xla_cpu_disable_slp_vectorizer"}
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-TPU_PLUGINS = ("libtpu",)
 
 
 def flags_now() -> dict[str, str]:
@@ -41,11 +37,9 @@ def add(flags: Mapping[str, bool | str]) -> None:
     os.environ["XLA_FLAGS"] = " ".join(words)
 
 
-def add_defaults() -> None:
-    """Adds `GPU` where JAX may find NVIDIA GPUs, and `CPU` where it finds neither them nor TPUs."""
-    platforms = set(os.environ.get("JAX_PLATFORMS", "").split(",")) - {""}
-    has_gpus, has_tpus = (any(map(importlib.util.find_spec, names)) for names in (CUDA_PLUGINS, TPU_PLUGINS))
-    if has_gpus and (not platforms or platforms & {"cuda", "gpu"}):
+def add_those_of_gpus() -> None:
+    """Adds `GPU`'s where JAX may find NVIDIA GPUs; elsewhere they would only change the keys of cached programs."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    wanted = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
+    if wanted and any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         add(GPU)
-    elif platforms == {"cpu"} or not (platforms or has_gpus or has_tpus):
-        add(CPU)

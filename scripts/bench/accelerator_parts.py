@@ -417,7 +417,7 @@ def main() -> None:
     args = parser.parse_args()
     from rlhf_jax.parallel import xla_flags
 
-    xla_flags.add_defaults()
+    xla_flags.add_those_of_gpus()
     print(json.dumps(PARTS[args.name](args)), flush=True)
 
 

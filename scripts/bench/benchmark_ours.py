@@ -328,7 +328,7 @@ def stage_phases(case: Case) -> list[str]:
 def main() -> None:
     """One measurement; running out of memory is a result, not an error."""
     case, args = child_arguments()
-    xla_flags.add_defaults()
+    xla_flags.add_those_of_gpus()
     try:
         result = measure(case, args.work, args.pair, args.name, args.micro)
     except (JaxRuntimeError, MemoryError) as error:

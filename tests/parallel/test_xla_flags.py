@@ -28,26 +28,17 @@ def test_lists_of_passes_are_joined(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platforms, plugins, added",
-    [
-        ("", ("jax_cuda13_plugin",), xla_flags.GPU),
-        ("cuda,cpu", ("jax_cuda12_plugin",), xla_flags.GPU),
-        ("cpu", ("jax_cuda13_plugin", "libtpu"), xla_flags.CPU),
-        ("tpu", ("jax_cuda13_plugin", "libtpu"), {}),
-        ("", ("libtpu",), {}),
-        ("", (), xla_flags.CPU),
-    ],
+    "platforms, plugin, added",
+    [("", True, True), ("cuda,cpu", True, True), ("cpu", True, False), ("tpu", True, False), ("", False, False)],
 )
-def test_the_flags_of_the_devices_that_there_may_be_are_added(monkeypatch, platforms, plugins, added):
-    find, known = importlib.util.find_spec, (*xla_flags.CUDA_PLUGINS, *xla_flags.TPU_PLUGINS)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: name in plugins if name in known else find(name, *a)
-    )
+def test_those_of_gpus_are_added_where_there_may_be_some(monkeypatch, platforms, plugin, added):
+    find = importlib.util.find_spec
+    there = dict.fromkeys(xla_flags.CUDA_PLUGINS, plugin)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: there.get(name) or find(name, *a))
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/a")
-    xla_flags.add_defaults()
-    added = {name: str(value).lower() for name, value in added.items()}
-    assert xla_flags.flags_now() == {"xla_dump_to": "/tmp/a", **added}
+    monkeypatch.setenv("XLA_FLAGS", "")
+    xla_flags.add_those_of_gpus()
+    assert ("triton-softmax-rewriter" in xla_flags.os.environ["XLA_FLAGS"]) == added
 
 
 @pytest.mark.parametrize(
