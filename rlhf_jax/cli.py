@@ -62,8 +62,8 @@ def run(words: list[str]) -> int:
     if command not in COMMANDS:
         print(f"error: {_unknown(command)}", file=sys.stderr)
         return 2
-    if command == "train" and (not rest or {"--help", "-h", "--help_all", "--help-all"} & {*rest}):
-        return _train_help(rest)
+    if command == "train":
+        return _train(rest)
     return importlib.import_module(f"rlhf_jax.{COMMANDS[command][0]}").main(rest)
 
 
@@ -78,19 +78,21 @@ def _unknown(command: str) -> str:
     return f"unknown command {command!r}.{hint} The commands are {', '.join(COMMANDS)}."
 
 
-def _train_help(argv: Sequence[str]) -> int:
-    """The help of `train` without its module, whose imports take seconds."""
+def _train(argv: Sequence[str]) -> int:
+    """`train`. Help and what is wrong with a flag come before its module is imported, which takes seconds."""
     from rlhf_jax.config import command_line
     from rlhf_jax.errors import UserError
 
     try:
-        command_line.parse_recipe(argv)
+        parsed = command_line.parse_recipe(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
-    except SystemExit as end:
+    except SystemExit as end:  # after the help
         return int(end.code or 0)
-    raise AssertionError("help ends the parser")
+    from rlhf_jax import train
+
+    return train.main(argv, parsed)
 
 
 if __name__ == "__main__":

@@ -76,12 +76,13 @@ class Result:
 
 
 @guarded_output()
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.Recipe] | None = None) -> int:
     """The command: 0 when done; 75 when it was stopped from outside, saved; 2 with one line of explanation when
-    something the user gave is wrong, or 1 when other processes were not found."""
+    something the user gave is wrong, or 1 when other processes were not found. `parsed`: what `parse_recipe` made of
+    the words, where it is known."""
     began = time.monotonic()
     try:
-        config, recipe = command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
+        config, recipe = parsed or command_line.parse_recipe(sys.argv[1:] if argv is None else argv)
         if config.deterministic:
             xla_flags.add(xla_flags.DETERMINISTIC)
         xla_flags.add_those_of_gpus()

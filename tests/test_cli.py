@@ -61,10 +61,15 @@ def test_configs_are_listed_with_variants_shown_and_copied(capsys, tmp_path, mon
     assert shipped.variants(ROOT / "configs" / "goldrush.py") is None
 
 
-def test_help_and_configs_import_no_jax_and_end_quietly_when_nobody_reads():
+def test_help_configs_and_errors_import_no_jax_and_end_quietly_when_nobody_reads():
+    words = ("--help", "--version", "configs list", "train --config tldr_ppo.py --help")
+    words += (
+        "train --config tldr_ppo.py --kl_coeff 1",
+        "train --config tldr_ppo.py --kl_coef x",
+        "train --config no.py",
+    )
     code = (
-        "import sys; from rlhf_jax import cli; "
-        "[cli.main(words.split()) for words in ('--help', 'configs list', 'train --config tldr_ppo.py --help')]; "
+        f"import sys; import rlhf_jax; from rlhf_jax import cli; [cli.main(words.split()) for words in {words}]; "
         "sys.exit(int(bool({'jax', 'transformers', 'rich', 'orbax'} & {*sys.modules})))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
