@@ -56,6 +56,8 @@ def measured(config: Any, mesh: Any, only: tuple[str, ...]) -> Iterator[dict[str
         lowered = traced.lower()
         lowered_at = time.perf_counter()
         program = compiling.compile_for(device)(name, traced, others)  # which lowers it once more
+        if program.refused:
+            raise SystemExit(f"{name} does not fit: it {program.refused}; try a smaller --batch or --micro")
         rows.append(
             {
                 "program": name,
