@@ -61,6 +61,8 @@ class FileParam:
 
     def view(self, layer: int | None = None) -> np.ndarray:
         """All of it, or a layer of a stacked one, as float32 in the file's order: transposed, it is not contiguous."""
+        if self.stacked and layer is None:
+            return read_all(self)
         tensor = self.tensors[layer or 0]
         shape = tensor.shape[::-1] if self.transpose else tensor.shape
         return self._tensor(tensor, tuple(slice(0, size) for size in shape))
@@ -91,8 +93,9 @@ class LoraParam:
         return out
 
     def view(self, layer: int | None = None) -> np.ndarray:
-        """A layer of it, as float32."""
-        assert layer is not None
+        """All of it, or a layer, as float32."""
+        if layer is None:
+            return read_all(self)
         return self.kernel.view(layer) + self.a[layer] @ self.b[layer]
 
 

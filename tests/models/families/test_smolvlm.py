@@ -80,6 +80,9 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(folder, tmp_path):
     assert first.keys() == last.keys() and all(same_bits(first[name], last[name]) for name in first)
     again, theirs = hf.load(tmp_path, images=True)
     assert same_bits(theirs, params) and again.config.vision == model.config.vision
+    by_layer = model.unstack(jax.tree.map(jnp.asarray, params))
+    assert same_bits(model.read_unstacked(hf.open_params(folder, images=True)[1], jnp.asarray), by_layer)
+    assert same_bits(model.stack(by_layer), params)
 
 
 def test_what_is_exported_loads_in_transformers(folder, tmp_path):
@@ -196,3 +199,6 @@ def test_an_adapter_goes_to_peft_and_back(folder, tmp_path, targets):
     merged = hf.load(tmp_path, images=True)[1]
     hidden = model.hidden(merged, tokens, mask, images=Images(jnp.asarray(pixels)))
     assert distance(np.asarray(model.logits(merged, hidden))[mask], wanted) < 1e-5
+    plain, leaves = hf.open_params(tmp_path, images=True)
+    by_layer = plain.unstack(jax.tree.map(jnp.asarray, merged))
+    assert same_bits(plain.read_unstacked(leaves, jnp.asarray), by_layer)
