@@ -9,7 +9,7 @@ answers, in float32.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,5 +59,9 @@ def measured(path: str, load: Callable[[str], Callable[..., str]] = ours) -> Ite
 
 
 if __name__ == "__main__":
-    for name, seconds in measured(sys.argv[1], of_transformers if "--transformers" in sys.argv[2:] else ours):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a checkpoint's folder or hub name")
+    parser.add_argument("--transformers", action="store_true", help="transformers answers")
+    args = parser.parse_args()
+    for name, seconds in measured(args.model, of_transformers if args.transformers else ours):
         print(f"{name:<28}{seconds:8.2f} s", flush=True)

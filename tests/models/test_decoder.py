@@ -217,7 +217,8 @@ def test_a_dropout_mask_belongs_to_a_position_whatever_the_padding(rates):
             r=3, dropout=0.2, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
         )
         model = dataclasses.replace(model, lora=form)
-        adapters = jax.tree.map(lambda x: x + 0.3, lora.init(model, jax.random.key(1), PARAMS))
+        # Larger adapters multiply the rounding of products of other shapes: 0.3 gives 2e-5 without any dropout.
+        adapters = jax.tree.map(lambda x: x + 0.05, lora.init(model, jax.random.key(1), PARAMS))
         params = model.with_lora(PARAMS, adapters)
     tokens, mask = padded_rows([7, 4, 6], [0, 3, 1], 7)
     keys = jax.random.split(jax.random.key(5), 3)
