@@ -63,8 +63,8 @@ def _in_process(config: StageConfig, name: str) -> Program | None:
         if not path.exists():
             said = run.stderr.decode(errors="replace").strip()
             raise RuntimeError(f"the process that compiled {name} exited with code {run.returncode}:\n{said[-4000:]}")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Program(**found) if found else None
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Program(**fields) if fields else None
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     assert isinstance(config, StageConfig)
     stage = memory.abstract_stage(config, memory.mesh_of(config))
     program = next(iter(memory.programs(stage, only=(name,))), None)
-    found = {key: value for key, value in vars(program).items() if key not in ("traced", "compiled")} if program else {}
-    path.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
+    fields = {} if program is None else {**vars(program), "traced": None, "compiled": None}
+    path.with_suffix(".part").write_text(json.dumps(fields), encoding="utf-8")
     path.with_suffix(".part").rename(path)
     os._exit(0)
 

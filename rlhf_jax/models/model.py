@@ -291,8 +291,10 @@ class Model:
             params, layers = self._gathered(params, layers, dtype)
         layers = [lora.merge_lora(layer, dtype) for layer in layers]
         parts = {name: part for name, part in params["backbone"].items() if name != "layers"}
-        params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": layers}}
-        return self._with_transposed_kernels(params) if self._platform == "cpu" else params
+        params = {**params, "backbone": {**lora.merge_lora(parts, dtype), "layers": self._transposed(layers)}}
+        if self._platform != "cpu":
+            return params
+        return {**params, "embed_out": self._transposed({"kernel": self._causal_kernel(params)})}
 
     def read_unstacked(self, leaves: Params, put: Callable[[Any], Array], dtype: Any = jnp.float32) -> Params:
         """`unstack` of params that lie in files: each tensor goes from its file to its place.
@@ -303,32 +305,28 @@ class Model:
           dtype: as `unstack`.
         """
 
-        def kernel(array: Any) -> Any:
-            return TransposedKernel(put(array.T)) if self._platform == "cpu" else put(array)
+        def read(part: Params, layer: int | None = None) -> Params:
+            return jax.tree.map(lambda leaf: leaf.view(layer), part)
 
-        def read_layer(layer: int) -> Params:
-            def read(path: tuple, leaf: Any) -> Any:
-                array = leaf.view(layer)
-                return kernel(array) if path[-1].key == "kernel" else put(array)
-
-            return self.cast_params(jax.tree_util.tree_map_with_path(read, leaves["backbone"]["layers"]), dtype)
+        def placed(part: Params) -> Params:
+            return self.cast_params(jax.tree.map(put, part), dtype)
 
         parts = {name: part for name, part in leaves["backbone"].items() if name != "layers"}
-        backbone = self.cast_params(jax.tree.map(lambda leaf: put(leaf.view()), parts), dtype)
-        params = {"backbone": {**backbone, "layers": [read_layer(i) for i in range(self.config.num_hidden_layers)]}}
+        backbone, count = placed(read(parts)), self.config.num_hidden_layers
+        layers = [placed(self._transposed(read(leaves["backbone"]["layers"], index))) for index in range(count)]
+        params = {"backbone": {**backbone, "layers": layers}}
         if "embed_out" in leaves:
-            head = self.cast_params({"kernel": kernel(leaves["embed_out"]["kernel"].view())}, dtype)
-            return {**params, "embed_out": head}
+            return {**params, "embed_out": placed(self._transposed(read(leaves["embed_out"])))}
         tied = TransposedKernel(backbone["embed_in"]["embedding"])
         return {**params, "embed_out": {"kernel": tied}} if self._platform == "cpu" else params
 
     def stack(self, unstacked: Params) -> Params:
         """The params that `unstack` was given, matrices in its dtype; on one device."""
 
-        def whole(node: Any) -> Any:
+        def kernel(node: Any) -> Any:
             return node.kernel_FxD.T if isinstance(node, TransposedKernel) else node
 
-        params = jax.tree.map(whole, unstacked, is_leaf=lambda node: isinstance(node, TransposedKernel))
+        params = jax.tree.map(kernel, unstacked, is_leaf=lambda node: isinstance(node, TransposedKernel))
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["backbone"]["layers"])
         if self.config.tie_word_embeddings:
             params = {name: part for name, part in params.items() if name != "embed_out"}
@@ -368,15 +366,13 @@ class Model:
     def _platform(self) -> str:
         return jax.default_backend() if self.layout is None else self.layout.platform
 
-    def _with_transposed_kernels(self, params: Params) -> Params:
-        """Unstacked params with the layers' kernels and the causal head as `linear.TransposedKernel`."""
+    def _transposed(self, part: Any) -> Any:
+        """A part of unstacked params; on CPUs with its kernels as `linear.TransposedKernel`."""
 
         def transpose(path: tuple, leaf: Array) -> Any:
             return TransposedKernel(leaf.T) if path[-1].key == "kernel" else leaf
 
-        layers = jax.tree_util.tree_map_with_path(transpose, params["backbone"]["layers"])
-        head = {"kernel": TransposedKernel(self._causal_kernel(params).T)}
-        return {**params, "embed_out": head, "backbone": {**params["backbone"], "layers": layers}}
+        return jax.tree_util.tree_map_with_path(transpose, part) if self._platform == "cpu" else part
 
     def prefill(
         self, unstacked: Params, tokens: Array, mask: Array, dtype: Any = jnp.float32, images: Images | None = None

@@ -64,8 +64,7 @@ class FileParam:
         if self.stacked and layer is None:
             return read_all(self)
         tensor = self.tensors[layer or 0]
-        shape = tensor.shape[::-1] if self.transpose else tensor.shape
-        return self._tensor(tensor, tuple(slice(0, size) for size in shape))
+        return self._tensor(tensor, (slice(None),) * len(tensor.shape))
 
     def _tensor(self, tensor: Source, index: Index) -> np.ndarray:
         return tensor.read(index[::-1]).T if self.transpose else tensor.read(index)
