@@ -1,18 +1,16 @@
-"""The process that runs math_verify: a script that imports nothing of this package, and so no jax.
+"""The process that runs math_verify: a script, which imports no jax.
 
 python -P math_worker.py PARSE_SECONDS VERIFY_SECONDS
 
-It reads lines of JSON, [solution, completion], and writes up to three lines for each: whether the solution can be
-parsed; if so, whether the completion's answer equals it; and the parsed forms of both as text. math_verify limits its
-time by signal.alarm. An operation that does not return to Python, where signals are handled, ends the process instead.
+A request is [solution, completion]. It has up to three replies: whether the solution can be parsed; if so, whether the
+completion's answer equals it; and the parsed forms of both as text. math_verify limits its time by signal.alarm. An
+operation that does not return to Python, where signals are handled, ends the process instead.
 """
 
-import faulthandler
-import json
 import logging
-import os
-import signal
 import sys
+
+from rlhf_jax.utils.json_worker import Requests
 
 GRACE = 1  # second of an operation after its alarm
 
@@ -27,11 +25,7 @@ def as_text(parsed: list) -> str:
 
 def main(parse_seconds: int, verify_seconds: int) -> None:
     """Serves requests until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides what to do
-        signal.signal(number, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "w")
-    null = open(os.devnull, "w")
-    os.dup2(null.fileno(), 1)  # so that what libraries print does not mix with the replies
+    requests = Requests()
 
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -41,31 +35,22 @@ def main(parse_seconds: int, verify_seconds: int) -> None:
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
-
-    def limit(seconds: int) -> None:
-        # A thread in C that needs no lock of Python: the only limit on an operation that never returns to Python.
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=null)
-
-    def reply(value) -> None:
-        print(json.dumps(value), file=replies, flush=True)
-
-    reply("ready")
-    for line in sys.stdin:
-        solution, completion = json.loads(line)
+    requests.reply("ready")
+    for solution, completion in requests:
         random.seed(0)  # SymPy compares at random points: the verdict on a row must not depend on the rows before it
-        limit(parse_seconds)
+        requests.limit(parse_seconds + GRACE)
         gold = parse(solution, parsing_timeout=parse_seconds)
-        reply(bool(gold))
+        requests.reply(bool(gold))
         if gold:
-            limit(parse_seconds)
+            requests.limit(parse_seconds + GRACE)
             answer = parse(
                 completion, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=parse_seconds
             )
-            limit(verify_seconds * len(gold) * max(len(answer), 1))  # each pair has its own alarm
-            reply(bool(verify(gold, answer, timeout_seconds=verify_seconds)))
-            limit(parse_seconds)
-            reply([as_text(gold), as_text(answer) if answer else None])
-        faulthandler.cancel_dump_traceback_later()
+            # Each pair has its own alarm.
+            requests.limit(verify_seconds * len(gold) * max(len(answer), 1) + GRACE)
+            requests.reply(bool(verify(gold, answer, timeout_seconds=verify_seconds)))
+            requests.limit(parse_seconds + GRACE)
+            requests.reply([as_text(gold), as_text(answer) if answer else None])
 
 
 if __name__ == "__main__":
