@@ -20,6 +20,7 @@ setup(
     package_data={
         "rlhf_jax": ["py.typed"],
         "rlhf_jax.config": ["*.toml"],
+        "rlhf_jax.data": ["*.toml"],
         "rlhf_jax.metrics": ["*.toml"],
         "rlhf_jax.report": ["*.css", "*.js", "uplot/*"],
     },
@@ -76,6 +77,7 @@ setup(
         "report": ["matplotlib>=3.9,<4"],
         "vision": ["pillow>=11"],
         "math": ["math-verify>=0.9,<0.10"],
+        "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
         "int8": ["qwix>=0.1.8,<0.2"],
         "wandb": ["wandb>=0.25,<1"],

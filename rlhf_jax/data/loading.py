@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from rlhf_jax import storage
-from rlhf_jax.data import arithmetic, arrow_cache, shapes, synthetic
+from rlhf_jax.data import arithmetic, arrow_cache, instructions, reasoning_gym, shapes, synthetic
 from rlhf_jax.data.files import (
     MalformedRow,
     Rows,
@@ -27,12 +28,32 @@ from rlhf_jax.data.files import (
 from rlhf_jax.data.options import DataOptions
 from rlhf_jax.errors import MissingSplit, UserError
 
+
+class BuiltIn(NamedTuple):
+    """A data set that is made and not read.
+
+    Attributes:
+      load: (kind, split, size, seed) -> a datasets.Dataset.
+      sizes: default number of rows of each split.
+      cached_rows: rows from which making them takes longer than reading them from a cache; None: they never are cached.
+      note: of the rows, for the report on the data.
+      identity: what the rows depend on beside these arguments and the code, of JSON types.
+    """
+
+    load: Callable[[str, str, int | None, int], Any]
+    sizes: Mapping[str, int]
+    cached_rows: int | None = 2048
+    note: Callable[[Any], str] | None = None
+    identity: Callable[[], list[Any]] = list
+
+
 BUILT_IN = {
-    "synthetic": synthetic.load_synthetic,
-    "arithmetic": arithmetic.load_arithmetic,
-    "shapes": shapes.load_shapes,
+    "synthetic": BuiltIn(synthetic.load_synthetic, synthetic.SIZES),
+    "arithmetic": BuiltIn(arithmetic.load_arithmetic, arithmetic.SIZES),
+    "instructions": BuiltIn(instructions.load_instructions, instructions.SIZES),
+    "shapes": BuiltIn(shapes.load_shapes, shapes.SIZES, cached_rows=None),  # pictures
 }
-"""Built-in data sets by name."""
+"""Built-in data sets by name; beside them, the tasks of reasoning-gym."""
 TEXT_COLUMNS = frozenset("prompt completion chosen rejected summary subreddit title post".split())
 """Columns that are text in any .csv file, whatever they hold."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -56,25 +77,40 @@ def _read_hub(name: str, split: str, config: str | None, revision: str | None) -
                 raise UserError(f"{name}: {text[:400].rstrip('.')}. Set dataset_config.") from error
             raise UserError(
                 f"data set {name!r} (revision {revision or 'main'}) could not be loaded: {text[:300].rstrip('.')}. "
-                "dataset_name is a hub name, a local file or folder, 'synthetic', 'arithmetic' or 'shapes'."
+                f"dataset_name is a hub name, a local file or folder, {', '.join(map(repr, BUILT_IN))} or "
+                f"'{reasoning_gym.PREFIX}TASK'."
             ) from error
 
 
-def _read_built_in(name: str, kind: str, split: str, size: int | None, seed: int) -> Rows:
-    """Rows of a built-in data set. Making thousands takes seconds, so they are cached, but for pictures."""
+def built_in(source: str) -> BuiltIn | None:
+    """The built-in data set of a name, or None."""
+    if source.startswith(reasoning_gym.PREFIX):
+        return BuiltIn(
+            functools.partial(reasoning_gym.load_reasoning_gym, source),
+            reasoning_gym.SIZES,
+            cached_rows=0,
+            note=reasoning_gym.note,
+            identity=lambda: reasoning_gym.identity(source),
+        )
+    return BUILT_IN.get(source)
+
+
+def _read_built_in(name: str, known: BuiltIn, kind: str, split: str, size: int | None, seed: int) -> Rows:
+    """Rows of a built-in data set. Making thousands takes seconds, so they are cached."""
     title = f"{name} {kind} ({split})"
-    known = {"synthetic": synthetic.SIZES, "arithmetic": arithmetic.SIZES, "shapes": {}}[name]
-    fingerprint = [name, kind, split, size, seed]
-    if not known or (known.get(split, 0) if size is None else size) < 2048:
-        return from_dataset(BUILT_IN[name](kind, split, size, seed), title)
+    fingerprint = [name, kind, split, size, seed, *known.identity()]
+    rows = known.sizes.get(split, 0) if size is None else size
+    if known.cached_rows is None or rows < known.cached_rows:
+        return from_dataset(known.load(kind, split, size, seed), title)
 
     def write(folder: str) -> dict[str, Any]:
-        write_table(BUILT_IN[name](kind, split, size, seed), folder)
+        write_table(known.load(kind, split, size, seed), folder)
         return {}
 
     entry = arrow_cache.cached(arrow_cache.key_of(fingerprint), title, write)
-    table = BUILT_IN[name](kind, split, size, seed) if entry is None else entry.table
-    return from_dataset(table, title, fingerprint)
+    table = known.load(kind, split, size, seed) if entry is None else entry.table
+    made = from_dataset(table, title, fingerprint)
+    return made if known.note is None else made.noted(known.note(table))
 
 
 def load_rows(
@@ -93,8 +129,8 @@ def load_rows(
     """The rows of one split.
 
     Args:
-      source: hub name, local file (read as one split, whatever its name) or folder, a name in `BUILT_IN`, or an object:
-        a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
+      source: hub name, local file (read as one split, whatever its name) or folder, the name of a built-in data set,
+        or an object: a datasets.Dataset or DatasetDict, a pandas DataFrame, a list of dicts or a dict of lists.
       split: split to load.
       split_option: option that sets it, for messages.
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
@@ -148,8 +184,8 @@ def _read(
     """The rows of one split, of a built-in data set at least the first `max_samples`; see `load_rows`."""
     if isinstance(source, str | os.PathLike):
         source = storage.local_copy(os.fspath(source))
-        if source in BUILT_IN:
-            return _read_built_in(source, kind, split, max_samples, seed)
+        if (known := built_in(source)) is not None:
+            return _read_built_in(source, known, kind, split, max_samples, seed)
         if os.path.isfile(source):
             return read_file(source, text_columns)
         if os.path.isdir(source):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -18,7 +19,7 @@ NAMES = {
     "split": "dataset_train_split",
 }
 """TRL's names in an entry of the option datasets -> our options."""
-OWN = ("weight", "fraction", "format")
+OWN = ("weight", "fraction", "format", "parameters")
 """What an entry may have beside options."""
 ENTRY_OPTIONS = (
     *("prompt_column", "completion_column", "chosen_column", "rejected_column", "margin_column"),
@@ -60,11 +61,12 @@ class DataOptions(LengthOptions):
     # --- data
     dataset_name: str = option("trl-lib/tldr", path=True)
     """Hub name, file or folder (jsonl, json and csv, also compressed as .gz, .bz2 or .zst, parquet, arrow; local or in
-    a bucket), or a built-in task: 'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions) or
-    'shapes' (pictures and questions)."""
+    a bucket), or a built-in task: 'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions),
+    'shapes' (pictures and questions), 'instructions' (questions with requirements that a program checks) or
+    'reasoning_gym:TASK?PARAMETER=VALUE&...' (docs/rewards.md)."""
     datasets: tuple[dict[str, Any], ...] | None = option(None, path=True)
     """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
-    weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""
+    parameters, weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""
     dataset_config: str | None = option(None, rare=True)
     """Configuration of the dataset on the Hub."""
     dataset_revision: str | None = option(None, rare=True)
@@ -96,6 +98,8 @@ class DataOptions(LengthOptions):
     def of_entry(self, entry: Mapping[str, Any]) -> Self:
         """The options of one data set of the mixture."""
         options = {NAMES.get(name, name): value for name, value in entry.items() if name not in OWN}
+        if "parameters" in entry:
+            options["dataset_name"] += f"?{json.dumps(entry['parameters'], sort_keys=True)}"
         hub = {"dataset_config": None, "dataset_revision": None}
         return dataclasses.replace(self, datasets=None, length_buckets=None, **{**hub, **options})
 
@@ -127,6 +131,10 @@ class DataOptions(LengthOptions):
                 value = entry.get(name, 1)
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                     yield f"{where}: {name} is {value!r}; it must be a number above 0."
+            if "parameters" in entry and not (
+                isinstance(entry["parameters"], dict) and str(entry.get("path")).startswith("reasoning_gym:")
+            ):
+                yield f"{where}: parameters is a dict for a path of the form 'reasoning_gym:TASK'."
             try:
                 Format(entry.get("format") or {})
             except UserError as error:

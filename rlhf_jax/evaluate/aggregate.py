@@ -41,23 +41,68 @@ def mean_of(values: np.ndarray, **options: Any) -> dict[str, Any]:
     return summary | {"missing": int((~present).sum())}
 
 
-def policy_row(answers: Answers, rewards: Sequence[str], **options: Any) -> dict[str, Any]:
+def reward_of_task(values: np.ndarray, **options: Any) -> dict[str, Any]:
+    """`mean_of` a reward from 0 to 1, with {"accuracy": the share of the answers whose reward is 1, as `mean_of`}; an
+    interval of answers that are all right or all wrong is Wilson's. Other rewards have no accuracy."""
+    values = np.asarray(values, np.float64)
+    present = values[~np.isnan(values)]
+    found = mean_of(values, **options)
+    if present.size and (present.min() < 0 or present.max() > 1):
+        return found
+    accuracy = mean_of(np.where(np.isnan(values), np.nan, values == 1), **options)
+    for summary in (found, accuracy):
+        if summary["mean"] in (0.0, 1.0):
+            _, summary["low"], summary["high"] = wilson(np.full((~np.isnan(values)).any(axis=1).sum(), summary["mean"]))
+    return found | {"accuracy": accuracy}
+
+
+def by_task(answers: Answers, rewards: Sequence[str], tasks: Sequence[str], **options: Any) -> dict[str, Any]:
+    """The rewards of one policy on each task.
+
+    Args:
+      answers: of the policy, with rewards.
+      rewards: names of the rewards.
+      tasks: [P], of the prompts.
+      **options: of `bootstrap`.
+
+    Returns:
+      {task: {"prompts": their number, "rewards": {name: `reward_of_task`}}}, tasks in alphabetical order; a reward that
+      applies to none of a task's answers is left out.
+    """
+    found = {}
+    for task in sorted(set(tasks)):
+        values = answers.rewards[[other == task for other in tasks]]
+        own = {
+            name: reward_of_task(values[..., i], **options)
+            for i, name in enumerate(rewards)
+            if not np.isnan(values[..., i]).all()
+        }
+        found[task] = {"prompts": len(values), "rewards": own}
+    return found
+
+
+def policy_row(
+    answers: Answers, rewards: Sequence[str], tasks: Sequence[str] | None = None, **options: Any
+) -> dict[str, Any]:
     """The metrics of one policy.
 
     Args:
       answers: of the policy.
       rewards: names of the rewards.
+      tasks: [P], of the prompts, or None.
       **options: of `bootstrap`.
 
     Returns:
       {"name", "path", "prompts", "responses", "length", "characters", "eos_rate", and if available "score", "rewards":
-      by name, "kl", and the names in `extra`}, each as `mean_of`.
+      by name, "kl", and the names in `extra`}, each as `mean_of`; with rewards and tasks `by_task`.
     """
     row: dict[str, Any] = {"name": answers.name, "path": answers.path, "prompts": len(answers.texts)}
     row["responses"] = int(answers.lengths.size)
     if answers.scores is not None:
         row["score"] = mean_of(answers.scores, **options)
         row["rewards"] = {name: mean_of(answers.rewards[..., i], **options) for i, name in enumerate(rewards)}
+        if tasks is not None:
+            row["by_task"] = by_task(answers, rewards, tasks, **options)
     if answers.kl is not None:
         row["kl"] = mean_of(answers.kl, **options)
     row["length"] = mean_of(answers.lengths, **options)

@@ -224,6 +224,18 @@ def add_scores(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> No
     answers.scores = np.concatenate(scores).astype(np.float64)
 
 
+MOST_TASKS = 100
+"""More different values in a column 'task' are no names of tasks."""
+
+
+def task_names(source: PromptData) -> list[str] | None:
+    """The task of each prompt: the column 'task', if all rows have a text there; None without such a column."""
+    names = source.columns(range(len(source))).get("task")
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) > MOST_TASKS:
+        return None
+    return names
+
+
 def reference_texts(source: PromptData, column: str) -> list[str] | None:
     """The reference answer to each prompt; None if there is no such column.
 

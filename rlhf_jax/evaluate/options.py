@@ -61,8 +61,8 @@ class EvaluateConfig(ProcessOptions):
 
     # --- prompts
     data: str | None = None
-    """Held-out prompts: hub name, local file or folder, 'synthetic' or 'arithmetic'; default: the run's evaluation
-    data."""
+    """Held-out prompts: hub name, local file or folder, or a built-in task (see dataset_name of rlhf-jax train);
+    default: the run's evaluation data."""
     dataset_config: str | None = option(None, like=DataOptions)
     dataset_revision: str | None = option(None, like=DataOptions)
     split: str = "validation"

@@ -14,7 +14,14 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import aggregate, rouge
 from rlhf_jax.evaluate import plan as planning
-from rlhf_jax.evaluate.answers import Answers, Sampler, add_scores, reference_answers, reference_texts
+from rlhf_jax.evaluate.answers import (
+    Answers,
+    Sampler,
+    add_scores,
+    reference_answers,
+    reference_texts,
+    task_names,
+)
 from rlhf_jax.evaluate.judge import JudgeResult
 from rlhf_jax.evaluate.options import EvaluateConfig
 from rlhf_jax.inference import Policy
@@ -196,11 +203,12 @@ class PolicyEvaluation:
         if judge_results:
             samples[:] = aggregate.sample_rows(prompts, all_answers, rewards, judge_results)
             self._write(samples)
+        tasks = task_names(self.source)
         results: dict[str, Any] = {
             "data": {"name": self.source.report.name, "prompts": len(prompts), "fingerprint": self.source.fingerprint},
             "sampling": self._sampling_options(),
             "rewards": list(rewards),
-            "policies": [aggregate.policy_row(answers, rewards, **bootstrap_options) for answers in all_answers],
+            "policies": [aggregate.policy_row(answers, rewards, tasks, **bootstrap_options) for answers in all_answers],
             "win_rates": win_rates,
         }
         if self.config.best_of_n:

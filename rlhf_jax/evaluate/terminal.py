@@ -23,6 +23,8 @@ def blocks(results: dict[str, Any], samples: Sequence[dict[str, Any]], limit: in
         yield "\n" + _reward_model_table(results["reward_model"])
     if "policies" in results:
         yield "\n" + _policies_table(results)
+        if any("by_task" in row for row in results["policies"]):
+            yield "\n" + _tasks_table(results["policies"])
     if "best_of_n" in results:
         yield "\n" + _best_of_n_table(results["best_of_n"])
     if results.get("win_rates"):
@@ -79,6 +81,21 @@ def _policies_table(results: dict[str, Any]) -> str:
     lines = [title, format_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])]
     lines += [f"{row['name']}: {row['score']['missing']} answers without a score are left out" for row in missing]
     return "\n".join(lines)
+
+
+def _tasks_table(policies: Sequence[dict[str, Any]]) -> str:
+    """A line for each task, policy and reward; accuracy where some rewards are between 0 and 1."""
+    head = ["task", "prompts", "policy", "reward", "mean (95 %)", "accuracy (95 %)"]
+    cells = []
+    for task in policies[0]["by_task"]:
+        for row in policies:
+            of_task = row.get("by_task", {}).get(task, {"prompts": 0, "rewards": {}})
+            for name, found in of_task["rewards"].items():
+                mean = f"{found['mean']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+                accuracy = found.get("accuracy")
+                share = "-" if accuracy is None else _rate(accuracy["mean"], accuracy["low"], accuracy["high"])
+                cells.append([task, str(of_task["prompts"]), row["name"], name, mean, share])
+    return "\n".join(["By task (accuracy: the share of answers with a reward of 1)", format_table([head, *cells])])
 
 
 def _rate(rate: float | None, low: float | None, high: float | None) -> str:

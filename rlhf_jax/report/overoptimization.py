@@ -8,8 +8,7 @@ import numpy as np
 
 from rlhf_jax.report import charts
 from rlhf_jax.report.series import Group, rounded_list
-from rlhf_jax.rewards import builtin
-from rlhf_jax.rewards.interface import function_name, number_duplicates, split_spec
+from rlhf_jax.rewards.interface import BY_NAME, function_name, number_duplicates, split_spec
 
 MIN_POINTS = 6
 """Minimum number of points for a fit."""
@@ -43,8 +42,8 @@ def _reward_names(config: dict[str, Any]) -> list[str]:
 
 def _logged_name(spec: str) -> str:
     """The name in metrics of an entry of `reward_funcs`."""
-    if spec in builtin.BY_NAME:
-        return function_name(builtin.BY_NAME[spec])
+    if spec in BY_NAME:
+        return function_name(BY_NAME[spec])
     return split_spec(spec)[1]
 
 

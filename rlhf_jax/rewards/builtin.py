@@ -1,7 +1,8 @@
-"""Reward functions by name: correctness of mathematical answers, format, length and repetition.
+"""Reward functions: correctness of answers, format, length and repetition.
 
 Functions of TRL 1.12 (`trl.rewards`), with its arguments, defaults and results. Where TRL takes a completion as a list
-of one message, these take its text too. TRL has no `exact_match_reward` and no `boxed_format_reward`.
+of one message, these take its text too. TRL has no `exact_match_reward`, no `reasoning_gym_reward` and no
+`boxed_format_reward`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlhf_jax.data import reasoning_gym as gym
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import math_verification
 from rlhf_jax.utils.text import written_forms
@@ -19,7 +21,8 @@ from rlhf_jax.utils.text import written_forms
 Completion = str | list[dict[str, Any]]
 
 
-def _text(completion: Completion) -> str:
+def completion_text(completion: Completion) -> str:
+    """The text of a completion: a text, or a list of one message."""
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
@@ -51,7 +54,7 @@ def accuracy_reward(
       ValueError: the numbers of completions and solutions differ.
     """
     math_verification.check_installed("accuracy_reward")
-    return _compare([_text(completion) for completion in completions], solution, log_extra)
+    return _compare([completion_text(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -80,7 +83,7 @@ def reasoning_accuracy_reward(
     """
     math_verification.check_installed("reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    texts = [_text(completion) for completion in completions]
+    texts = [completion_text(completion) for completion in completions]
     answers = [next((text.rpartition(end)[2] for end in delimiters if end in text), None) for text in texts]
     return _compare(answers, solution, log_extra)
 
@@ -125,11 +128,48 @@ def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str
     Raises:
       ValueError: the numbers of completions and solutions differ.
     """
-    pairs = zip(map(_text, completions), solution, strict=True)
+    pairs = zip(map(completion_text, completions), solution, strict=True)
     return [
         None if answer is None else float(_BOXED.findall(text) in [[form] for form in written_forms(answer)])
         for text, answer in pairs
     ]
+
+
+def reasoning_gym_reward(
+    completions: Sequence[Completion],
+    reasoning_gym: Sequence[str | None],
+    log_extra: Callable[[str, list], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs,
+) -> list[float | None]:
+    """The score that the verifier of the row's task in reasoning-gym gives, from 0 to 1 for most tasks.
+
+    What of a completion is its answer, and whether scores below 1 stay, is in the name of the data set
+    (`data.reasoning_gym.Source`). A completion without an answer, and one whose verification takes too long, get 0.
+
+    Args:
+      completions: B texts or lists of one message.
+      reasoning_gym: B records of the data set, or None.
+      log_extra: receives the column answer.
+      log_metric: receives accuracy/TASK, the share of the scores that are 1.
+      **kwargs: not read.
+
+    Returns:
+      B numbers or None.
+
+    Raises:
+      UserError: reasoning-gym is not installed, or its version makes other rows than those in the data.
+    """
+    scored = [
+        None if record is None else gym.score(record, completion_text(completion))
+        for completion, record in zip(completions, reasoning_gym, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("answer", [None if row is None else row.answer for row in scored])
+    if log_metric is not None:
+        for row in filter(None, scored):
+            log_metric(f"accuracy/{row.task}", float(row.score >= 1))
+    return [None if row is None else row.score for row in scored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +252,7 @@ def think_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
       B numbers.
     """
     rewards = []
-    for text in map(_text, completions):
+    for text in map(completion_text, completions):
         begin, rest = text[: len("<think>")], text[len("<think>") :]
         rewards.append(float(begin == "<think>" and "<think>" not in rest and "</think>" in rest))
     return rewards
@@ -235,7 +275,7 @@ def boxed_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
       B numbers.
     """
     rewards = []
-    for text in map(_text, completions):
+    for text in map(completion_text, completions):
         match = _THINK_THEN_BOXED.fullmatch(text)
         work = match[1] if match else None
         rewards.append(float(work is not None and not any(x in work for x in ("<think>", "</think>", "\\boxed{"))))
@@ -317,23 +357,3 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if ngram_size < 1:
         raise UserError(f"ngram_size is {ngram_size}; it must be at least 1")
     return _RepetitionPenaltyReward(ngram_size, max_penalty)
-
-
-# --- by name
-
-BY_NAME: dict[str, Callable[..., list]] = {
-    "accuracy_reward": accuracy_reward,
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
-    "exact_match_reward": exact_match_reward,
-    "boxed_format_reward": boxed_format_reward,
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256),
-}
-"""Names that `reward_funcs` takes, and the arguments of the last: those of TRL's scripts."""
-
-
-def by_name(name: str) -> Callable[..., list]:
-    """The function of a name in `BY_NAME`; UserError if it needs a package that is not installed."""
-    if BY_NAME[name] in (accuracy_reward, reasoning_accuracy_reward):
-        math_verification.check_installed(name)
-    return BY_NAME[name]

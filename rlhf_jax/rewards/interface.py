@@ -26,15 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax.data import reasoning_gym
 from rlhf_jax.data.files import type_with_article
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards import builtin
+from rlhf_jax.rewards import builtin, instructions, math_verification
 
 RewardFunction = Callable[..., Any]
 
-FORMS = "Give 'module:function', 'file.py:function', 'package.module.function' or a name of TRL's: " + ", ".join(
-    builtin.BY_NAME
-)
 KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keywords that every function may take; a data column of the same name is not passed."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -175,6 +173,25 @@ def is_async(function: Any) -> bool:
 
 # --- functions by name
 
+BY_NAME: dict[str, RewardFunction] = {
+    "accuracy_reward": builtin.accuracy_reward,
+    "reasoning_accuracy_reward": builtin.reasoning_accuracy_reward,
+    "think_format_reward": builtin.think_format_reward,
+    "exact_match_reward": builtin.exact_match_reward,
+    "boxed_format_reward": builtin.boxed_format_reward,
+    "get_soft_overlong_punishment": builtin.get_soft_overlong_punishment(1280, 256),
+    "reasoning_gym_reward": builtin.reasoning_gym_reward,
+    **{function.__name__: function for function in instructions.FUNCTIONS},
+}
+"""Names that `reward_funcs` takes. The arguments of get_soft_overlong_punishment are those of TRL's scripts."""
+_CHECKED = {
+    "accuracy_reward": math_verification.check_installed,
+    "reasoning_accuracy_reward": math_verification.check_installed,
+    "reasoning_gym_reward": reasoning_gym.check_installed,
+}
+"""Of the functions that need a package."""
+FORMS = "Give 'module:function', 'file.py:function', 'package.module.function' or one of " + ", ".join(BY_NAME)
+
 
 def split_spec(spec: str) -> tuple[str, str]:
     """(module or file, name in it) of 'module:function', 'file.py:function' or 'package.module.function'."""
@@ -183,7 +200,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def resolve(spec: str) -> Callable:
-    """The function that `spec` names: one of `builtin.BY_NAME`, or 'module:function', 'file.py:function' or
+    """The function that `spec` names: one of `BY_NAME`, or 'module:function', 'file.py:function' or
     'package.module.function', which are imported.
 
     The working folder is searched for modules after everything else, and a file's own folder for its imports. Two
@@ -191,13 +208,14 @@ def resolve(spec: str) -> Callable:
 
     Raises:
       UserError: no such module, file or name (suggests the nearest), an exception during import (with its line), or not
-        a function; or a package that a function of TRL's needs is not installed.
+        a function; or a package that it needs is not installed.
     """
-    if spec in builtin.BY_NAME:
-        return builtin.by_name(spec)
+    if spec in BY_NAME:
+        _CHECKED.get(spec, lambda name: None)(spec)
+        return BY_NAME[spec]
     place, name = split_spec(spec)
     if not place or not name or spec.endswith(".py"):
-        near = _suggest(spec, builtin.BY_NAME)
+        near = _suggest(spec, BY_NAME)
         raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}.{near}")
     target = _load_file(spec, place) if place.endswith(".py") else _load_module(spec, place)
     for part in name.split("."):

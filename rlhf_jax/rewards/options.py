@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from rlhf_jax.option import NonNegativeFloat, NonNegativeInt, Options, PositiveFloat, PositiveInt, nearest, option
-from rlhf_jax.rewards import builtin
-from rlhf_jax.rewards.interface import split_spec
+from rlhf_jax.rewards.interface import BY_NAME, split_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +69,11 @@ class RewardOptions(Options):
         for function in self.reward_funcs:
             module, name = split_spec(function)
             named = module and not function.endswith(".py") and all(part.isidentifier() for part in name.split("."))
-            if not named and function not in builtin.BY_NAME:
+            if not named and function not in BY_NAME:
                 yield (
                     f"reward_funcs: {function!r} must be 'module:function', 'file.py:function', "
-                    f"'package.module.function' or one of {', '.join(builtin.BY_NAME)}."
-                    f"{nearest(function, builtin.BY_NAME)}"
+                    f"'package.module.function' or one of {', '.join(BY_NAME)}."
+                    f"{nearest(function, BY_NAME)}"
                 )
         models = 0 if self.reward_model_path is None else 1 + models
         rewards = (models if self.reward_ensemble == "sum" else 1) + len(self.reward_funcs) + (server is not None)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlhf_jax.data import reasoning_gym
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import math_verification
 from rlhf_jax.rewards.interface import (  # noqa: F401 - re-exported
@@ -420,10 +421,11 @@ class HostRewards:
         results.metrics.update({name: sum(logged) / len(logged) for name, logged in values.items()})
 
     def close(self) -> None:
-        """Ends the threads, and the process of math_verify; threads of hanging functions end with this process. A later
-        call starts new ones."""
+        """Ends the threads, and the processes of math_verify and reasoning-gym; threads of hanging functions end with
+        this process. A later call starts new ones."""
         for thread in (self._worker, self._loop):
             if thread is not None:
                 thread.close()
         self._worker = self._loop = None
         math_verification.shared.close()
+        reasoning_gym.close()

@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 
+from rlhf_jax.data.loading import BUILT_IN
 from rlhf_jax.runtime.config_diff import may_change
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import printable, redact_queries, short_number
@@ -111,9 +112,8 @@ def model_card(
     if "train_dataset" in objects:
         config = {k: v for k, v in config.items() if k not in ("dataset_name", "datasets", "dataset_test_split")}
     names = [entry["path"] for entry in config.get("datasets") or ()] or [config.get("dataset_name")]
-    built_in = ("synthetic", "arithmetic", "shapes")
     origin = f"`{base_model}`" if base_model else f"random weights ({config.get('scratch_model')})"
-    data = ", ".join(f"the built-in {name} task" if name in built_in else f"`{name}`" for name in names)
+    data = ", ".join(f"the built-in {name} task" if name in BUILT_IN else f"`{name}`" for name in names)
     repeat = "`rlhf-jax train --config RUN/config.json`, with the `config.json` of its folder."
     if objects:
         given = ", ".join(f"{name}=..." for name in objects)

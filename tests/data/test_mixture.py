@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_jax import data
 from rlhf_jax.config import RewardConfig, RLOOConfig, SFTConfig, files
-from rlhf_jax.data import mixture, synthetic
+from rlhf_jax.data import mixture, reasoning_gym, synthetic
 from rlhf_jax.data.mixture import Shares
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import bytes_tokenizer, user
@@ -178,6 +178,8 @@ def test_an_object_takes_the_place_of_the_mixture_and_it_has_no_evaluation_data(
         ([{"path": "a"}, {"path": "b", "max_train_samples": 0}], "entry 2: max_train_samples is 0"),
         ([{"path": "a", "prompt_column": 3}], "entry 1: prompt_column = 3"),
         ([{"path": "a", "chosen_column": "b"}], "entry 1: chosen_column is not known"),
+        ([{"path": "a", "parameters": {"a": 1}}], "entry 1: parameters is a dict for a path"),
+        ([{"path": "reasoning_gym:chain_sum", "parameters": 1}], "entry 1: parameters is a dict for a path"),
         ([{"path": "a", "format": "x"}], "entry 1: format is 'x'"),
         ([{"path": "a", "format": {"prompt": "{a!r}"}}], "entry 1: format of 'prompt'"),
         ([{"path": "a", "format": {"prompt": "{a"}}], "entry 1: format of 'prompt'"),
@@ -187,6 +189,14 @@ def test_an_object_takes_the_place_of_the_mixture_and_it_has_no_evaluation_data(
 def test_what_is_wrong_with_a_mixture_is_named(wrong, named):
     found = list(SFTConfig(datasets=tuple(wrong)).problems())
     assert any(named in line for line in found), found
+
+
+def test_parameters_of_a_task_may_be_a_dict():
+    entry = {"path": "reasoning_gym:chain_sum", "parameters": {"max_terms": 3, "operators": ["+", "-"]}}
+    config = SFTConfig(datasets=(entry,))
+    assert not list(config.problems())
+    found = reasoning_gym.parse(config.of_entry(entry).dataset_name)
+    assert (found.task, found.parameters) == ("chain_sum", entry["parameters"])
 
 
 def test_a_format_reads_columns_alone():

@@ -19,7 +19,7 @@ from rlhf_jax.config import PPOConfig, RewardConfig
 from rlhf_jax.config import files as config_files
 from rlhf_jax.data import batches, synthetic
 from rlhf_jax.errors import UserError
-from rlhf_jax.evaluate import plan, rouge, terminal
+from rlhf_jax.evaluate import aggregate, plan, rouge, terminal
 from rlhf_jax.evaluate.__main__ import main
 from rlhf_jax.evaluate.answers import Sampler
 from rlhf_jax.evaluate.options import EvaluateConfig
@@ -32,6 +32,7 @@ from tests.helpers.models_common import random_params
 from tests.helpers.reward_server import answers, send
 
 POSTS = 10
+TASKS = ("other posts", "every third")
 SECRET = "sk-5d41402a"
 
 
@@ -44,7 +45,8 @@ def room(tmp_path_factory):
     """Two policies, a reward model, posts with answers, pairs."""
     folder = tmp_path_factory.mktemp("room")
     policy_checkpoints(folder)
-    lines(folder / "posts.jsonl", synthetic.demonstrations(POSTS))
+    posts = synthetic.demonstrations(POSTS)
+    lines(folder / "posts.jsonl", [{**row, "task": TASKS[i % 3 == 0]} for i, row in enumerate(posts)])
     lines(folder / "pairs.jsonl", synthetic.preference_pairs(POSTS))
     (folder / "judges.py").write_text(
         "def shorter(prompts, completions):\n"
@@ -91,6 +93,27 @@ def test_every_prompt_has_everyones_answers_and_their_numbers(whole):
     assert policy["score"]["mean"] == pytest.approx(scores.mean()) and policy["responses"] == 4 * POSTS
     assert policy["score"]["se"] == pytest.approx(scores.mean(axis=1).std(ddof=1) / np.sqrt(POSTS))
     assert set(policy["rewards"]) == {"reward", "brevity"} and "== Sample 1" in told and "== Sample 2" not in told
+
+
+def test_rewards_are_told_by_task(whole):
+    found, rows, told, _ = whole
+    policy = found["policies"][0]
+    assert {task: own["prompts"] for task, own in policy["by_task"].items()} == {"every third": 4, "other posts": 6}
+    own = [[answer["rewards"]["brevity"] for answer in row["answers"]["policy"]] for row in rows[::3]]
+    brevity = policy["by_task"]["every third"]["rewards"]["brevity"]
+    assert brevity["mean"] == pytest.approx(np.mean(own)) and brevity["low"] <= brevity["mean"] <= brevity["high"]
+    assert "accuracy" not in brevity  # these rewards are below 0
+    line = f"{brevity['mean']:.3f} ({brevity['low']:.3f} to {brevity['high']:.3f})"
+    assert re.search(rf"every third +4 +policy +brevity +{re.escape(line)} +-", told)
+
+
+def test_accuracy_is_the_share_of_the_answers_with_a_reward_of_one():
+    values = np.array([[1.0, 0.5], [1.0, 1.0], [np.nan, np.nan], [0.0, 1.0]])
+    found = aggregate.reward_of_task(values, resamples=100)
+    assert found["mean"] == pytest.approx((0.75 + 1 + 0.5) / 3) and found["missing"] == 2
+    assert found["accuracy"]["mean"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+    right = aggregate.reward_of_task(np.ones((20, 1)), resamples=100)["accuracy"]
+    assert (right["mean"], right["high"]) == (1.0, 1.0) and right["low"] == pytest.approx(20 / (20 + 1.96**2), abs=1e-3)
 
 
 def scores_of(room, pairs, eos=True):

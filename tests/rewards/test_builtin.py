@@ -12,7 +12,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.config.check import check
 from rlhf_jax.data import arithmetic
 from rlhf_jax.errors import UserError
-from rlhf_jax.rewards import builtin, interface, math_verification
+from rlhf_jax.rewards import interface, math_verification
 from rlhf_jax.rewards.python_functions import HostRewards, TrainerState
 from tests.helpers.paths import ROOT
 
@@ -47,6 +47,12 @@ ANSWERS = [
     "",
     "I do not know.",
 ]
+
+TRLS = [
+    *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "exact_match_reward"),
+    *("boxed_format_reward", "get_soft_overlong_punishment"),
+]
+"""Names that `reward_funcs` takes, of TRL's scripts and beside them, that need a solution or nothing."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -261,7 +267,7 @@ def test_the_cosine_by_hand_and_as_trls(trl):
 
 def test_a_run_calls_them_in_its_thread_and_logs_what_they_log():
     pytest.importorskip("math_verify")
-    functions = [*map(interface.resolve, builtin.BY_NAME), rewards.get_cosine_scaled_reward(10)]
+    functions = [*map(interface.resolve, TRLS), rewards.get_cosine_scaled_reward(10)]
     host = HostRewards(functions, timeout=60.0)
     completions = [r"<think>1 or 2?</think> \boxed{2}", r"\boxed{2}"]
     columns = {"solution": ["2", "none"]}
@@ -284,15 +290,15 @@ def test_a_run_calls_them_in_its_thread_and_logs_what_they_log():
 
 def test_names_on_the_command_line_are_trls_functions(trl, monkeypatch):
     monkeypatch.setattr(math_verification, "find_spec", lambda name: True)
-    flags = ["--reward_funcs", *builtin.BY_NAME, "rlhf_jax.rewards.think_format_reward", "--reward_model_path", "none"]
+    flags = ["--reward_funcs", *TRLS, "rlhf_jax.rewards.think_format_reward", "--reward_model_path", "none"]
     config = command_line.parse(["--config", "tldr_rloo.py", *flags])
     check(config)
     functions = [interface.resolve(spec) for spec in config.reward_funcs]
-    assert functions[:5] == [getattr(rewards, name) for name in list(builtin.BY_NAME)[:5]]
+    assert functions[:5] == [getattr(rewards, name) for name in TRLS[:5]]
     assert functions[5] == rewards.get_soft_overlong_punishment(1280, 256)
     assert functions[6] is rewards.think_format_reward
     assert [interface.function_name(function) for function in functions[:6]] == [
-        *list(builtin.BY_NAME)[:5],
+        *TRLS[:5],
         trl.get_soft_overlong_punishment(1280, 256).__name__,
     ]
 
@@ -305,13 +311,13 @@ def test_an_unknown_name_lists_those_that_are_known(name):
     ):
         with pytest.raises(UserError) as failure:
             resolved()
-        assert all(known in str(failure.value) for known in builtin.BY_NAME) and repr(name) in str(failure.value)
+        assert all(known in str(failure.value) for known in interface.BY_NAME) and repr(name) in str(failure.value)
 
 
 def test_without_math_verify_the_accuracy_functions_name_the_extra_and_the_others_work(monkeypatch):
     monkeypatch.setattr(math_verification, "find_spec", lambda name: None)
     for name in ("accuracy_reward", "reasoning_accuracy_reward"):
-        for use in (lambda name=name: interface.resolve(name), lambda name=name: builtin.BY_NAME[name](["1"], ["1"])):
+        for use in (lambda name=name: interface.resolve(name), lambda name=name: interface.BY_NAME[name](["1"], ["1"])):
             with pytest.raises(UserError, match=rf"^{name} needs .*'\.\[math\]'"):
                 use()
     with pytest.raises(UserError, match="^cosine_scaled_reward needs"):
