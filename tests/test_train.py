@@ -390,6 +390,14 @@ def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them
             lines(tmp_path / "run" / name)[-1]
         )
     assert (tmp_path / "run" / "ppo" / "value").is_dir()  # from the SFT policy, with a new head
+    (tmp_path / "alone.py").write_text(
+        "import dataclasses\nfrom configs import quickstart_math\ndef get_config(variant=None):\n"
+        "    return dataclasses.replace(quickstart_math.get_config('grpo'), sft=None)\n"
+    )
+    flags = ["--run_dir", str(tmp_path / "alone"), "--sft_model_path", str(tmp_path / "run" / "sft" / "policy")]
+    short = [word for option, value in short.items() for word in (f"--{option}", str(value))]
+    assert train.main(["--config", str(tmp_path / "alone.py"), *flags, *short]) == 0
+    assert "GRPO - before in score, mean over prompts" in capsys.readouterr().out
     _, groups = report_of_runs.read([str(tmp_path / "run")])
     assert [group.label for group in groups] == ["run/sft", "run/ppo", "run/grpo"]
     text = page.render_page(groups, "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rlhf_jax import storage
 from rlhf_jax.config.resolution import stages_of
@@ -39,7 +40,9 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
         yield f"a pipeline has one of ppo, rloo and grpo, not {given}: set the others to None."
         return
     run_dir, (policy, stage) = config.run_dir or "{run_dir}", *policies.items()
-    exports = {"sft_model_path": "sft/policy"}
+    exports = {}
+    if config.sft is not None:
+        exports["sft_model_path"] = "sft/policy"
     if config.reward is not None:
         exports["reward_model_path"] = "reward/reward_model"
     for name, own in exports.items():
@@ -49,6 +52,9 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
                 f"{policy}: {name} is {getattr(stage, name)!r}, not this pipeline's own '{{run_dir}}/{own}': give "
                 f"that, or run {policy} with its own config."
             )
+    for name, path in _starts(config, policy, stage) if config.sft is None else ():
+        if "{run_dir}" in (path or "") or storage.absolute(path or "") == storage.absolute(f"{run_dir}/sft/policy"):
+            yield f"{name} is {path!r}, but the pipeline has no SFT stage (sft is None): give a model."
     if config.reward is None:
         if stage.reward_model_path is not None:
             yield (
@@ -57,3 +63,10 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
             )
         elif not stage.reward_funcs and stage.reward_server is None:
             yield f"{policy}: without a reward stage (reward is None) the pipeline needs reward_funcs or reward_server."
+
+
+def _starts(config: Pipeline, policy: str, stage: Any) -> Iterator[tuple[str, str | None]]:
+    """The options that name the models which a pipeline without an SFT stage starts from."""
+    yield f"{policy}: sft_model_path", stage.sft_model_path
+    if config.reward is not None:
+        yield "reward: model_name_or_path", config.reward.model_name_or_path

@@ -152,6 +152,9 @@ def with_flag(config: Config, name: str, words: Sequence[str]) -> Config:
         name = trl_options.RENAMED[name].to
     if name in own:
         return dataclasses.replace(config, **{name: value_from_words(f"--{name}", own[name], words)})
+    if len(present) == 1:
+        [stage] = present
+        return config.with_stage(stage, _with_option(getattr(config, stage), name, words, ""))
     answers = {key: answer for key in present if (answer := trl_options.answer(name, key))}
     candidates = [f"--{key}.{name}" for key, answer in answers.items() if answer.kind != "unsupported"]
     if candidates:

@@ -249,8 +249,8 @@ class GRPOConfig(GRPOOptions, GroupConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(CommandOptions):
-    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if there is a reward
-    model), then RUN/ppo, RUN/rloo or RUN/grpo.
+    """Several stages in order, each in a subfolder of the run folder: RUN/sft, RUN/reward (if the pipeline has them),
+    then RUN/ppo, RUN/rloo or RUN/grpo. It ends with a comparison of the policy before and after the last stage.
 
     `{run_dir}` in a text option of a stage stands for the pipeline's folder.
     """
@@ -263,8 +263,8 @@ class Pipeline(CommandOptions):
     """resume of every stage (auto, must, never); None: each stage's own."""
     override_resume: bool = option(False, rare=True, resume="free")
     """Resume every stage even if options, data or starting models have changed since it began."""
-    sft: SFTConfig = SFTConfig()
-    """Supervised fine-tuning; exports its policy to RUN/sft/policy."""
+    sft: SFTConfig | None = SFTConfig()
+    """Supervised fine-tuning; exports its policy to RUN/sft/policy. None: the policy starts from sft_model_path."""
     reward: RewardConfig | None = RewardConfig(model_name_or_path=SFT_EXPORT)
     """Reward model; exported to RUN/reward/reward_model. None: rewards are functions or a server."""
     ppo: PPOConfig | None = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=REWARD_EXPORT)

@@ -112,9 +112,10 @@ def _alarm_items(run: Run) -> Iterator[str]:
 def comparisons(runs: Sequence[Run]) -> str:
     """The table of the comparisons at the end of pipelines."""
     pipelines = table_data.comparisons(runs) if any(charts.tab_of(run.stage) == "policy" for run in runs) else []
+    start = "SFT" if any(row["name"] == "SFT" for pipeline in pipelines for row in pipeline["rows"]) else "before"
     columns = {
         "gold_reward": "gold reward", "score": "reward model", "kl": "KL", "length": "length", "entropy": "entropy",
-        "eos_rate": "eos rate", "win_rate": "win rate over SFT",
+        "eos_rate": "eos rate", "win_rate": f"win rate over {start}",
     }  # fmt: skip
     keys = dict.fromkeys(key for pipeline in pipelines for row in pipeline["rows"] for key in row)
     rewards = [key for key in keys if key.startswith("rewards/") and f"{key}_se" in keys]

@@ -96,6 +96,15 @@ def test_a_pipelines_flags_name_their_stage():
     assert (config.seed, config.dry_run, config.run_dir) == (5, True, "Q")
 
 
+def test_the_flags_of_a_pipeline_of_one_stage_are_that_stages():
+    flags = ["--sft_model_path", "FOLDER", "--batch_size", "16", "--run_dir", "R", "--grpo.beta", "0.1"]
+    config = command_line.parse(["--config", "quickstart_smollm2", *flags, "--preset", "dapo"])
+    assert (config.grpo.sft_model_path, config.grpo.batch_size, config.run_dir) == ("FOLDER", 16, "R")
+    assert (config.grpo.beta, config.grpo.epsilon_high) == (0.1, 0.28)
+    with pytest.raises(UserError, match="unknown option --bathc_size. Did you mean batch_size"):
+        command_line.parse(["--config", "quickstart_smollm2", "--bathc_size", "16"])
+
+
 def test_a_pipeline_with_rloo_takes_its_flags():
     config = command_line.parse(["--config", "quickstart_rloo", "--rloo.beta", "0.3", "--rloo.rloo_k", "2"])
     assert (config.rloo.beta, config.rloo.num_generations, config.ppo) == (0.3, 2, None)

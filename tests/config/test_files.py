@@ -9,8 +9,10 @@ import pytest
 from rlhf_jax.config import (
     REWARD_EXPORT,
     SFT_EXPORT,
+    GRPOConfig,
     Pipeline,
     PPOConfig,
+    RewardConfig,
     RLOOConfig,
     SFTConfig,
     batch_sizes,
@@ -119,7 +121,13 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
     lines = config_files.shipped_configs()
     more = {"rloo_deepmath.py", "rloo_qwen3.py", "ppo_llama.py"}
     more |= {"tldr_rloo.py", "tldr_rloo_paper.py", "quickstart_rloo.py", "quickstart_lora.py", "goldrush.py"}
-    more |= {"quickstart_math.py", "grpo_deepmath.py", "quickstart_vision.py", "rloo_smolvlm.py"}
+    more |= {
+        "quickstart_math.py",
+        "grpo_deepmath.py",
+        "quickstart_vision.py",
+        "rloo_smolvlm.py",
+        "quickstart_smollm2.py",
+    }
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():
         assert line.endswith(".")
@@ -238,6 +246,21 @@ def test_a_pipeline_whose_ppo_ignores_its_stages_is_refused():
         check(Pipeline(ppo=None, rloo=RLOOConfig(reward_model_path=REWARD_EXPORT)))
 
 
+def test_a_pipeline_may_start_from_a_model_in_place_of_an_sft_stage():
+    start = {"sft_model_path": "a/chat", "reward_model_path": None, "reward_funcs": ("think_format_reward",)}
+    pipeline = Pipeline(run_dir="R", sft=None, reward=None, ppo=None, grpo=GRPOConfig(**start))
+    check(pipeline)
+    assert list(stages_of(pipeline)) == ["grpo"]
+    assert config_files.from_json(config_files.to_json(pipeline)).sft is None
+    for path in (SFT_EXPORT, "R/sft/policy"):
+        with pytest.raises(UserError, match="grpo: sft_model_path is '.*' but the pipeline has no SFT stage"):
+            check(dataclasses.replace(pipeline, grpo=GRPOConfig(**{**start, "sft_model_path": path})))
+    ppo = PPOConfig(sft_model_path="a/chat", reward_model_path=REWARD_EXPORT)
+    with pytest.raises(UserError, match="reward: model_name_or_path is '.*' but the pipeline has no SFT stage"):
+        check(Pipeline(sft=None, ppo=ppo))
+    check(Pipeline(sft=None, ppo=ppo, reward=RewardConfig(model_name_or_path="a/chat")))
+
+
 def test_a_pipeline_without_a_reward_stage_has_rewards_of_another_kind():
     scored = RLOOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_funcs=("think_format_reward",))
     pipeline = Pipeline(run_dir="R", reward=None, ppo=None, rloo=scored)
@@ -304,7 +327,7 @@ BAD_FILES = {
     "def get_config(variant=None): return SFTConfig(length_buckets=64)": "length_buckets = 64: it must be a list",
     "def get_config(variant=None): return SFTConfig(length_buckets=('64',))": "length_buckets = '64': it must be a",
     "def get_config(variant=None): return Pipeline(ppo=SFTConfig())": "ppo must be a PPOConfig or None, not SFTConfig",
-    "def get_config(variant=None): return Pipeline(sft=None)": "sft must be a SFTConfig, not NoneType",
+    "def get_config(variant=None): return Pipeline(sft=3)": "sft must be a SFTConfig or None, not int",
     "def get_config(variant=None): return Pipeline(rloo=PPOConfig())": "rloo must be a RLOOConfig or None, not PPO",
     "def get_config(variant=None): return RLOOConfig(rloo_k=4)": "line 2: TypeError.* It is num_generations here",
     "def get_config(variant=None): return RLOOConfig(kl_coef=4)": "line 2: TypeError.* It is beta here",
@@ -339,8 +362,7 @@ BAD_JSON = {
     '{"stage": "rloo", "rloo_k": 4}': "unknown field rloo_k. It is num_generations here",
     '{"stage": "rloo", "reward_clip_range": ["a", 1]}': "reward_clip_range = 'a': it must be a number",
     '{"stage": "pipeline", "rloo": 3}': "rloo must be a RLOOConfig or None, not int",
-    '{"stage": "pipeline", "sft": null}': "sft must be a SFTConfig, not NoneType",
-    '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig, not int",
+    '{"stage": "pipeline", "sft": 3}': "sft must be a SFTConfig or None, not int",
     '{"stage": "pipeline", "ppo": {"lam": "x"}}': "ppo.lam = 'x': it must be a number",
     '{"stage": "pipeline", "sft": {"seeed": 3}}': "unknown field sft.seeed. Did you mean seed",
 }

@@ -1,0 +1,46 @@
+"""A pretrained chat model learns sums: SmolLM2-135M-Instruct with GRPO and adapters, half an hour on two cores."""
+
+from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig
+
+VARIANTS = ("lora", "full", "rloo", "ppo")
+
+
+def get_config(variant: str | None = None) -> Pipeline:
+    """The config of one variant (default lora: GRPO with adapters)."""
+    variant = variant or "lora"
+    policy = {
+        "sft_model_path": "HuggingFaceTB/SmolLM2-135M-Instruct",  # from the hub; or a folder
+        "reward_model_path": None,  # rewards are functions
+        # Sums of two or three numbers from 1 to 9. The last number in a response is its answer; needs '.[reasoning-gym]'.
+        "dataset_name": "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&answer_format=number",
+        "reward_funcs": ("reasoning_gym_reward",),
+        "query_length": 64,  # tokens of system prompt and question
+        "length_buckets": (64,),  # a single padded length
+        "response_length": 24,  # tokens
+        "temperature": 1.0,  # for sampling and log-probabilities
+        "total_episodes": 3200,  # responses
+        "batch_size": 64,  # responses an update
+        "learning_rate": 1e-4 if variant == "lora" else 1e-5,  # linear decay to 0
+        "max_eval_samples": 256,  # held-out rows
+        "eval_steps": 25,  # updates
+        "save_steps": 25,  # updates
+    }
+    adapters = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0} if variant == "lora" else {}
+    groups = {
+        **policy,
+        "num_generations": 8,  # responses to each prompt: 8 prompts an update
+        "num_generations_eval": 1,  # responses to each held-out prompt
+        "beta": 0.0,  # no KL penalty: a verifier cannot be exploited
+    }
+    stages = {
+        "lora": {"grpo": GRPOConfig(**groups, **adapters)},
+        "full": {"grpo": GRPOConfig(**groups)},
+        "rloo": {"rloo": RLOOConfig(**groups)},
+        "ppo": {"ppo": PPOConfig(**policy, kl_coef=0.0)},  # its value model starts from the policy
+    }
+    return Pipeline(
+        run_dir=f"runs/quickstart_smollm2_{variant}",  # folder, with the stage in it
+        sft=None,  # the model is a chat model already
+        reward=None,  # no reward model
+        **{"ppo": None, **stages[variant]},
+    )
