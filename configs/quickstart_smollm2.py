@@ -2,6 +2,7 @@
 
 from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig
 
+TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&answer_format=number"
 VARIANTS = ("lora", "full", "rloo", "ppo")
 
 
@@ -11,19 +12,19 @@ def get_config(variant: str | None = None) -> Pipeline:
     policy = {
         "sft_model_path": "HuggingFaceTB/SmolLM2-135M-Instruct",  # from the hub; or a folder
         "reward_model_path": None,  # rewards are functions
-        # Sums of two or three numbers from 1 to 9. The last number in a response is its answer; needs '.[reasoning-gym]'.
-        "dataset_name": "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&answer_format=number",
-        "reward_funcs": ("reasoning_gym_reward",),
-        "query_length": 64,  # tokens of system prompt and question
-        "length_buckets": (64,),  # a single padded length
+        # Sums of two or three numbers from 0 to 9; the last number of a response is its answer. Needs '.[reasoning-gym]'.
+        "dataset_name": TASK,
+        "reward_funcs": ("reasoning_gym_reward",),  # 1 for the right answer
+        "query_length": 56,  # tokens of system prompt and question
+        "length_buckets": (56,),  # a single padded length
         "response_length": 24,  # tokens
-        "temperature": 1.0,  # for sampling and log-probabilities
-        "total_episodes": 3200,  # responses
+        "temperature": 0.7,  # for sampling and log-probabilities
+        "total_episodes": 3072,  # responses
         "batch_size": 64,  # responses an update
-        "learning_rate": 1e-4 if variant == "lora" else 1e-5,  # linear decay to 0
+        "learning_rate": 2e-4 if variant == "lora" else 2e-5,  # linear decay to 0
         "max_eval_samples": 256,  # held-out rows
-        "eval_steps": 25,  # updates
-        "save_steps": 25,  # updates
+        "eval_steps": 24,  # updates
+        "save_steps": 24,  # updates
     }
     adapters = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0} if variant == "lora" else {}
     groups = {

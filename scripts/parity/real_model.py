@@ -1,19 +1,37 @@
-"""Compares a checkpoint on disk with transformers: logits, greedy answers, and the error of bfloat16.
+"""Compares a checkpoint on disk with transformers on real texts, in float32, bfloat16 and with quantised weights.
 
     python scripts/parity/real_model.py FOLDER
+    python scripts/parity/real_model.py FOLDER --text posts.jsonl --parts perplexity quantized
 
-20 prompts of 10 to 500 tokens are cut from --text (default: the files of docs/) and given to both, one at a time.
-Printed are ||ours - theirs|| / ||theirs|| of the logits in float32, the largest over the prompts; the number of prompts
-whose greedy answers of 64 tokens are equal; and the same distance from transformers' float32 logits for both in
-bfloat16. Needs torch. Exit code 1: a distance in float32 above 1e-5, or an answer that differs.
+Texts are pieces of 10 to 500 tokens cut from --text (default: the files of docs/), or the rows of a .jsonl file
+(prompt, and completion after it). One line is printed for each number; a distance is ||a - b|| / ||b||, the largest
+over the texts. Parts:
+
+- logits: float32 logits beside transformers', and greedy answers of 64 tokens to 20 texts;
+- gradients: of the loss of two texts, of all weights and of adapters on all linear layers (needs peft);
+- perplexity: of the texts, both;
+- bfloat16: logits, and hidden states after some layers, of both, beside transformers' in float32;
+- quantized: perplexity with frozen kernels in int8 and in 4 bits, and what int8 keys and values change in sampling;
+- samples: perplexity, under the model, of texts sampled at temperature 1 by both;
+- context: a prompt that ends 64 tokens before the context does;
+- export: the checkpoint as we write it, opened by transformers.
+
+Needs torch. Exit code 1: logits in float32 beyond 1e-5, gradients or a perplexity beyond 1e-4, a greedy answer or an
+export that differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import math
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parents[2]
@@ -26,14 +44,57 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import rlhf_jax  # noqa: E402
-from rlhf_jax.generate import Sampling  # noqa: E402
+from rlhf_jax.generate import Decoding, Sampling, generate  # noqa: E402
+from rlhf_jax.models.io import hf, peft, safetensors  # noqa: E402
 from rlhf_jax.types import PromptBatch  # noqa: E402
 
 PROMPTS, SHORTEST, LONGEST, ANSWER = 20, 10, 500, 64
+SAMPLES = 64  # texts that each side samples, of ANSWER tokens
 
 
-def prompts(tokenizer, text: str) -> list[np.ndarray]:
-    """Pieces of the text, of evenly spaced lengths in tokens."""
+@dataclasses.dataclass
+class Compared:
+    """The checkpoint in both libraries, and the texts.
+
+    Attributes:
+      path: of the checkpoint.
+      texts: token ids of each.
+      failures: numbers beyond their bounds.
+    """
+
+    path: str
+    texts: list[np.ndarray]
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def theirs(self, dtype: torch.dtype = torch.float32, path: str | None = None) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(path or self.path, dtype=dtype).eval()
+
+    def ours(self, dtype: str = "float32") -> Any:
+        return rlhf_jax.load_policy(self.path, dtype=dtype)
+
+    def report(self, name: str, value: float, bound: float = math.inf, form: str = ".1e") -> None:
+        print(f"{name:58s} {value:{form}}", flush=True)
+        if not value <= bound:
+            self.failures.append(name)
+
+
+def distance(ours: Any, theirs: Any) -> float:
+    """||a - b|| / ||b||."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+# --- texts
+
+
+def read_texts(tokenizer: Any, path: Path | None, most: int) -> list[np.ndarray]:
+    """The texts in tokens, at most `most`."""
+    if path is not None and path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]
+        texts = [row["prompt"] + row.get("completion", "") for row in rows]
+        return [np.asarray(tokenizer(text)["input_ids"][: LONGEST + 100], np.int32) for text in texts]
+    files = [path] if path else sorted((ROOT / "docs").glob("*.md"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)[:200_000]
     ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     lengths = np.linspace(SHORTEST, LONGEST, PROMPTS).astype(int)
     if len(ids) < lengths.sum():
@@ -41,71 +102,304 @@ def prompts(tokenizer, text: str) -> list[np.ndarray]:
     return np.split(ids[: lengths.sum()], np.cumsum(lengths)[:-1])
 
 
-def their_logits(path: str, rows: list[np.ndarray], dtype: torch.dtype) -> tuple[list[np.ndarray], list[list[int]]]:
-    """transformers' logits of each row and, in float32, its greedy answers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    logits, answers = [], []
-    with torch.no_grad():
-        for row in rows:
-            tokens = torch.tensor(row)[None].long()
-            logits.append(model(tokens).logits[0].float().numpy())
-            if dtype == torch.float32:
-                options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": ANSWER}
-                answers.append(model.generate(tokens, **options)[0, len(row) :].tolist())
-    return logits, answers
+# --- ours, one padded text at a time, so that one program serves all
 
 
-def our_logits(path: str, rows: list[np.ndarray], dtype: str) -> tuple[list[np.ndarray], list[list[int]]]:
-    """Ours; rows are padded to one width, so that one program serves all."""
-    policy = rlhf_jax.load_policy(path, dtype=dtype)
+def padded(rows: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """(tokens [1, C] left-padded, mask [1, C], columns of padding) of each row."""
     width = max(map(len, rows))
+    for row in rows:
+        tokens, start = np.zeros((1, width), np.int32), width - len(row)
+        tokens[0, start:] = row
+        yield tokens, np.arange(width)[None] >= start, start
+
+
+def our_outputs(policy: Any, rows: list[np.ndarray], depth: int | None = None, params: Any = None) -> list[np.ndarray]:
+    """Logits of each row; with `depth`, hidden states after so many layers and the final norm."""
+    model, params = policy.model, policy.params if params is None else params
+    if depth is not None:
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, num_hidden_layers=depth))
+        layers = jax.tree.map(lambda leaf: leaf[:depth], params["backbone"]["layers"])
+        params = {**params, "backbone": {**params["backbone"], "layers": layers}}
 
     @jax.jit
     def compute(params, tokens, mask):
-        hidden = policy.model.hidden(params, tokens, mask, dtype=policy.dtype)
-        return policy.model.logits(params, hidden).astype(jnp.float32)
+        hidden = model.hidden(params, tokens, mask, dtype=policy.dtype)
+        return (hidden if depth is not None else model.logits(params, hidden)).astype(jnp.float32)
 
-    logits, answers = [], []
+    return [np.asarray(compute(params, tokens, mask))[0, start:] for tokens, mask, start in padded(rows)]
+
+
+def our_answer(policy: Any, row: np.ndarray, width: int) -> list[int]:
+    """A greedy answer."""
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, width - len(row) :] = row
+    batch = PromptBatch(tokens=tokens, lengths=np.asarray([len(row)], np.int32), rows=np.zeros(1, np.int32))
+    sampling = Sampling(max_new_tokens=ANSWER, temperature=0.0, stop_ids=(policy.tokenizer.eos_id,))
+    rollout = policy.sample(batch, 0, sampling)
+    return np.asarray(rollout.response)[0, : int(rollout.lengths[0])].tolist()
+
+
+def their_answer(model: Any, row: np.ndarray, **options: Any) -> list[int]:
+    tokens = torch.tensor(row)[None].long()
+    options = {"do_sample": False, "max_new_tokens": ANSWER, **options}
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(row) :].tolist()
+
+
+def their_logits(model: Any, rows: list[np.ndarray]) -> list[np.ndarray]:
+    return [model(torch.tensor(row)[None].long()).logits[0].float().numpy() for row in rows]
+
+
+def perplexity(logits: list[np.ndarray], rows: list[np.ndarray]) -> float:
+    """Of all tokens of the rows but their first."""
+    losses = [
+        np.log(np.exp(own - own.max(-1, keepdims=True)).sum(-1))[:-1]
+        + own.max(-1)[:-1]
+        - own[np.arange(len(row) - 1), row[1:]]
+        for own, row in zip((own.astype(np.float64) for own in logits), rows, strict=True)
+    ]
+    return float(np.exp(np.concatenate(losses).mean()))
+
+
+# --- parts
+
+
+def logits(both: Compared) -> None:
+    rows = both.texts[:PROMPTS]
+    theirs, ours = both.theirs(), both.ours()
+    pairs = zip(our_outputs(ours, rows), their_logits(theirs, rows), strict=True)
+    both.report("logits, float32: distance", max(distance(a, b) for a, b in pairs), 1e-5)
+    width = max(map(len, rows))
+    differ = sum(our_answer(ours, row, width) != their_answer(theirs, row) for row in rows)
+    both.report(f"greedy answers of {ANSWER} tokens that differ, of {len(rows)}", differ, 0, "d")
+
+
+def gradients(both: Compared) -> None:
+    import peft as their_peft
+
+    rows = [row[:256] for row in both.texts[-2:]]
+    with tempfile.TemporaryDirectory() as folder:
+        ours = both.ours()
+        hf.save(f"{folder}/full", ours.model, our_gradients(ours.model, ours.params, rows), kind="causal")
+        theirs = [their_gradients(both.theirs(dtype), rows) for dtype in (torch.float32, torch.float64)]
+        report_gradients(both, "all weights", f"{folder}/full/model.safetensors", *theirs)
+        targets = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+        torch.manual_seed(0)
+        made = their_peft.get_peft_model(both.theirs(), their_peft.LoraConfig(**targets))
+        made.save_pretrained(f"{folder}/adapter")
+        form, adapters = hf.load_adapter(f"{folder}/adapter", ours.model)
+        model = dataclasses.replace(ours.model, lora=form)
+        found = our_gradients(model, adapters, rows, ours.params)
+        peft.save(f"{folder}/gradients", model, found, kind="causal", base=None)
+        theirs = [
+            their_gradients(
+                their_peft.PeftModel.from_pretrained(both.theirs(dtype), f"{folder}/adapter", is_trainable=True)
+                .to(dtype)
+                .eval(),
+                rows,
+            )
+            for dtype in (torch.float32, torch.float64)
+        ]
+        report_gradients(both, "adapters", f"{folder}/gradients/{peft.WEIGHTS}", *theirs)
+
+
+def our_gradients(model: Any, own: Any, rows: list[np.ndarray], base: Any = None) -> Any:
+    """Of the mean over rows of the mean loss of their tokens; with `base`, of adapters on it."""
+
+    @jax.jit
+    def gradient(own, base, tokens, mask):
+        def loss(own):
+            params = own if base is None else model.with_lora(base, own)
+            scores = jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens, mask))[0, :-1])
+            losses = -jnp.take_along_axis(scores, tokens[0, 1:, None], axis=1)[:, 0]
+            counted = mask[0, :-1]
+            return jnp.sum(losses * counted) / jnp.sum(counted) / len(rows)
+
+        return jax.grad(loss)(own)
+
+    totals = [gradient(own, base, tokens, mask) for tokens, mask, _ in padded(rows)]
+    return jax.tree.map(lambda *leaves: sum(leaves), *totals)
+
+
+def their_gradients(model: Any, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    with torch.enable_grad():
+        for row in rows:
+            tokens = torch.tensor(row)[None].long()
+            (model(tokens, labels=tokens).loss / len(rows)).backward()
+    return {
+        name.replace(".default", ""): parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def report_gradients(
+    both: Compared, name: str, file: str, theirs: dict[str, np.ndarray], exact: dict[str, np.ndarray]
+) -> None:
+    """Distances of both in float32 from transformers' in float64, and from each other."""
+    ours = {
+        key: source.read((slice(None),) * exact[key].ndim) for key, source in safetensors.open_file(Path(file)).items()
+    }
+    if ours.keys() != exact.keys():
+        both.failures.append(f"names of the gradients of {name}")
+    names = sorted(ours.keys() & exact.keys())
+    flat = {
+        label: np.concatenate([np.asarray(side[key], np.float64).ravel() for key in names])
+        for label, side in (("ours", ours), ("transformers", theirs), ("exact", exact))
+    }
+    both.report(f"gradient of {name}, float32: distance", distance(flat["ours"], flat["transformers"]), 1e-4)
+    for label, side in (("ours", ours), ("transformers", theirs)):
+        both.report(f"  from float64, {label}", distance(flat[label], flat["exact"]))
+        both.report(f"  of one tensor, the largest, {label}", max(distance(side[key], exact[key]) for key in names))
+
+
+def perplexities(both: Compared) -> None:
+    theirs = perplexity(their_logits(both.theirs(), both.texts), both.texts)
+    ours = perplexity(our_outputs(both.ours(), both.texts), both.texts)
+    both.report(f"perplexity of {len(both.texts)} texts, transformers", theirs, form=".4f")
+    both.report("perplexity, ours: relative difference", abs(ours - theirs) / theirs, 1e-4)
+
+
+def bfloat16(both: Compared) -> None:
+    rows = both.texts[:PROMPTS]
+    exact, theirs, ours = both.theirs(), both.theirs(torch.bfloat16), both.ours("bfloat16")
+    wanted = their_logits(exact, rows)
+    found = {"ours": our_outputs(ours, rows), "transformers": their_logits(theirs, rows)}
+    for name, own in found.items():
+        both.report(f"logits, bfloat16, {name}: distance", max(map(distance, own, wanted)))
+    count = ours.model.config.num_hidden_layers
+    for depth in sorted({1, 2, count // 6, count // 3, 2 * count // 3, count}):
+        wanted = their_hidden(exact, rows, depth)
+        found = {"ours": our_outputs(ours, rows, depth), "transformers": their_hidden(theirs, rows, depth)}
+        for name, own in found.items():
+            both.report(f"  after layer {depth}, {name}", max(map(distance, own, wanted)))
+    states = exact(torch.tensor(rows[-1])[None].long(), output_hidden_states=True).hidden_states[count // 2].abs()
+    both.report("  largest hidden value / the median, middle layer", float(states.max() / states.median()), form=".0f")
+
+
+def their_hidden(model: Any, rows: list[np.ndarray], depth: int) -> list[np.ndarray]:
+    """Hidden states after `depth` layers and the final norm."""
+    found = []
     for row in rows:
-        tokens = np.zeros((1, width), np.int32)
-        tokens[0, width - len(row) :] = row
-        mask = np.arange(width)[None] >= width - len(row)
-        logits.append(np.asarray(compute(policy.params, tokens, mask))[0, width - len(row) :])
-        if dtype == "float32":
-            batch = PromptBatch(tokens=tokens, lengths=np.asarray([len(row)], np.int32), rows=np.zeros(1, np.int32))
-            stop = (policy.tokenizer.eos_id,)
-            sampling = Sampling(max_new_tokens=ANSWER, temperature=0.0, stop_ids=stop)
-            rollout = policy.sample(batch, 0, sampling)
-            answers.append(np.asarray(rollout.response)[0, : int(rollout.lengths[0])].tolist())
-    return logits, answers
+        states = model(torch.tensor(row)[None].long(), output_hidden_states=True).hidden_states
+        last = depth == len(states) - 1  # transformers norms the last one itself
+        found.append((states[depth] if last else model.model.norm(states[depth]))[0].float().numpy())
+    return found
 
 
-def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest ||a - b|| / ||b|| of the rows."""
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(ours, theirs, strict=True))
+def quantized(both: Compared) -> None:
+    ours = both.ours()
+    both.report("perplexity, float32", perplexity(our_outputs(ours, both.texts), both.texts), form=".3f")
+    for kind in ("int8", "nf4"):
+        params = jax.jit(lambda params, kind=kind: ours.model.quantize(params, jnp.float32, kind))(ours.params)
+        found = perplexity(our_outputs(ours, both.texts, params=params), both.texts)
+        both.report(f"perplexity, frozen kernels in {kind}", found, form=".3f")
+    prompts = batch_of(both)
+    for name, decoding in (("float32", None), ("int8", Decoding(cache_dtype="int8"))):
+        sampling = Sampling(max_new_tokens=ANSWER)
+        rollout = jax.jit(generate, static_argnums=(0, 4), static_argnames=("decoding", "group"))(
+            ours.model, ours.params, prompts, jax.random.key(0), sampling, decoding=decoding, group=4
+        )
+        sampled, recomputed = sampled_logprobs(ours, rollout)
+        both.report(
+            f"sampling with keys and values in {name}: nats a token off", float(np.abs(sampled - recomputed).mean())
+        )
+        both.report("  KL to the model, nats a token", float((sampled - recomputed).mean()))
+
+
+def batch_of(both: Compared) -> PromptBatch:
+    """Prompts of 64 tokens, SAMPLES / 4."""
+    heads = np.stack([row[:64] for row in both.texts if len(row) >= 64][: SAMPLES // 4])
+    count = len(heads)
+    return PromptBatch(tokens=heads, lengths=np.full(count, 64, np.int32), rows=np.arange(count, dtype=np.int32))
+
+
+def sampled_logprobs(policy: Any, rollout: Any) -> tuple[np.ndarray, np.ndarray]:
+    """[N] log-probabilities of all sampled tokens: as sampling had them, and of one forward pass."""
+    heads = np.asarray(rollout.prompt_tokens)
+    rows = [np.concatenate(pair) for pair in zip(heads, np.asarray(rollout.response), strict=True)]
+    start = heads.shape[1]
+    found = []
+    for row, own in zip(rows, our_outputs(policy, rows), strict=True):
+        scores = (
+            own - np.log(np.exp(own - own.max(-1, keepdims=True)).sum(-1, keepdims=True)) - own.max(-1, keepdims=True)
+        )
+        found.append(scores[np.arange(start - 1, len(row) - 1), row[start:]])
+    return np.asarray(rollout.logprobs).ravel(), np.concatenate(found)
+
+
+def samples(both: Compared) -> None:
+    ours, theirs, prompts = both.ours(), both.theirs(), batch_of(both)
+    rollout = jax.jit(generate, static_argnums=(0, 4), static_argnames="group")(
+        ours.model, ours.params, prompts, jax.random.key(1), Sampling(max_new_tokens=ANSWER), group=4
+    )
+    heads = np.repeat(prompts.tokens, 4, axis=0)
+    torch.manual_seed(1)
+    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "min_new_tokens": ANSWER}
+    # A stop id is no end here: answers of one length are compared.
+    answers = [their_answer(theirs, head, eos_token_id=[], **options) for head in heads]
+    for name, texts in (("ours", np.asarray(rollout.response)), ("transformers'", np.asarray(answers))):
+        rows = [np.concatenate(pair) for pair in zip(heads, texts, strict=True)]
+        losses = [
+            -torch.log_softmax(torch.tensor(own), -1)[np.arange(63, len(row) - 1), row[64:]].mean().item()
+            for own, row in zip(their_logits(theirs, rows), rows, strict=True)
+        ]
+        error = np.std(losses, ddof=1) / np.sqrt(len(losses))
+        print(
+            f"{f'loss of {len(rows)} samples at temperature 1, {name}':58s} {np.mean(losses):.3f} ± {error:.3f}",
+            flush=True,
+        )
+
+
+def context(both: Compared) -> None:
+    ours, theirs = both.ours(), both.theirs()
+    length = ours.model.config.max_position_embeddings - ANSWER
+    row = np.resize(np.concatenate(both.texts), length)
+    [wanted] = [own[-256:] for own in their_logits(theirs, [row])]
+    [found] = [own[-256:] for own in our_outputs(ours, [row])]
+    both.report(f"last 256 logits of {length} tokens, float32: distance", distance(found, wanted), 1e-5)
+    both.report("  greedy answers that differ", int(our_answer(ours, row, length) != their_answer(theirs, row)), 0, "d")
+
+
+def export(both: Compared) -> None:
+    ours, rows = both.ours(), both.texts[:2]
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save(folder, ours.model, ours.params, kind="causal")
+        pairs = zip(their_logits(both.theirs(path=folder), rows), their_logits(both.theirs(), rows), strict=True)
+        differ = sum(not np.array_equal(a, b) for a, b in pairs)
+    both.report("export: texts with another logit in transformers", differ, 0, "d")
+
+
+PARTS = {
+    "logits": logits,
+    "gradients": gradients,
+    "perplexity": perplexities,
+    "bfloat16": bfloat16,
+    "quantized": quantized,
+    "samples": samples,
+    "context": context,
+    "export": export,
+}
 
 
 def main() -> int:
     """Prints the comparison; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--text", type=Path, help="a text file to cut the prompts from")
+    parser.add_argument("--text", type=Path, help="a text to cut pieces from, or a .jsonl file of prompts")
+    parser.add_argument("--rows", type=int, default=64, help="of a .jsonl file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     arguments = parser.parse_args()
-    files = [arguments.text] if arguments.text else sorted((ROOT / "docs").glob("*.md"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.folder)
-    rows = prompts(tokenizer, "\n".join(file.read_text(encoding="utf-8") for file in files)[:200_000])
-    print(f"prompts of {len(rows[0])} to {len(rows[-1])} tokens   {len(rows)}", flush=True)
-    theirs, their_answers = their_logits(arguments.folder, rows, torch.float32)
-    ours, our_answers = our_logits(arguments.folder, rows, "float32")
-    exact = distance(ours, theirs)
-    print(f"float32: distance of the logits      {exact:.1e}", flush=True)
-    equal = sum(a == b for a, b in zip(our_answers, their_answers, strict=True))
-    print(f"float32: equal greedy answers        {equal} of {len(rows)}", flush=True)
-    rounded = our_logits(arguments.folder, rows, "bfloat16")[0]
-    print(f"bfloat16: distance of ours           {distance(rounded, theirs):.1e}", flush=True)
-    rounded = their_logits(arguments.folder, rows, torch.bfloat16)[0]
-    print(f"bfloat16: distance of transformers'  {distance(rounded, theirs):.1e}")
-    return 0 if exact <= 1e-5 and equal == len(rows) else 1
+    both = Compared(arguments.folder, read_texts(tokenizer, arguments.text, arguments.rows))
+    lengths = [len(row) for row in both.texts]
+    print(f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens", flush=True)
+    with torch.no_grad():
+        for name in arguments.parts:
+            PARTS[name](both)
+    for failure in both.failures:
+        print(f"beyond its bound: {failure}")
+    return 1 if both.failures else 0
 
 
 if __name__ == "__main__":

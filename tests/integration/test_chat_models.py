@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax import models
+from rlhf_jax import models, train
 from rlhf_jax.config import PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rlhf_jax.models.io import hf
 from rlhf_jax.stages import open_stage
@@ -22,9 +22,9 @@ CHATS = [{**row, "completion": [assistant(f"it is {2 * i}")]} for i, row in enum
 PAIRS = [{**row, "chosen": [assistant(f"{2 * i}")], "rejected": [assistant("no")]} for i, row in enumerate(PROMPTS)]
 
 
-def checkpoint(folder: pathlib.Path, kind: str, seed: int, pad: str | None) -> str:
+def checkpoint(folder: pathlib.Path, kind: str, seed: int, pad: str | None, max_positions: int = 128) -> str:
     tokenizer = bytes_tokenizer(eos=EOS).hf
-    model = models.custom_shape("llama:1x16x2x1", vocab_size=len(tokenizer), max_positions=128)
+    model = models.custom_shape("llama:1x16x2x1", vocab_size=len(tokenizer), max_positions=max_positions)
     params = jax.device_get(model.init(jax.random.key(seed), heads=(kind,), score_std=0.3))
     hf.save(folder, model, params, kind=kind)
     tokenizer.save_pretrained(folder)
@@ -83,3 +83,23 @@ def test_the_value_model_starts_from_a_reward_model_of_the_same_tokenizer_that_r
     assert reader.tokenizer is not None
     value, theirs = (jax.tree.leaves(params) for params in (stage.state.params["value"], reader.params))
     assert all((x == y).all() for x, y in zip(value, theirs, strict=True))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("variant", ["lora", "ppo"])
+def test_the_quickstart_of_a_chat_model_learns_from_instructions_and_compares_before_and_after(
+    variant, tmp_path, capsys
+):
+    policy, run_dir = checkpoint(tmp_path / "policy", "causal", 1, None, max_positions=512), tmp_path / "run"
+    short = {"total_episodes": 16, "batch_size": 8, "query_length": 320, "length_buckets": 320, "max_eval_samples": 8}
+    short |= {"dataset_name": "instructions", "reward_funcs": "instruction_reward", "num_sample_generations": 0}
+    flags = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    given = ["--config", f"quickstart_smollm2.py:{variant}", "--sft_model_path", policy, "--run_dir", str(run_dir)]
+    assert train.main([*given, *flags]) == 0
+    [stage] = [path.name for path in run_dir.iterdir() if path.is_dir()]
+    assert f"{stage.upper()} - before in score, mean over prompts" in capsys.readouterr().out
+    compared = json.loads((run_dir / stage / "comparison.json").read_text())
+    assert [row["name"] for row in compared["rows"]] == ["before", stage.upper()] and len(compared["samples"]) == 3
+    assert all(0 <= row["rewards"]["instruction_reward"]["mean"] <= 1 for row in compared["rows"])
+    assert "instructions/all" in lines(run_dir / stage)[0]
+    assert (run_dir / stage / "policy_adapter").is_dir() == (variant == "lora")
