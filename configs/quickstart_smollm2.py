@@ -1,4 +1,4 @@
-"""A pretrained chat model learns sums: SmolLM2-135M-Instruct with GRPO and adapters, half an hour on two cores."""
+"""A pretrained chat model learns sums: SmolLM2-135M-Instruct with GRPO and adapters, a quarter of an hour on two cores."""
 
 from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig
 

@@ -1,4 +1,4 @@
-"""Plots accuracy and entropy of the training responses of quickstart_math, one line a run and one colour an algorithm.
+"""Plots accuracy and entropy of training responses with verifiable rewards, one line a run and one colour an algorithm.
 
     python scripts/parity/math_curves.py --picture docs/quickstart_math.png GRPO=runs/m0/grpo GRPO=runs/m1/grpo PPO=...
 
@@ -21,7 +21,7 @@ COLOURS = ("#0b61a4", "#d1600a", "#2e7d32", "#7b1fa2", "#555555")
 WINDOW = 5  # updates that a point is the mean of
 # PPO has no entropy per token in the metrics of a rollout, but that of each optimizer step.
 PANELS = {
-    "accuracy": ("rewards/exact_match_reward/mean",),
+    "accuracy": ("rewards/exact_match_reward/mean", "rewards/reasoning_gym_reward/mean"),
     "entropy, nats a token": ("entropy", "policy/entropy_avg"),
 }
 
@@ -37,7 +37,7 @@ def curve(folder: Path, names: Sequence[str]) -> np.ndarray:
     lines = logger.read_metrics(str(folder / "metrics.jsonl"))
     name = next((name for name in names if lines and name in lines[0]), None)
     if name is None:
-        raise UserError(f"{folder}/metrics.jsonl has none of {', '.join(names)}: it is not a run of quickstart_math")
+        raise UserError(f"{folder}/metrics.jsonl has none of {', '.join(names)}: it is no run with verifiable rewards")
     return smoothed([line[name] for line in lines if name in line])
 
 
@@ -60,7 +60,7 @@ def draw(runs: Sequence[tuple[str, Path]], path: Path) -> None:
                     values,
                     color=colour,
                     linewidth=1.3,
-                    label=f"{label}, {len(of_label)} runs" if not number else None,
+                    label=None if number else label if len(of_label) == 1 else f"{label}, {len(of_label)} runs",
                 )
         axis.set(xlabel="update", title=title)
         axis.grid(alpha=0.3)
