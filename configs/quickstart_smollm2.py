@@ -2,7 +2,7 @@
 
 from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig
 
-TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&answer_format=number"
+TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&max_digits=2&answer_format=number"
 VARIANTS = ("lora", "full", "rloo", "ppo")
 
 
@@ -12,7 +12,7 @@ def get_config(variant: str | None = None) -> Pipeline:
     policy = {
         "sft_model_path": "HuggingFaceTB/SmolLM2-135M-Instruct",  # from the hub; or a folder
         "reward_model_path": None,  # rewards are functions
-        # Sums of two or three numbers from 0 to 9; the last number of a response is its answer. Needs '.[reasoning-gym]'.
+        # Sums of two numbers of one or two digits; the last number of a response is its answer. Needs '.[reasoning-gym]'.
         "dataset_name": TASK,
         "reward_funcs": ("reasoning_gym_reward",),  # 1 for the right answer
         "query_length": 56,  # tokens of system prompt and question
