@@ -33,7 +33,7 @@ ALARMS: dict[str, tuple[str, Callable[[float, Readings, Readings, Readings], boo
     "reward_std": (
         "std",
         lambda limit, now, start, recent: now["std"] <= limit,
-        "all responses that are compared have the same score (standard deviation {std:.4g}): there is no learning signal",
+        "responses that are compared have the same score (standard deviation {std:.4g}): there is no learning signal",
     ),
     "eos_share": (
         "eos",

@@ -102,6 +102,7 @@ _CHECKS: dict[str, tuple[Callable[..., bool], tuple[str, ...]]] = {
     "script": (_script, ("scripts",)),
 }
 """Each check, and the columns that are its arguments after the text."""
+COLUMNS = tuple(column for _, names in _CHECKS.values() for column in names)
 
 
 def _met(name: str, completions: Sequence[Completion], columns: dict[str, Any]) -> list[bool | None]:
@@ -310,8 +311,7 @@ def instruction_reward(
     """
     present = [name for name, (_, names) in _CHECKS.items() if any(columns.get(column) is not None for column in names)]
     if not present:
-        known = ", ".join(column for _, names in _CHECKS.values() for column in names)
-        raise UserError(f"instruction_reward: the data have none of the columns {known}")
+        raise UserError(f"instruction_reward: the data have none of the columns {', '.join(COLUMNS)}")
     met = {name: _met(name, completions, columns) for name in present}
     by_row = [[value for value in row if value is not None] for row in zip(*met.values(), strict=True)]
     if log_metric is not None:
@@ -326,3 +326,8 @@ FUNCTIONS = (
     *(word_count_reward, sentence_count_reward, keywords_reward, forbidden_words_reward, letter_case_reward),
     *(json_object_reward, bullet_count_reward, start_reward, end_reward, script_reward, instruction_reward),
 )
+
+# Data without any of them are refused when a run starts: see `HostRewards.check_columns`.
+word_count_reward.any_of_columns = ("min_words", "max_words")
+sentence_count_reward.any_of_columns = ("min_sentences", "max_sentences")
+instruction_reward.any_of_columns = COLUMNS

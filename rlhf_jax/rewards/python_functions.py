@@ -295,9 +295,16 @@ class HostRewards:
         self._loop: _Loop | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises a UserError if a function requires a keyword that is not a column."""
+        """Raises a UserError if a function requires a keyword that is not a column, or has an attribute
+        `any_of_columns` of which none is there."""
         offered = {*KEYWORDS, *columns}
-        for name, signature in zip(self.names, self._signatures):
+        for name, function, signature in zip(self.names, self.functions, self._signatures):
+            any_of = getattr(unwrap_partial(function), "any_of_columns", ())
+            if any_of and offered.isdisjoint(any_of):
+                raise UserError(
+                    f"reward function {name} reads {', '.join(any_of)}, none of which is a data column. There are "
+                    f"{', '.join(sorted(offered))}"
+                )
             for missing in sorted(signature.required - offered):
                 near = difflib.get_close_matches(missing, sorted(offered), n=1)
                 has = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(offered))}"

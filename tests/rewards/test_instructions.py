@@ -86,6 +86,10 @@ def test_data_without_the_column_are_refused_by_name():
     host = HostRewards([rewards.keywords_reward])
     with pytest.raises(UserError, match="keywords_reward requires 'keywords'"):
         host.check_columns(["prompt"])
+    for function in (rewards.word_count_reward, rewards.instruction_reward):
+        with pytest.raises(UserError, match=f"{function.__name__} reads min_words, max_words.* none of which"):
+            HostRewards([function]).check_columns(["prompt", "keyword"])
+        HostRewards([function]).check_columns(["max_words"])
     with pytest.raises(UserError, match="min_words or max_words"):
         rewards.word_count_reward(["a"])
     with pytest.raises(UserError, match="none of the columns min_words, max_words, .* scripts"):
