@@ -1,7 +1,8 @@
-"""A pretrained chat model learns sums: SmolLM2-135M-Instruct with GRPO and adapters, a quarter of an hour on two cores."""
+"""A chat model learns sums: SmolLM2-135M-Instruct with GRPO and adapters, a quarter of an hour on two cores."""
 
 from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig
 
+# Sums of two numbers of one or two digits; the last number of a response is its answer.
 TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&max_digits=2&answer_format=number"
 VARIANTS = ("lora", "full", "rloo", "ppo")
 
@@ -12,8 +13,7 @@ def get_config(variant: str | None = None) -> Pipeline:
     policy = {
         "sft_model_path": "HuggingFaceTB/SmolLM2-135M-Instruct",  # from the hub; or a folder
         "reward_model_path": None,  # rewards are functions
-        # Sums of two numbers of one or two digits; the last number of a response is its answer. Needs '.[reasoning-gym]'.
-        "dataset_name": TASK,
+        "dataset_name": TASK,  # needs '.[reasoning-gym]'
         "reward_funcs": ("reasoning_gym_reward",),  # 1 for the right answer
         "query_length": 56,  # tokens of system prompt and question
         "length_buckets": (56,),  # a single padded length
