@@ -253,10 +253,10 @@ def test_a_pipeline_may_start_from_a_model_in_place_of_an_sft_stage():
     assert list(stages_of(pipeline)) == ["grpo"]
     assert config_files.from_json(config_files.to_json(pipeline)).sft is None
     for path in (SFT_EXPORT, "R/sft/policy"):
-        with pytest.raises(UserError, match="grpo: sft_model_path is '.*' but the pipeline has no SFT stage"):
+        with pytest.raises(UserError, match="grpo: sft_model_path is '.*', but the pipeline has no SFT stage"):
             check(dataclasses.replace(pipeline, grpo=GRPOConfig(**{**start, "sft_model_path": path})))
     ppo = PPOConfig(sft_model_path="a/chat", reward_model_path=REWARD_EXPORT)
-    with pytest.raises(UserError, match="reward: model_name_or_path is '.*' but the pipeline has no SFT stage"):
+    with pytest.raises(UserError, match="reward: model_name_or_path is '.*', but the pipeline has no SFT stage"):
         check(Pipeline(sft=None, ppo=ppo))
     check(Pipeline(sft=None, ppo=ppo, reward=RewardConfig(model_name_or_path="a/chat")))
 
