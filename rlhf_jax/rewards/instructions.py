@@ -4,7 +4,7 @@ Each gives 1 where the completion meets the row's requirement, 0 where it does n
 built-in data set 'instructions' has rows for them.
 
 Source: the verifiable instructions of IFEval, Zhou et al. 2023 (arXiv 2311.07911). Its own program counts with nltk
-and langdetect; what is counted here is said in each function.
+and langdetect; here each function says what it counts.
 """
 
 from __future__ import annotations

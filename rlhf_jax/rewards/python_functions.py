@@ -295,8 +295,8 @@ class HostRewards:
         self._loop: _Loop | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises a UserError if a function requires a keyword that is not a column, or has an attribute
-        `any_of_columns` of which none is there."""
+        """Raises a UserError if a function requires a keyword that is not a column, or if none of its `any_of_columns`
+        is one."""
         offered = {*KEYWORDS, *columns}
         for name, function, signature in zip(self.names, self.functions, self._signatures):
             any_of = getattr(unwrap_partial(function), "any_of_columns", ())
