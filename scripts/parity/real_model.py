@@ -140,9 +140,9 @@ def our_answer(policy: Any, row: np.ndarray, width: int) -> list[int]:
     return np.asarray(rollout.response)[0, : int(rollout.lengths[0])].tolist()
 
 
-def their_answer(model: Any, row: np.ndarray, **options: Any) -> list[int]:
+def their_answer(model: Any, row: np.ndarray) -> list[int]:
     tokens = torch.tensor(row)[None].long()
-    options = {"do_sample": False, "max_new_tokens": ANSWER, **options}
+    options = {"do_sample": False, "max_new_tokens": ANSWER}
     return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(row) :].tolist()
 
 
@@ -335,10 +335,11 @@ def samples(both: Compared) -> None:
     )
     heads = np.repeat(prompts.tokens, 4, axis=0)
     torch.manual_seed(1)
-    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "min_new_tokens": ANSWER}
-    # A stop id is no end here: answers of one length are compared.
-    answers = [their_answer(theirs, head, eos_token_id=[], **options) for head in heads]
-    for name, texts in (("ours", np.asarray(rollout.response)), ("transformers'", np.asarray(answers))):
+    theirs.generation_config.eos_token_id = None  # a stop id is no end here: answers of one length are compared
+    tokens = torch.tensor(heads).long()
+    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": ANSWER}
+    answers = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[:, tokens.shape[1] :]
+    for name, texts in (("ours", np.asarray(rollout.response)), ("transformers'", answers.numpy())):
         rows = [np.concatenate(pair) for pair in zip(heads, texts, strict=True)]
         losses = [
             -torch.log_softmax(torch.tensor(own), -1)[np.arange(63, len(row) - 1), row[64:]].mean().item()

@@ -127,6 +127,7 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
         "quickstart_vision.py",
         "rloo_smolvlm.py",
         "quickstart_smollm2.py",
+        "tldr_smollm2.py",
     }
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
     for name, line in lines.items():

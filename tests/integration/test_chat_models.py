@@ -103,3 +103,22 @@ def test_the_quickstart_of_a_chat_model_learns_from_instructions_and_compares_be
     assert all(0 <= row["rewards"]["instruction_reward"]["mean"] <= 1 for row in compared["rows"])
     assert "instructions/all" in lines(run_dir / stage)[0]
     assert (run_dir / stage / "policy_adapter").is_dir() == (variant == "lora")
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("variant", ["ppo_cpu", "rloo_cpu"])
+def test_the_tldr_config_of_a_chat_model_trains_its_three_stages(variant, tmp_path, capsys):
+    policy, run_dir = checkpoint(tmp_path / "policy", "causal", 1, None, max_positions=512), tmp_path / "run"
+    algorithm = variant.removesuffix("_cpu")
+    sizes = {"dataset_name": "synthetic", "query_length": 160, "batch_size": 8, "max_eval_samples": 8}
+    supervised = {**sizes, "max_length": 240, "max_steps": 2}
+    stages = {
+        "sft": {**supervised, "model_name_or_path": policy},
+        "reward": {**supervised, "normalize_dataset_name": "synthetic", "normalize_samples": 16},
+        algorithm: {**sizes, "total_episodes": 16, "num_sample_generations": 0},
+    }
+    flags = [f"--{stage}.{name}={value}" for stage, options in stages.items() for name, value in options.items()]
+    assert train.main(["--config", f"tldr_smollm2.py:{variant}", "--run_dir", str(run_dir), *flags]) == 0
+    assert f"{algorithm.upper()} - SFT in gold reward, mean over prompts" in capsys.readouterr().out
+    found = lines(run_dir / algorithm)
+    assert len(found) == 2 and all(np.isfinite(v) for line in found for v in line.values() if isinstance(v, float))
