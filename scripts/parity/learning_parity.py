@@ -2,11 +2,14 @@
 
     python scripts/parity/learning_parity.py all --work runs/parity --seeds 5 --picture docs/learning_parity.png
 
-PPO and RLOO have the quickstart's task, GRPO that of quickstart_math. `prepare` trains the SFT policies and the reward
-model, `run` does one run of one system,
-`evaluate` samples from every final policy on the same held-out prompts, `report` prints Markdown and plots the curves,
-`all` does all missing steps, one process at a time. Finished runs are lines of WORK/runs.jsonl, metrics of their
-policies lines of WORK/evaluations.jsonl; neither is computed again.
+PPO and RLOO have the quickstart's task, GRPO that of quickstart_math. `smollm2`, which has to be named, is
+quickstart_smollm2 from the checkpoint in the folder WORK/chat, with a KL penalty so small that it only measures; it
+needs reasoning-gym and peft.
+
+`prepare` trains the SFT policies and the reward model, `run` does one run of one system, `evaluate` samples from every
+final policy on the same held-out prompts, `report` prints Markdown and plots the curves, `all` does all missing steps,
+one process at a time. Finished runs are lines of WORK/runs.jsonl, metrics of their policies lines of
+WORK/evaluations.jsonl; neither is computed again.
 
 Needs trl==1.12.0 (with torch and requests) for TRL's runs, and matplotlib for the picture. Remaining differences: the
 order of prompts and minibatches (RLOO, GRPO: TRL shuffles rows, ours groups), and PPO's position of the score of a
@@ -37,14 +40,21 @@ from rlhf_jax.metrics import logger
 from rlhf_jax.runtime.run_folder import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
-SYSTEMS, TRAINERS = ("ours", "trl"), ("ppo", "rloo", "grpo")
-NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
-QUICKSTART = {"ppo": "quickstart.py", "rloo": "quickstart_rloo.py", "grpo": "quickstart_math.py"}
-START = {"ppo": "start", "rloo": "start", "grpo": "start_math"}  # folders of the models that runs start from
+SYSTEMS, TRAINERS, OF_A_CHECKPOINT = ("ours", "trl"), ("ppo", "rloo", "grpo"), "smollm2"
+NAMES = {"ours": "rlhf_jax", "trl": "TRL", "ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "smollm2": "GRPO, SmolLM2"}
+QUICKSTART = {
+    "ppo": "quickstart.py",
+    "rloo": "quickstart_rloo.py",
+    "grpo": "quickstart_math.py",
+    "smollm2": "quickstart_smollm2.py",
+}
+# Folders of the models that runs start from.
+START = {"ppo": "start", "rloo": "start", "grpo": "start_math", "smollm2": "chat"}
 COLUMNS = {"ppo": ("score", "gold_reward", "kl", "length"), "grpo": ("accuracy", "format", "entropy", "length")}
-COLUMNS["rloo"] = COLUMNS["ppo"]
+COLUMNS |= {"rloo": COLUMNS["ppo"], "smollm2": ("accuracy", "kl", "entropy", "length")}
+JUDGED = ("score", "gold_reward", "accuracy", "format")  # columns whose gains are compared
 HEADS = {"score": "final reward", "gold_reward": "gold reward", "kl": "KL"}
-SECOND = {"ppo": "kl", "rloo": "kl", "grpo": "entropy"}  # what a curve has beside the reward
+SECOND = {"ppo": "kl", "rloo": "kl", "grpo": "entropy", "smollm2": "kl"}  # what a curve has beside the reward
 MARGIN, CONFIDENCE = 0.15, 0.9  # fraction of TRL's gain; level of the interval
 UPDATES, PROMPTS = 48, 4096  # the quickstart's; held out
 
@@ -58,6 +68,7 @@ OWN = {
     "rloo": ("num_generations", "num_iterations", "beta", "epsilon", "normalize_advantages"),
     "grpo": ("num_generations", "num_iterations", "beta", "epsilon", "loss_type", "scale_rewards"),
 }
+OWN["smollm2"] = OWN["grpo"]
 
 
 class Run(NamedTuple):
@@ -75,9 +86,18 @@ class Run(NamedTuple):
 
 
 def quickstart(trainer: str, work: Path) -> dict[str, StageConfig]:
-    """The quickstart's stages by name, with its models in WORK/start or WORK/start_math."""
-    config = config_files.load_config(QUICKSTART[trainer])
-    return stages_of(dataclasses.replace(config, run_dir=str(work / START[trainer])))
+    """The quickstart's stages by name, the policy's by the trainer's, with its models in the folder of `START`."""
+    config = dataclasses.replace(config_files.load_config(QUICKSTART[trainer]), run_dir=str(work / START[trainer]))
+    if trainer == OF_A_CHECKPOINT:
+        stage = dataclasses.replace(config.grpo, sft_model_path=str(start_policy(trainer, work)), beta=1e-3)
+        return {trainer: stages_of(config.with_stage("grpo", stage))["grpo"]}
+    return stages_of(config)
+
+
+def start_policy(trainer: str, work: Path) -> Path:
+    """The folder of the policy that runs start from."""
+    folder = work / START[trainer]
+    return folder if trainer == OF_A_CHECKPOINT else folder / "sft/policy"
 
 
 def settings(trainer: str, updates: int) -> dict[str, Any]:
@@ -97,9 +117,9 @@ def our_config(run: Run, work: Path) -> PolicyConfig:
     ppo = {"loss_aggregation": "token_mean_micro", "whiten_ddof": 1, "score_position": "after_eos"}
     rloo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "policy_loss": "clipped"}
     grpo = {"lr_scheduler_unit": "optimizer_step", "reshuffle": "once", "loss_aggregation": "token_mean_micro"}
-    own = {"ppo": ppo, "rloo": rloo, "grpo": grpo}[run.trainer] | {"eos_penalty_mode": "subtract"}
+    own = {"ppo": ppo, "rloo": rloo}.get(run.trainer, grpo) | {"eos_penalty_mode": "subtract"}
     # `evaluate` evaluates all policies in the same way; a run itself only trains.
-    quiet = {"dataset_test_split": None, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
+    quiet = {"dataset_test_split": None, "eval_steps": 0, "num_sample_generations": 0, "save_steps": 0, "report_to": ()}
     folder = str(work / "runs" / run.name)
     values = {**settings(run.trainer, run.updates), **own, **quiet, "seed": run.seed, "run_dir": folder}
     return dataclasses.replace(quickstart(run.trainer, work)[run.trainer], **values)
@@ -165,9 +185,11 @@ def run_one(work: Path, run: Run, cores: int) -> None:
     """Does one run in this process; writes its curve and its line."""
     if finished(work, run) is not None:
         return print(f"{run.name} is finished; nothing to do")
-    needed = "sft/policy" if run.trainer == "grpo" else "reward/reward_model"
-    if not (work / START[run.trainer] / needed / "config.json").exists():
-        raise UserError(f"{work}/{START[run.trainer]} has no {needed}: run `learning_parity.py prepare` first")
+    policy, reward = start_policy(run.trainer, work), work / START[run.trainer] / "reward/reward_model"
+    needed = reward if run.trainer in ("ppo", "rloo") else policy
+    if not (needed / "config.json").exists():
+        how = "put the checkpoint there" if run.trainer == OF_A_CHECKPOINT else "run `learning_parity.py prepare` first"
+        raise UserError(f"{needed} has no model: {how}")
     jax.config.update("jax_platforms", "cpu")  # as TRL's runs
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
@@ -190,6 +212,11 @@ def point(update: int, reward: float, second: float, seconds: float, name: str =
     return {"update": update, "reward": reward, name: second, "seconds": seconds}
 
 
+def per_response(line: dict[str, float]) -> float:
+    """The KL of a response: `kl`, a mean over tokens, times the mean length."""
+    return line["kl"] * line["completions/mean_length"]
+
+
 def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     """Does our run; returns the points of its curve. Its policy goes to WORK/runs/NAME/policy."""
     from rlhf_jax import train
@@ -199,6 +226,8 @@ def run_ours(work: Path, run: Run) -> list[dict[str, float]]:
     seconds = {line["step"]: line["step_time"] for line in clock}
     if run.trainer == "grpo":
         return [point(f["step"], f["reward"], f["entropy"], seconds[f["step"]], "entropy") for f in found]
+    if run.trainer == OF_A_CHECKPOINT:
+        return [point(f["step"], f["reward"], per_response(f), seconds[f["step"]]) for f in found]
     return [point(f["step"], f["objective/scores"], f["objective/kl"], seconds[f["step"]]) for f in found]
 
 
@@ -212,25 +241,30 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     from rlhf_jax.data import arithmetic, load_tokenizer, synthetic
-    from rlhf_jax.rewards import boxed_format_reward, exact_match_reward
+    from rlhf_jax.data.reasoning_gym import load_reasoning_gym
+    from rlhf_jax.rewards import boxed_format_reward, exact_match_reward, reasoning_gym_reward
 
-    folder, start_folder = work / "runs" / run.name, work / START[run.trainer]
-    tokenizer = load_tokenizer(str(start_folder / "sft/policy"))
+    folder, start = work / "runs" / run.name, start_policy(run.trainer, work)
+    tokenizer = load_tokenizer(str(start))
     tokenizer.hf.padding_side = "left"
-    task = arithmetic if run.trainer == "grpo" else synthetic
-    examples = task.prompts(task.SIZES["train"])
+    stage = quickstart(run.trainer, work)[run.trainer]
+    if run.trainer == OF_A_CHECKPOINT:
+        examples = list(load_reasoning_gym(stage.dataset_name, "prompts"))
+    else:
+        task = arithmetic if run.trainer == "grpo" else synthetic
+        examples = task.prompts(task.SIZES["train"])
     prompts = [row["prompt"] for row in examples]
     options, values = trl_options(run, str(folder / "trl")), settings(run.trainer, run.updates)
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(run.seed)
     np.random.seed(run.seed)  # TRL's PPO shuffles with numpy without seeding it
     logs, ends = [], []
 
     def policy():
-        return AutoModelForCausalLM.from_pretrained(start_folder / "sft/policy", dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
 
     def reward():
-        path = start_folder / "reward/reward_model"
+        path = work / START[run.trainer] / "reward/reward_model"
         return GPTNeoXForSequenceClassification.from_pretrained(path, dtype=torch.float32)
 
     def keeping(base):
@@ -249,35 +283,39 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
         models = {"ref_model": policy(), "reward_model": reward(), "value_model": reward()}
         data = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "processing_class": tokenizer.hf}
         trainer = keeping(PPOTrainer)(args=PPOConfig(**options), model=trained, **models, **data)
-    elif run.trainer == "grpo":
+    elif run.trainer != "rloo":
         steps = values["num_iterations"] * values["num_mini_batches"]
-        columns = {name: [row[name] for row in examples] for name in ("prompt", "solution")}
-        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": tokenizer.hf}
-        rewards = [exact_match_reward, boxed_format_reward]
+        own, rewards, adapter = "solution", [exact_match_reward, boxed_format_reward], None
+        if run.trainer == OF_A_CHECKPOINT:
+            import peft
+
+            own, rewards = "reasoning_gym", [reasoning_gym_reward]
+            adapter = peft.LoraConfig(r=stage.lora_r, lora_alpha=stage.lora_alpha, lora_dropout=0.0)
+        columns = {name: [row[name] for row in examples] for name in ("prompt", own)}
+        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": tokenizer.hf, "peft_config": adapter}
         trainer = keeping(GRPOTrainer)(args=GRPOConfig(**options), model=trained, reward_funcs=rewards, **data)
     else:
         steps = values["num_iterations"] * values["num_mini_batches"]
         score = token_reward(reward(), tokenizer, values["missing_eos_penalty"])
         data = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer.hf}
         trainer = keeping(RLOOTrainer)(args=RLOOConfig(**options), model=trained, reward_funcs=[score], **data)
-    start = time.perf_counter()
+    began = time.perf_counter()
     trainer.train()
+    if run.trainer == OF_A_CHECKPOINT:
+        trained = trainer.model.merge_and_unload()
     trained.save_pretrained(folder / "policy")
-    return trl_curve(run.trainer, logs, [start, *ends], steps)
+    return trl_curve(run.trainer, logs, [began, *ends], steps)
 
 
 def trl_curve(trainer: str, logs: Sequence[dict], ends: Sequence[float], steps: int) -> list[dict[str, float]]:
-    """TRL's log as points. RLOO and GRPO log each of an update's `steps`, the rollout's metrics with the first.
-
-    RLOO's `kl` is a mean over tokens; times the mean length it is the mean over responses of sums, like PPO's.
-    """
+    """TRL's log as points. RLOO and GRPO log each of an update's `steps`, the rollout's metrics with the first."""
     seconds = [ends[i + steps] - ends[i] for i in range(0, len(logs), steps)]
     updates = list(enumerate(zip(logs[::steps], seconds), 1))
     if trainer == "ppo":
         return [point(i, log["objective/scores"], log["objective/kl"], s) for i, (log, s) in updates]
     if trainer == "grpo":
         return [point(i, log["reward"], log["entropy"], s, "entropy") for i, (log, s) in updates]
-    return [point(i, log["reward"], log["kl"] * log["completions/mean_length"], s) for i, (log, s) in updates]
+    return [point(i, log["reward"], per_response(log), s) for i, (log, s) in updates]
 
 
 def token_reward(model, tokenizer, penalty: float) -> Callable[..., list[float]]:
@@ -305,13 +343,13 @@ def evaluate_all(work: Path, updates: int, prompts: int, trainers: Sequence[str]
         of_task = [trainer for trainer in trainers if START[trainer] == start]
         lines = [line for line in lines_of(work / "runs.jsonl") if line["updates"] == updates]
         names = [line["name"] for line in lines if line["trainer"] in of_task]
-        folders = {sft_name(of_task[0]): work / start / "sft/policy"}
+        folders = {sft_name(of_task[0]): start_policy(of_task[0], work)}
         evaluate_task(work, of_task[0], folders | {name: work / "runs" / name / "policy" for name in names}, prompts)
 
 
 def sft_name(trainer: str) -> str:
     """The line of the SFT policy among the evaluations."""
-    return "sft" if START[trainer] == "start" else f"sft of {NAMES[trainer]}"
+    return "sft" if START[trainer] == "start" else f"sft of {NAMES[trainer]}"  # or the checkpoint as it was
 
 
 def evaluate_task(work: Path, trainer: str, folders: dict[str, Path], prompts: int) -> None:
@@ -329,11 +367,10 @@ def evaluate_task(work: Path, trainer: str, folders: dict[str, Path], prompts: i
             params = stage.weights.load(stage.opened.policy, str(folder), "causal", None)
             found = stage.evaluator.complete(params, stage.evaluator.held_out, prompts, config.temperature)
             given = {key: found[key] for key in ("kl", "lengths", "ended", "entropy")}
-            if trainer == "grpo":
+            if trainer in ("grpo", OF_A_CHECKPOINT):
                 row = evaluate.summarize(name, rewards=found["rewards"], **given)
-                row["accuracy"], row["format"] = (
-                    float(np.mean(found["rewards"][f"{kind}_reward"])) for kind in ("exact_match", "boxed_format")
-                )
+                means = [float(np.mean(values)) for values in found["rewards"].values()]
+                row |= dict(zip(("accuracy", "format"), means))
             else:
                 reward = found["scores"] - config.missing_eos_penalty * ~found["ended"]
                 gold = synthetic.gold_reward(found["prompts"], found["completions"])
@@ -394,12 +431,14 @@ def report_task(runs: dict[tuple[str, str], list[dict]], trainers: Sequence[str]
     print(f"\n| | seeds | {' | '.join(heads)} | seconds in all | an update |\n" + "|---" * 8 + "|")
     print("| SFT | | " + " | ".join(f"{sft[key]:.3f}" for key in columns) + " | | |")
     for (trainer, system), rows in runs.items():
-        if len(rows) > 1 and trainer in trainers:
+        if rows and trainer in trainers:
             several = [[row[key] for row in rows] for key in columns]
-            cells = [f"{mean(values):.3f} ± {stdev(values):.3f}" for values in several]
+            cells = [
+                f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "") for values in several
+            ]
             cells += [f"{median(r['seconds'] for r in rows):.0f}", f"{median(r['update_seconds'] for r in rows):.2f}"]
             print(f"| {NAMES[trainer]}, {NAMES[system]} | {len(rows)} | {' | '.join(cells)} |")
-    for kind, key in ((HEADS.get(key, key).replace("final ", ""), key) for key in columns[:2]):
+    for kind, key in ((HEADS.get(key, key).replace("final ", ""), key) for key in columns if key in JUDGED):
         head = f"TRL's gain over SFT | ours - TRL | {CONFIDENCE:.0%} interval | of TRL's gain | within ±{MARGIN:.0%}"
         print(f"\n| {kind} | {head} |\n" + "|---" * 6 + "|")
         for trainer in trainers:
@@ -428,9 +467,10 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
     figure = Figure(figsize=(5 * len(trainers), 7), layout="constrained")
     axes = figure.subplots(2, len(trainers), sharex=True, squeeze=False)
     looks = {"ours": {"color": "#0b61a4", "linestyle": "-"}, "trl": {"color": "#d1600a", "linestyle": "--"}}
-    labels = {"kl": "KL to SFT, nats a response", "entropy": "entropy, nats a token"}
+    labels = {"kl": "KL to the start, nats a response", "entropy": "entropy, nats a token"}
     for column, trainer in enumerate(trainers):
-        reward = "accuracy + format reward" if trainer == "grpo" else "reward (reward model)"
+        rewards = {"grpo": "accuracy + format reward", OF_A_CHECKPOINT: "accuracy"}
+        reward = rewards.get(trainer, "reward (reward model)")
         for i, (key, label) in enumerate({"reward": reward, SECOND[trainer]: labels[SECOND[trainer]]}.items()):
             axis = axes[i, column]
             for system, look in looks.items():
@@ -438,7 +478,8 @@ def draw(runs: dict[tuple[str, str], list[dict]], path: Path) -> None:
                 if len(curves):
                     x, y = np.arange(1, curves.shape[1] + 1), curves.mean(axis=0)
                     spread = curves.std(axis=0, ddof=min(1, len(curves) - 1))
-                    axis.plot(x, y, **look, linewidth=1.8, label=f"{NAMES[system]}, {len(curves)} seeds")
+                    seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+                    axis.plot(x, y, **look, linewidth=1.8, label=f"{NAMES[system]}, {seeds}")
                     axis.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.2, linewidth=0)
                     axis.legend(loc="best")
             axis.set(title=f"{NAMES[trainer]}: {'KL' if key == 'kl' else key}", xlabel="update" if i else "")
@@ -482,9 +523,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("prepare", "run", "evaluate", "report", "all"))
     parser.add_argument("--work", type=Path, required=True, help="folder of models, runs and evaluations")
     parser.add_argument("--system", choices=SYSTEMS, default="ours", help="run: system")
-    parser.add_argument("--trainer", choices=TRAINERS, default="ppo", help="run: trainer")
+    choices = (*TRAINERS, OF_A_CHECKPOINT)
+    parser.add_argument("--trainer", choices=choices, default="ppo", help="run: trainer")
     parser.add_argument(
-        "--trainers", choices=TRAINERS, nargs="+", default=TRAINERS, help="all but run: trainers; default: all"
+        "--trainers", choices=choices, nargs="+", default=TRAINERS, help="all but run; default: the first three"
     )
     numbers = (("seed", 0, "run: seed"), ("seeds", 5, "all: number of runs per trainer and system"))
     numbers += (("updates", UPDATES, "updates of a run"), ("cores", 1, "cores of a run"))

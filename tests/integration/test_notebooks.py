@@ -48,7 +48,7 @@ def test_a_notebook_has_a_badge_where_the_repository_has_an_address_and_none_whe
     assert (script.BADGE in stored.cells[0].source) == url.startswith("https://github.com/")
     script.with_address(notebook, path.name, "https://github.com/someone/rlhf_jax")
     assert f"github/someone/rlhf_jax/blob/main/notebooks/{path.name})" in notebook.cells[0].source
-    if path.stem == "06_accelerator":
+    if path.stem in ("06_accelerator", "07_real_model"):
         assert 'REPO_URL = "https://github.com/someone/rlhf_jax"' in notebook.cells[1].source
         assert "Compiled, not run" in notebook.cells[-2].source
     script.with_address(notebook, path.name, url)
