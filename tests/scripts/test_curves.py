@@ -1,4 +1,4 @@
-"""scripts/parity/math_curves.py: a picture of runs, and runs that are none."""
+"""scripts/parity/curves.py: a picture of runs, and runs that are none."""
 
 import importlib.util
 import json
@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.paths import SCRIPTS
 
-spec = importlib.util.spec_from_file_location("math_curves", SCRIPTS / "parity" / "math_curves.py")
-curves = sys.modules["math_curves"] = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("curves", SCRIPTS / "parity" / "curves.py")
+curves = sys.modules["curves"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(curves)
 
 
@@ -30,8 +30,17 @@ def test_runs_of_two_algorithms_are_one_picture(tmp_path):
 
 
 def test_a_point_is_the_mean_of_five_updates(tmp_path):
-    found = curves.curve(run_of(tmp_path / "run", "entropy"), curves.PANELS["accuracy"])
-    np.testing.assert_allclose(found, [0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    x, y = curves.curve(run_of(tmp_path / "run", "entropy"), curves.PANELS["task"][0])
+    np.testing.assert_allclose(y, [0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert x.tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_score_is_plotted_against_the_kl(tmp_path):
+    lines = [{"step": n, "objective/scores": float(n), "objective/kl": 2.0 * n} for n in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    x, y = curves.curve(tmp_path, curves.PANELS["kl"][1])
+    np.testing.assert_allclose(x, [6.0, 8.0])
+    np.testing.assert_allclose(y, [3.0, 4.0])
 
 
 @pytest.mark.parametrize("given", ["GRPO", "GRPO=nowhere"])
