@@ -55,6 +55,7 @@ from rlhf_jax.runtime.loop import Loop, Patience, log, warn
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import open_stage
+from rlhf_jax.stages.throughput import Throughput
 from rlhf_jax.utils.output import guarded_output
 
 
@@ -287,6 +288,7 @@ def restored_loop(
     due, line = extra.get("due", ()), None
     if due:
         line = run_folders.Line(*multihost.from_first(lambda: run_folder.take_line(start)))
+    throughput = Throughput(stage)
     logger = metrics_logger.MetricLogger.open(
         run_folder.path,
         report_to=config.report_to,
@@ -294,6 +296,7 @@ def restored_loop(
         terminal=terminal,
         monitor=monitor,
         tokens=extra.get("num_tokens", 0),
+        throughput=throughput,
         ensure_held=run_folder.lock.ensure_held,
         callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
     )
@@ -309,6 +312,7 @@ def restored_loop(
         callbacks=callbacks,
         control=control,
         stops=stops,
+        throughput=throughput,
         monitor=monitor,
         patience=patience,
         due=due,

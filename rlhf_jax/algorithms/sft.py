@@ -89,8 +89,8 @@ def update(
       key: typed key of this step's dropout.
 
     Returns:
-      (state, {"loss", "grad_norm"} and the metrics of `nonfinite.apply_if_finite`). If something is not finite, params
-      and optimizer state are unchanged.
+      (state, {"loss", "grad_norm", "num_tokens" [] uint32 of the run so far} and the metrics of
+      `nonfinite.apply_if_finite`). If something is not finite, params and optimizer state are unchanged.
     """
     s = batch.tokens.shape[1]
     mask = label_mask(batch.lengths, batch.prompt_lengths, s, config.completion_only_loss, batch.loss_mask)
@@ -122,9 +122,9 @@ def update(
         grads,
         loss=tally.sums["loss"],
         config=config,
-        counts={"step": 1, "episodes": batch.lengths.shape[0]},
+        counts={"step": 1, "episodes": batch.lengths.shape[0], "tokens": jnp.sum(batch.lengths)},
     )
-    return state, {**tally.sums, **step_metrics}
+    return state, {**tally.sums, "num_tokens": state.tokens, **step_metrics}
 
 
 def evaluate(model, params: Params, batch, config: SFTOptions) -> tuple[Array, Array]:

@@ -66,14 +66,22 @@ class MetricLogger:
       tokens: of the run so far. Devices count them in uint32, and `num_tokens` is this count.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), *, monitor: Any = None, tokens: int = 0):
+    def __init__(
+        self,
+        sinks: Sequence[Sink] = (),
+        *,
+        monitor: Any = None,
+        tokens: int = 0,
+        throughput: Callable[[int, int, dict[str, Any]], dict[str, float]] | None = None,
+    ):
         """
         Args:
           sinks: get each entry, in this order.
           tokens: of the updates that a resume has behind it.
+          throughput: (step, tokens of the update, timings) -> more timings.
           monitor: see `runtime.monitor`: may replace metrics, adds messages and ends the run; on every process.
         """
-        self._sinks, self._monitor = list(sinks), monitor
+        self._sinks, self._monitor, self._throughput = list(sinks), monitor, throughput
         self._pending: tuple[int, dict[str, Any], dict[str, float]] | None = None
         self.last: dict[str, Any] = {}
         self.tokens = tokens
@@ -91,6 +99,7 @@ class MetricLogger:
         callback: Callable[[int, dict[str, Any]], Any] | None = None,
         monitor: Any = None,
         tokens: int = 0,
+        throughput: Callable[[int, int, dict[str, Any]], dict[str, float]] | None = None,
         ensure_held: Callable[[], None] = lambda: None,
     ) -> MetricLogger:
         """A logger with the files of a run's folder. Only the main process writes and prints.
@@ -101,7 +110,7 @@ class MetricLogger:
           start_step: the step that the run resumes from; TensorBoard drops what an earlier process wrote after it.
           terminal: the sink that prints.
           callback: called with (step, metrics as host numbers) for each update; on every process.
-          monitor, tokens: as `MetricLogger`.
+          monitor, tokens, throughput: as `MetricLogger`.
           ensure_held: called before a bucket is written; raises if another run took the folder over.
 
         Raises:
@@ -116,7 +125,7 @@ class MetricLogger:
                 sinks.append(terminal)
         if callback is not None:
             sinks.append(Callback(callback))
-        return cls(sinks, monitor=monitor, tokens=tokens)
+        return cls(sinks, monitor=monitor, tokens=tokens, throughput=throughput)
 
     def log(self, step: int, metrics: dict[str, Any], timings: dict[str, float] | None = None) -> None:
         """Takes the metrics of update `step`, and reads and writes those of the update before.
@@ -163,11 +172,14 @@ class MetricLogger:
         if self._pending is None:
             return
         (step, metrics, timings), self._pending = self._pending, None
+        tokens_before = self.tokens
         metrics, messages = self._with_all_tokens(_host_numbers(metrics)), []
         if step == self._restored[0]:
             metrics |= self._restored[1]
         elif self._monitor is not None:
             metrics, messages = self._monitor.inspect(step, metrics, closing)
+        if self._throughput is not None:
+            timings.update(self._throughput(step, self.tokens - tokens_before, timings))
         timings.update(peak_memory())
         self.last = metrics
         for sink in self._sinks:

@@ -122,12 +122,32 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             ),
             Chart("Seconds of an update, without the first", ("step_time", "time/step"), separate=True),
             Chart("Episodes per second", ("eps",)),
+            Chart(
+                "Tokens per second by phase",
+                tuple(f"tokens_per_second/{phase}" for phase in ("generate", "score", "experience", "update")),
+                separate=True,
+            ),
+            Chart(
+                "Model FLOPs by phase, share of the peak (MFU)",
+                ("mfu", *(f"mfu/{phase}" for phase in ("generate", "score", "experience", "update"))),
+            ),
+            Chart("Bytes that decoding has to read, share of the bandwidth", ("bandwidth/generate",)),
             Chart("Memory, MiB", ("memory/peak_rss_mib", "memory/peak_device_mib"), separate=True),
         ),
     ),
 )
-_TIMINGS = ("time/", "step_time", "eps")
-_NO_CHART = ("wall_time", "epoch", "episode", "num_tokens", "reward", "learning_rate", "alarm/*", "nonfinite/*")
+_TIMINGS = ("time/", "step_time", "eps", "mfu", "tokens_per_second/", "bandwidth/")
+_NO_CHART = (
+    "wall_time",
+    "peak/*",
+    "epoch",
+    "episode",
+    "num_tokens",
+    "reward",
+    "learning_rate",
+    "alarm/*",
+    "nonfinite/*",
+)
 
 
 class Curves:

@@ -51,12 +51,15 @@ class Loop:
         stops: Stops,
         monitor: Monitor,
         patience: Patience,
+        throughput: Any = None,
         due: Sequence[str] = (),
     ):
-        """`due`: what was still due after the checkpoint's update when the run was stopped."""
+        """`throughput`: as `stages.throughput.Throughput`; None: no shares of the device's peak.
+        `due`: what was still due after the checkpoint's update when the run was stopped."""
         self.stage, self.config, self.start, self.step, self.state = stage, stage.config, start, start, state
         self.control, self.folder, self.checkpoints, self.logger = control, run_folder, checkpoints, logger
         self.callbacks, self.stops, self.monitor, self.patience = callbacks, stops, monitor, patience
+        self._throughput = throughput
         self.due = list(due)
         self.tick: Tick = stops.tick
         self.activity = ""
@@ -104,6 +107,9 @@ class Loop:
         """Takes the state after an update and hands its metrics to the logger, which reads them one update late."""
         self.state = state
         self.step += 1
+        if self.step == self.start + 1 and self._throughput is not None:
+            jax.block_until_ready(metrics)  # the devices are idle while their peak is measured
+            log(f"{self.stage.name}: {self._throughput.measure_peak(self.step)}")
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = self._compile_clock.since_last()
         timings["time/save"], self._save_seconds = self._save_seconds, 0.0

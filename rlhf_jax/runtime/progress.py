@@ -24,7 +24,8 @@ REFRESHES_PER_SECOND = 4
 
 
 class TerminalLines:
-    """A sink that prints every so many updates their number, the metrics that matter, seconds an update, time left."""
+    """A sink that prints every so many updates their number, the metrics that matter, MFU, seconds an update, time
+    left."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class TerminalLines:
         self._names, self._stream = tuple(names), stream
         self._last: dict[str, Any] = {}
         self._updates = 0
+        self._mfu: float | None = None  # of the newest update
         self._paces: deque[tuple[float, int]] = deque(maxlen=20)  # (seconds, tokens of the run so far) of updates
 
     def write(self, entry: Entry) -> None:
@@ -57,6 +59,7 @@ class TerminalLines:
         if step:
             self._updates += 1
             self._paces.append((entry.timings["time/step"], entry.metrics.get("num_tokens", 0)))
+            self._mfu = entry.timings.get("mfu")
         due = self._every and (step % self._every == 0 or step == self._total)
         for line in ([self.line(step, entry.metrics)] if due else []) + list(entry.messages):
             print(line, file=self._stream, flush=True)
@@ -69,11 +72,15 @@ class TerminalLines:
             return " | ".join([count, *(f"{n} {short_number(x)}" for n, x in metrics.items() if n.startswith("eval/"))])
         seconds, _ = self.pace() or (0.0, 0.0)
         left = [f"{duration(seconds * (self._total - step))} left"] if step < self._total else []
-        return " | ".join([count, *self._format(metrics), f"{duration(seconds)}/update", *left])
+        return " | ".join([count, *self._format(metrics), *self._share(), f"{duration(seconds)}/update", *left])
 
     def last_metrics(self) -> list[str]:
         """The metrics that matter of the newest entry, formatted."""
-        return self._format(self._last)
+        return [*self._format(self._last), *self._share()]
+
+    def _share(self) -> list[str]:
+        """The share of the devices' peak, where it is known."""
+        return [] if self._mfu is None else [f"mfu {short_number(self._mfu)}"]
 
     def _format(self, metrics: dict[str, Any]) -> list[str]:
         return [f"{_label(n)} {short_number(metrics[n])}" for n in self._names if n in metrics]

@@ -55,6 +55,7 @@ class RolloutAlgorithm(Algorithm):
       steps_per_update: optimizer steps of an update, of a config.
       group_size: responses to a prompt in training, of a config.
       eval_group_size: the same in evaluation.
+      recomputes: whether an update computes the responses' log-probabilities again before it learns, of a config.
       shares_prompts: whether generation computes each prompt once for its group, of (Models, config).
       has_value_model: whether there is a critic, by the options value_model, value_model_path and lora_value.
       uses_reference: whether there is a reference policy, of a config.
@@ -71,6 +72,7 @@ class RolloutAlgorithm(Algorithm):
     steps_per_update: Callable[[Any], int] = lambda config: 1
     group_size: Callable[[Any], int] = lambda config: 1
     eval_group_size: Callable[[Any], int] = lambda config: 1
+    recomputes: Callable[[Any], bool] = lambda config: config.old_logprobs == "forward"
     shares_prompts: Callable[[Any, Any], bool] = lambda models, config: False
     has_value_model: bool = False
     uses_reference: Callable[[Any], bool] = lambda config: True
@@ -99,6 +101,7 @@ def policy_gradient_algorithm(
     functions = ("make_experience", "update", "eval_metrics")
     bound = {f: functools.partial(getattr(policy_gradient, f), objective=objective) for f in functions}
     trainer = {"steps_per_update": policy_gradient.steps_per_update, "shares_prompts": policy_gradient.shares_prompts}
+    trainer["recomputes"] = lambda config: objective.needs(config).logprobs and config.old_logprobs == "forward"
     return RolloutAlgorithm(name, config, **{**bound, **trainer, **options})
 
 

@@ -12,12 +12,14 @@ from rlhf_jax import data
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.config import RewardConfig
 from rlhf_jax.errors import UserError
+from rlhf_jax.models import Model
 from rlhf_jax.parallel import sharding
 from rlhf_jax.runtime.stopping import Tick
 from rlhf_jax.stages.algorithm_registry import register_algorithm
 from rlhf_jax.stages.open_models import Source, score_head_message
 from rlhf_jax.stages.stage_context import StageContext
 from rlhf_jax.stages.supervised import SupervisedAlgorithm, SupervisedStage
+from rlhf_jax.stages.work import Shape, Work, supervised_work
 from rlhf_jax.types import Params
 
 
@@ -78,6 +80,10 @@ class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
         from rlhf_jax.metrics import calibration
 
         return [{"set": name, **row} for row in calibration.reliability(margins) if row["pairs"]]
+
+    def work(self, config: RewardConfig, model: Model, tokens: int) -> Work:
+        """The work of an update: two sequences a pair."""
+        return supervised_work(Shape.of(model), 2 * config.batch_size, tokens, frozen=model.lora is not None)
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
         """{"chosen", "rejected", "margin"}: both texts with their prompt, of a row of a batch on the host."""

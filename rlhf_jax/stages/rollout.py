@@ -32,8 +32,11 @@ from rlhf_jax.stages.open_models import Source
 from rlhf_jax.stages.programs import Programs, prompt_width
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
+from rlhf_jax.stages.work import Shape, Work, rollout_work
 from rlhf_jax.types import Images, Params, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
+
+PHASES = ("generate", "score", "experience", "update")
 
 
 class RolloutStage(Stage):
@@ -100,6 +103,7 @@ class RolloutStage(Stage):
         self._build(programs.replace(models=self.models) if programs else self._programs_of(loaded, optimizer))
         # What changes from update to update:
         self.phase = "update"
+        self._prompt_lengths: dict[int, np.ndarray] = {}  # of the last two updates
         self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
         self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
 
@@ -212,6 +216,9 @@ class RolloutStage(Stage):
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
         placed, group_size = programs.place(prompts), self.group_size
+        if config.rollout_max_steps is None:
+            recent = {n: lengths for n, lengths in self._prompt_lengths.items() if n == step}
+            self._prompt_lengths = {**recent, step + 1: np.asarray(prompts.lengths)}
         rollout, rollout_state = programs.generate(
             state.params["policy"],
             placed,
@@ -260,6 +267,30 @@ class RolloutStage(Stage):
             self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
         state, metrics = clock.wait("update", updated)
         return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+
+    def work(self, step: int, tokens: int) -> dict[str, Work]:
+        """As `Stage.work`; responses count with their mean length. Empty where responses go on over several updates."""
+        config, prompts = self.config, self._prompt_lengths.get(step)
+        if prompts is None:
+            return {}
+        all_prompts = int(prompts.sum()) * self.rows_per_update / len(prompts)  # of all processes
+        response = tokens / config.batch_size - all_prompts / self.rows_per_update
+        networks = {"policy": self.models.policy, "value": self.models.value, "reference": self.models.reference}
+        shapes = {role: Shape.of(network.model) for role, network in networks.items() if network is not None}
+        shapes |= {f"reward {number}": Shape.of(reader.model) for number, reader in enumerate(self.scorer.models)}
+        phases = rollout_work(
+            shapes,
+            prompts.tolist(),
+            self.group_size,
+            response,
+            config.epochs_per_update,
+            frozen=[role for role, network in networks.items() if network is not None and network.model.lora],
+            itemsize=jnp.dtype(config.dtype).itemsize,
+            recomputes=self.algorithm.recomputes(config),
+        )
+        scale = self.rows_per_update / len(prompts)
+        phases = {name: Work(*(scale * number for number in phases[name])) for name in PHASES}
+        return {name: work for name, work in phases.items() if work.flops}
 
     def _token_kl(self, state: TrainState, batch: ScoredBatch):
         return self.evaluator.first_token_kl(state, batch.rollout, batch.images, self.group_size)

@@ -13,10 +13,12 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.data import demonstrations
 from rlhf_jax.errors import UserError
+from rlhf_jax.models import Model
 from rlhf_jax.runtime.stopping import Tick
 from rlhf_jax.stages.algorithm_registry import register_algorithm
 from rlhf_jax.stages.open_models import Source, open_processor, wants_images
 from rlhf_jax.stages.supervised import SupervisedAlgorithm, SupervisedStage, eval_name
+from rlhf_jax.stages.work import Shape, Work, supervised_work
 from rlhf_jax.types import Params
 
 
@@ -87,6 +89,11 @@ class SFTAlgorithm(SupervisedAlgorithm[SFTConfig]):
             return {"loss": loss, "perplexity": float(np.exp(min(loss, 50.0)))}, None
 
         return measure
+
+    def work(self, config: SFTConfig, model: Model, tokens: int) -> Work:
+        """The work of an update; with completion_only_loss without logits, since their number is not known."""
+        logits = 0.0 if config.completion_only_loss else tokens
+        return supervised_work(Shape.of(model), config.batch_size, tokens, logits=logits, frozen=model.lora is not None)
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
         """{"text"}: prompt and completion of a row of a batch on the host."""

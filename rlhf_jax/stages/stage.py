@@ -8,6 +8,7 @@ from rlhf_jax.config import StageConfig
 from rlhf_jax.parallel.compile_ahead import CompileAhead
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.evaluator import Completions
+from rlhf_jax.stages.work import Work
 from rlhf_jax.types import Array, TrainState
 
 
@@ -78,6 +79,11 @@ class Stage:
     def calibration(self) -> list[dict[str, Any]]:
         """Calibration of the last evaluation, for calibration/STEP.jsonl; empty where the stage has none."""
         return []
+
+    def work(self, step: int, tokens: int) -> dict[str, Work]:
+        """The work of each phase of update `step` (1-based, one of the last two) with so many tokens; empty where it
+        is not known."""
+        return {}
 
     def nonfinite_rows(self, step: int) -> list[dict[str, Any]]:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""

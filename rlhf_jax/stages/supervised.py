@@ -31,6 +31,7 @@ from rlhf_jax.stages.stage_context import (
     state_shardings,
     update_key,
 )
+from rlhf_jax.stages.work import Work
 from rlhf_jax.types import Params, TrainState
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
@@ -81,6 +82,10 @@ class SupervisedAlgorithm(Algorithm, Generic[ConfigT]):
     def calibration_rows(self, name: str, margins: Any) -> list[dict[str, Any]]:
         """Rows of calibration/STEP.jsonl of an evaluation set."""
         return []
+
+    def work(self, config: ConfigT, model: Model, tokens: int) -> Work | None:
+        """The work of an update with so many tokens; None: not known."""
+        return None
 
     def texts(self, tokenizer, batch, row: int) -> dict[str, Any]:
         """The texts of a row of a batch on the host, by name."""
@@ -253,6 +258,11 @@ class SupervisedStage(Stage):
         placed = self.context.place_share(batch, size)
         state, metrics = self.run("update", self.update_step, state, self.network, placed, self.optimizer.peaks)
         return state, metrics, {}
+
+    def work(self, step: int, tokens: int) -> dict[str, Work]:
+        """As `Stage.work`."""
+        update = self.algorithm.work(self.config, self.network.model, tokens)
+        return {} if update is None else {"update": update}
 
     # --- between updates
 

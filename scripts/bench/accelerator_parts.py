@@ -31,6 +31,8 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
+    from rlhf_jax.parallel import peaks
+
     device = jax.devices()[0]
     memory = device.memory_stats() or {}
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "trl", "datasets")
@@ -45,17 +47,14 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         gpu = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     except FileNotFoundError:
         gpu = None
-    rates = {"bandwidth": benchmark_ours.bandwidth()}
+    rates = {"bandwidth": peaks.copy_rate()}
     sizes = (256,) if args.small else benchmark_ours.matrix_sizes("cpu" if device.platform == "cpu" else "gpu")
     products = {"bfloat16": (jnp.bfloat16, None), "float32": (jnp.float32, None)}
     products["float32_highest"] = (jnp.float32, "highest")
     for name, (dtype, precision) in products.items():
-
-        def random_matrix(n: int, dtype: Any = dtype) -> jax.Array:
-            # Not ones: they multiply faster on some devices.
-            return jax.random.normal(jax.random.key(n), (n, n), dtype)
-
-        rates[name] = benchmark_ours.product_rate(random_matrix, sizes, precision, calls=10)
+        # Not ones: they multiply faster on some devices.
+        matrices = (jax.random.normal(jax.random.key(n), (n, n), dtype) for n in sizes)
+        rates[name] = max(peaks.product_rate(matrix, precision, calls=10) for matrix in matrices)
     return {
         "devices": [str(d) for d in jax.devices()],
         "kind": device.device_kind,

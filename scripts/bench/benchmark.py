@@ -14,7 +14,7 @@ The micro-batch size is the user's choice, so each system is measured at its fas
 of every size tried, and marks the fastest, which the pairs use, and the one with the least memory. Sizes that do not
 fit into memory are reported and skipped.
 
-MFU is the work of `benchmark_work.work` divided by seconds and by the fastest matrix product that either library
+MFU is the work of `rlhf_jax.stages.work` divided by seconds and by the fastest matrix product that either library
 reached on the machine. Padding and repeated prompts are not counted as work. TRL's RLOO scores decoded text, whose
 tokens can differ from the sampled ones, and truncates a response at a sampled eos. TRL's `update` is the rest of an
 update after its other phases, including logging and data.
@@ -67,6 +67,7 @@ from rlhf_jax.data import synthetic
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
 from rlhf_jax.models.io import hf
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.stages.work import Shape
 from rlhf_jax.utils.strict_json import json_text
 
 HERE = Path(__file__).resolve().parent
@@ -372,7 +373,7 @@ def benchmark(args: argparse.Namespace, systems: list[str], work: Path) -> int:
     about = {"machine": machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     about["command"] = shlex.join([Path(sys.executable).name, *sys.argv])
     model, lengths = prepare(case, work, args.pairs)
-    shape = benchmark_work.Shape.of(model)
+    shape = Shape.of(model)
     given, trials, micro, pairs = {"ours": args.micro, "trl": args.trl_micro}, [], {}, []
     for name in systems:
         sizes = sizes_to_try(name, case, given[name])

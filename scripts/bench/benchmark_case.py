@@ -254,10 +254,8 @@ def matrix_sizes(device: str) -> tuple[int, ...]:
     return (1024, 2048) if device == "cpu" else (4096, 8192)
 
 
-COPY_ENTRIES = 2**26
-"""float32 entries of the array whose copy measures bandwidth: 256 MiB read and 256 MiB written."""
-COPIES = 5
-"""Copies in a row."""
+COPY_ENTRIES, COPIES = 2**26, 5
+"""float32 entries of the array whose copy measures TRL's bandwidth, and copies in a row, as of `peaks.copy_rate`."""
 
 
 def rows_of(work: Path, pair: int) -> list[dict[str, Any]]:

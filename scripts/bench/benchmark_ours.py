@@ -8,7 +8,6 @@ benchmark.py prepares WORK. The result goes to WORK/ours-NAME.json; NAME is N by
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable
@@ -20,10 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_case import (
-    COPIES,
-    COPY_ENTRIES,
     Case,
-    best_rate,
     child_arguments,
     matrix_sizes,
     our_options,
@@ -40,7 +36,7 @@ from rlhf_jax.config.check import check
 from rlhf_jax.generate import map_in_chunks
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.option import checked_types
-from rlhf_jax.parallel import xla_flags
+from rlhf_jax.parallel import peaks, xla_flags
 from rlhf_jax.runtime import compile_cache, progress, stopping
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.callbacks import Callback, Control
@@ -238,49 +234,7 @@ def phases(stage, state, wanted: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 def matmul_flops(device: str, dtype: str) -> float:
     """FLOP/s of the fastest large matrix product."""
-    return product_rate(lambda n: jnp.ones((n, n), dtype), matrix_sizes(device))
-
-
-def product_rate(
-    matrix: Callable[[int], jax.Array], sizes: tuple[int, ...], precision: str | None = None, calls: int = 1
-) -> float:
-    """FLOP/s of the fastest product of a square matrix with itself.
-
-    Args:
-      matrix: size -> matrix.
-      sizes: to try, smallest first.
-      precision: of the product, as `jnp.matmul` takes it.
-      calls: products in a row, so that their starts do not count.
-    """
-    multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
-
-    def attempt(n: int) -> tuple[float, Callable[[], float]]:
-        a = matrix(n)
-
-        def run() -> float:
-            began = time.perf_counter()
-            for _ in range(calls):
-                out = multiply(a, a)
-            out.block_until_ready()
-            return (time.perf_counter() - began) / calls
-
-        return 2.0 * n**3, run
-
-    return best_rate([attempt(n) for n in sizes])
-
-
-def bandwidth() -> float:
-    """Bytes per second of a large copy, read and written; of several in a row, so that their starts do not count."""
-    source, copied = jnp.zeros(COPY_ENTRIES, jnp.float32), jax.jit(lambda x: x + 1)
-
-    def run() -> float:
-        began = time.perf_counter()
-        for _ in range(COPIES):
-            copy = copied(source)
-        copy.block_until_ready()
-        return time.perf_counter() - began
-
-    return best_rate([(8.0 * COPY_ENTRIES * COPIES, run)])
+    return max(peaks.product_rate(jnp.ones((n, n), dtype)) for n in matrix_sizes(device))
 
 
 def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> dict[str, Any]:
@@ -314,7 +268,7 @@ def measure(case: Case, work: Path, pair: int, name: str, micro: int | None) -> 
     device = jax.devices()[0]
     result |= {"device": "cpu" if device.platform == "cpu" else "cuda" if device.platform == "gpu" else device.platform}
     result |= {"device_kind": device.device_kind, "versions": {"jax": jax.__version__}}
-    return result | {"matmul_flops": matmul_flops(result["device"], case.dtype), "bandwidth": bandwidth()}
+    return result | {"matmul_flops": matmul_flops(result["device"], case.dtype), "bandwidth": peaks.copy_rate()}
 
 
 def stage_phases(case: Case) -> list[str]:

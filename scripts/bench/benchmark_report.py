@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import benchmark_work
 from benchmark_case import LOOP, Case, available_cores
+from benchmark_work import case_work
 
 from rlhf_jax import UserError
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.stages.work import Shape
 from rlhf_jax.utils.strict_json import json_text
 
 SYSTEMS = ("ours", "trl")
@@ -47,7 +48,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
-def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
+def phase_table(case: Case, shape: Shape, pairs: list[dict], lengths: list[list[int]]) -> list[dict]:
     """One row per phase and system: seconds (median without first updates), tokens/s, FLOP/s, MFU.
 
     Decoding also has bytes per second and their share of bandwidth. The work is the same for both, but TRL's PPO saves
@@ -56,9 +57,8 @@ def phase_table(case: Case, shape: benchmark_work.Shape, pairs: list[dict], leng
     results = [result for pair in pairs for result in pair.values()]
     peak = max(result["matmul_flops"] for result in results)
     bandwidth = max(result["bandwidth"] for result in results)
-    args = (case.group, case.response_length)
-    works = [benchmark_work.work(shape, prompts, *args, case.epochs, case.algo, case.frozen) for prompts in lengths]
-    read = median(benchmark_work.decode_bytes(shape, prompts, *args, case.dtype) for prompts in lengths)
+    works = [case_work(case, shape, prompts) for prompts in lengths]
+    read = median(work["decode"].bytes for work in works)
     seconds_by_phase: dict[tuple[str, str, str], list[float]] = {}
     for pair in pairs:
         for system, result in pair.items():

@@ -5,7 +5,7 @@
 
 Nothing runs and no weights are created: the functions of a stage are traced at these shapes and their matrix products
 summed. A scan counts once per iteration, a switch by the branch that each micro-batch of these prompts takes, the
-decode loop once per token. The floor is `benchmark_work.work`: no padding, no masked keys, no repeated prompts. Bytes
+decode loop once per token. The floor is `rlhf_jax.stages.work`: no padding, no masked keys, no repeated prompts. Bytes
 of decoding are the operands of its products, each read once a step; their floor is the weights and the filled cache.
 """
 
@@ -32,6 +32,7 @@ from rlhf_jax.algorithms import microbatch
 from rlhf_jax.config import STAGES as CONFIGS
 from rlhf_jax.dry_run import memory
 from rlhf_jax.parallel import compile_ahead, sharding
+from rlhf_jax.stages.work import Shape
 
 PHASES = ("generate", "experience", "update")
 
@@ -144,10 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         jaxprs, widths = programs(case, model, tokenizer, args.micro)
         shares = shares_of(lengths, rows, widths)
-        shape = benchmark_work.Shape.of(model)
-        floor = benchmark_work.work(
-            shape, lengths, case.group, case.response_length, case.epochs, case.algo, case.frozen
-        )
+        floor = benchmark_work.case_work(case, Shape.of(model), lengths)
         print(f"{case.name}, micro-batches of {args.micro}, prompts of {np.mean(lengths):.0f} tokens on average")
         print(f"{'phase':<11} {'TFLOP':>10} {'floor':>10} {'ratio':>6}")
         for phase in PHASES:
@@ -156,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{phase:<11} {flops / 1e12:>10.4g} {least / 1e12:>10.4g} {flops / least:>6.2f}")
         decoding = count(jaxprs["generate"].jaxpr, shares, case.response_length - 1).bytes
         decoding -= count(jaxprs["generate"].jaxpr, shares, 0).bytes
-        least = benchmark_work.decode_bytes(shape, lengths, case.group, case.response_length, case.dtype)
+        least = floor["decode"].bytes
         print(f"{'decode':<11} {decoding / 1e9:>10.4g} {least / 1e9:>10.4g} {decoding / least:>6.2f}   GB read")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

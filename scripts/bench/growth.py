@@ -28,6 +28,7 @@ from benchmark_report import load_warning, machine, peak_of
 
 from rlhf_jax import UserError, data
 from rlhf_jax.runtime.run_folder import write_atomically
+from rlhf_jax.stages.work import Shape
 from rlhf_jax.utils.strict_json import json_text
 
 BASE = {"shape": "14m", "batch": 16, "query_length": 256, "response_length": 64}
@@ -67,10 +68,7 @@ def point(case: Case, work: Path) -> dict[str, float]:
     result = benchmark.run_child("ours", case, work, 0, MICRO)
     if "out_of_memory" in result:
         raise UserError(f"{case.name}: out of memory")
-    shape = benchmark_work.Shape.of(model)
-    found = benchmark_work.work(
-        shape, lengths[0], case.group, case.response_length, case.epochs, case.algo, case.frozen
-    )
+    found = benchmark_work.case_work(case, Shape.of(model), lengths[0])
     flops = sum(found[phase].flops for phase in ("generate", "reward", "experience", "update"))
     return {"seconds": result["updates"][-1], "peak_mib": peak_of(result), "flops": float(flops)}
 

@@ -236,7 +236,7 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its PPO ignores use_cpu
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, GPTNeoXForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForSequenceClassification
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -286,13 +286,15 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
     elif run.trainer != "rloo":
         steps = values["num_iterations"] * values["num_mini_batches"]
         own, rewards, adapter = "solution", [exact_match_reward, boxed_format_reward], None
+        reader = tokenizer.hf
         if run.trainer == OF_A_CHECKPOINT:
             import peft
 
+            reader = AutoTokenizer.from_pretrained(start)  # ours has a pad of its own, without a row of the embedding
             own, rewards = "reasoning_gym", [reasoning_gym_reward]
             adapter = peft.LoraConfig(r=stage.lora_r, lora_alpha=stage.lora_alpha, lora_dropout=0.0)
         columns = {name: [row[name] for row in examples] for name in ("prompt", own)}
-        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": tokenizer.hf, "peft_config": adapter}
+        data = {"train_dataset": Dataset.from_dict(columns), "processing_class": reader, "peft_config": adapter}
         trainer = keeping(GRPOTrainer)(args=GRPOConfig(**options), model=trained, reward_funcs=rewards, **data)
     else:
         steps = values["num_iterations"] * values["num_mini_batches"]

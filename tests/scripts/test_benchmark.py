@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 
-import jax
 import pytest
 
 from rlhf_jax import models
@@ -13,6 +12,8 @@ from rlhf_jax.config.check import check
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.gpt_neox import PYTHIA_SHAPES
 from rlhf_jax.option import checked_types
+from rlhf_jax.parallel import peaks
+from rlhf_jax.stages.work import Shape
 from tests.helpers.paths import ROOT, SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS / "bench"))  # as for a script run from there
@@ -201,54 +202,6 @@ def test_flop_formula_is_within_5_percent_of_what_xla_counts(spec, length):
     assert found["formula"] == pytest.approx(found["xla"], rel=0.05)
 
 
-@pytest.mark.parametrize("spec", ["6x128x4", "llama:2x64x8x2", "gemma2:2x64x4x1", "gpt2:2x64x4"])
-def test_matrices_of_the_formula_are_those_of_the_params(spec):
-    model = models.custom_shape(spec, 512)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    layers = jax.tree.leaves(params["backbone"]["layers"])
-    assert benchmark_work.Shape.of(model).matrices == sum(x.size for x in layers if x.ndim == 3)
-
-
-def test_work_counts_a_prompt_once_for_its_group_and_no_padding():
-    shape = benchmark_work.Shape(layers=2, width=8, hidden=32, vocab=100)
-    found = benchmark_work.work(shape, [3, 5], group=2, response=4, epochs=3, algo="rloo")
-    matrices = 2 * (3 * 64 + 64 + 2 * 8 * 32)
-    tokens = 3 + 5 + 4 * 4
-    # Keys of each query: 1 to p in a prompt, p + 1 to p + 4 in each of its two responses.
-    pairs = sum(sum(range(1, p + 1)) + 2 * sum(range(p + 1, p + 5)) for p in (3, 5))
-    first = matrices * tokens + 4 * 8 * pairs  # of two layers
-    qkv, rest = 3 * 64, 64 + 2 * 8 * 32
-
-    def last(asked, keys):
-        return 2 * qkv * tokens + 2 * rest * asked + 4 * 8 * keys
-
-    # A prompt's last token predicts for both of its responses, their first three for themselves.
-    keys = sum(p + 2 * sum(range(p + 1, p + 4)) for p in (3, 5))
-    body = first + last(2 + 4 * 3, keys) + 2 * 8 * 100 * 16
-    assert found["reward"] == (first + last(4, 2 * (3 + 4 + 5 + 4)), tokens)
-    assert found["reference"] == (body, tokens)
-    assert found["experience"] == (2 * body, tokens)
-    assert found["update"] == (3 * 3 * body, 3 * tokens)
-    assert found["prefill"].flops + found["decode"].flops == found["generate"].flops
-    # The last token is sampled and goes through no model any more: here but for its queries, keys and values.
-    unsampled = (matrices + 2 * qkv) * 4 + 4 * 8 * 2 * (3 + 4 + 5 + 4)
-    assert found["reference"].flops - found["generate"].flops == unsampled
-    assert found["generate"].tokens == 16 and "value" not in found
-    ppo = benchmark_work.work(shape, [3, 5], group=1, response=4, epochs=3, algo="ppo")
-    assert ppo["update"].flops == 9 * (ppo["reference"].flops + ppo["value"].flops)
-    assert ppo["experience"].flops == 2 * ppo["reference"].flops + ppo["value"].flops
-
-
-def test_decode_bytes_are_matrices_each_step_and_the_cache_so_far():
-    shape = benchmark_work.Shape(layers=1, width=4, hidden=16, vocab=10)
-    weights = 4 * 16 + 2 * 4 * 16 + 4 * 10
-    # Two steps; prompts' keys and values once a group, own ones of 1 and 2 tokens for each of 4 rows.
-    entries = 2 * (weights + 2 * 4 * (3 + 5)) + 2 * 4 * 4 * (1 + 2)
-    args = (shape, [3, 5], 2, 3)
-    assert benchmark_work.decode_bytes(*args, "float32") == 4 * entries
-    assert benchmark_work.decode_bytes(*args, "bfloat16") == 2 * entries
-
-
 def test_best_rate_is_of_the_fastest_run_and_stops_at_slow_ones():
     seconds = iter([9.0, 2.0, 1.0, 4.0, 9.0, 8.0, 6.0, 7.0])
     slow = (100.0, lambda: pytest.fail("a larger one after a slow one"))
@@ -258,7 +211,7 @@ def test_best_rate_is_of_the_fastest_run_and_stops_at_slow_ones():
 
 def test_measured_peaks_are_those_of_a_machine():
     assert 1e8 < benchmark_ours.matmul_flops("cpu", "float32") < 1e15
-    assert 1e7 < benchmark_ours.bandwidth() < 1e13
+    assert 1e7 < peaks.copy_rate(2**20) < 1e13
 
 
 # --- the arithmetic of the report
@@ -285,17 +238,17 @@ def test_ratios_are_of_medians_after_the_first_update_pair_by_pair():
 
 
 def test_phases_are_medians_without_first_updates_against_the_faster_library():
-    shape = benchmark_work.Shape(2, 8, 32, 100)
+    shape = Shape(2, 8, 32, 100)
     case = dataclasses.replace(CASES["ppo"], response_length=4, epochs=1, batch=2)
     alone = {"decode": {"seconds": 0.5}}
     ours = result([9.0, 4.0], 1.0, phases=alone)
     pairs = [{"ours": ours, "trl": {**result([9.0, 8.0], 1.0), "matmul_flops": 2e9}}]
     rows = {(r["phase"], r["system"]): r for r in benchmark_report.phase_table(case, shape, pairs, [[3, 5]])}
-    work = benchmark_work.work(shape, [3, 5], 1, 4, 1, "ppo")
+    work = benchmark_work.case_work(case, shape, [3, 5])
     assert rows["update", "ours"]["seconds"] == 1.0 and rows["update", "trl"]["seconds"] == 2.0
     assert rows["update", "ours"]["mfu"] == pytest.approx(work["update"].flops / 2e9)
     assert rows["generate", "trl"]["tokens_per_second"] == 4.0  # 2 rows of 4 in 2 s
-    read = benchmark_work.decode_bytes(shape, [3, 5], 1, 4, "float32")
+    read = work["decode"].bytes
     assert rows["decode", "ours"]["bandwidth_share"] == pytest.approx(read / 0.5 / 1e9)
 
 

@@ -1,0 +1,176 @@
+"""The necessary work of an update: FLOPs, tokens and bytes of decoders by formula, whatever the implementation does.
+
+Not counted: padding, masked keys, repeated prompts of a group, last-layer outputs that nothing reads, norms, softmax
+and activations, recomputation, adapters, vision towers. Divided by seconds and a device's peak it is the model FLOPs
+utilisation of the field (MFU; Chowdhery et al. 2022, PaLM, appendix B).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+def causal(length: float) -> float:
+    """Pairs of query and visible key in a row of `length` tokens."""
+    return length * (length + 1) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder."""
+
+    layers: int
+    width: int
+    hidden: int
+    vocab: int
+    heads: int = 0
+    """Entries of all query heads together; 0: the width."""
+    key_value: int = 0
+    """Entries of all heads of keys; 0: as those of queries."""
+    gated: bool = False
+    """Whether the MLP has two matrices into its hidden units."""
+
+    @classmethod
+    def of(cls, model) -> Shape:
+        """From a `models.Model`."""
+        config = model.family.decoder_config(model.config)
+        sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
+        heads, own = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        return cls(*sizes, heads, own, config.gated_mlp)
+
+    @property
+    def attended(self) -> int:
+        """Entries of all query heads together."""
+        return self.heads or self.width
+
+    @property
+    def kept(self) -> int:
+        """Entries of keys and values of a token and layer."""
+        return 2 * (self.key_value or self.attended)
+
+    @property
+    def qkv(self) -> int:
+        """Entries of a layer's matrices for query, key and value."""
+        return self.width * (self.attended + self.kept)
+
+    @property
+    def matrices(self) -> int:
+        """Entries of the layers' matrices: QKV, output projection, MLP."""
+        mlp = (3 if self.gated else 2) * self.width * self.hidden
+        return self.layers * (self.qkv + self.attended * self.width + mlp)
+
+    def forward(self, tokens: float, pairs: float, logits: float, asked: tuple[float, float]) -> float:
+        """FLOPs of a forward pass: 2 per matrix entry and token, 4 H K per layer and pair (scores, weighted values),
+        2 D V per row of logits.
+
+        Args:
+          tokens: number of input tokens.
+          pairs: of query and key.
+          logits: positions with logits.
+          asked: tokens, and their pairs, whose last hidden states are used. Others need only QKV in the last layer.
+        """
+        attention = 4 * self.attended * ((self.layers - 1) * pairs + asked[1])
+        after_qkv = self.matrices // self.layers - self.qkv
+        unused = after_qkv * (tokens - asked[0])
+        return 2 * (self.matrices * tokens - unused) + attention + 2 * self.width * self.vocab * logits
+
+
+class Work(NamedTuple):
+    """The work of a phase."""
+
+    flops: float
+    tokens: float  # generate, decode: sampled tokens; else: input tokens, once per model
+    bytes: float = 0.0  # that decoding reads
+
+
+def rollout_work(
+    shapes: Mapping[str, Shape],
+    prompts: Sequence[int],
+    group: int,
+    response: float,
+    epochs: int,
+    *,
+    frozen: Sequence[str] = (),
+    itemsize: int = 4,
+    recomputes: bool = True,
+) -> dict[str, Work]:
+    """The work of each phase of an update of PPO, RLOO or GRPO.
+
+    Args:
+      shapes: of 'policy'; of 'reference' and 'value' if there are; every other one is a reward model.
+      prompts: their lengths in tokens.
+      group: responses to a prompt.
+      response: tokens of each response; of different lengths: their mean.
+      epochs: over the responses.
+      frozen: those of 'policy' and 'value' whose matrices get no gradient, since adapters are trained.
+      itemsize: bytes of an entry of weights and cache.
+      recomputes: whether the policy's log-probabilities are computed again before the update.
+
+    Returns:
+      by phase: generate (of it prefill and decode), reference, value, score, experience, update
+    """
+    rows, tokens = len(prompts) * group, float(sum(prompts))
+
+    def passed(shape: Shape, length: float, logits: float, asked: tuple[float, float]) -> float:
+        pairs = sum(causal(p) + group * (causal(p + length) - causal(p)) for p in prompts)
+        return shape.forward(tokens + rows * length, pairs, logits, asked)
+
+    def ends(length: float) -> tuple[float, float]:
+        """A prompt's last token and the first `length` of each response."""
+        pairs = sum(p + group * (causal(p + length) - causal(p)) for p in prompts)
+        return len(prompts) + rows * length, pairs
+
+    # Values and logits are needed where the response is predicted, a score at its last token.
+    predicted, last = ends(response - 1), (float(rows), group * sum(p + response for p in prompts))
+    through = tokens + rows * response
+    own = shapes["policy"]
+    generate = passed(own, response - 1, rows * response, predicted)
+    prefill = passed(own, 0, rows, ends(0))
+    forward = {
+        role: passed(shape, response, 0 if role == "value" else rows * response, predicted)
+        for role, shape in shapes.items()
+        if role in ("policy", "reference", "value")
+    }
+    score = sum(passed(shape, response, 0, last) for role, shape in shapes.items() if role not in forward)
+    experience = sum(flops for role, flops in forward.items() if recomputes or role != "policy")
+    # The backward pass costs two forward passes: gradients of the inputs and of the matrices.
+    trained = {role: (2 if role in frozen else 3) * flops for role, flops in forward.items() if role != "reference"}
+    sampled, read = float(rows * response), decode_bytes(own, prompts, group, response, itemsize)
+    phases = {
+        "generate": Work(generate, sampled, read),
+        "prefill": Work(prefill, tokens),
+        "decode": Work(generate - prefill, rows * (response - 1), read),
+        "score": Work(score, through),
+        "experience": Work(experience, through),
+        "update": Work(epochs * sum(trained.values()), epochs * through),
+    }
+    return phases | {role: Work(flops, through) for role, flops in forward.items() if role != "policy"}
+
+
+def decode_bytes(shape: Shape, prompts: Sequence[int], group: int, response: float, itemsize: int) -> float:
+    """Bytes that decoding reads: all matrices each step, and keys and values, those of a prompt once per group."""
+    steps, rows = response - 1, len(prompts) * group
+    weights = shape.matrices + shape.width * shape.vocab
+    kept = shape.layers * shape.kept  # entries of keys and values per token
+    read = steps * (weights + kept * sum(prompts)) + kept * rows * causal(steps)
+    return read * itemsize
+
+
+def supervised_work(
+    shape: Shape, rows: int, tokens: float, *, logits: float | None = None, frozen: bool = False
+) -> Work:
+    """The work of an update of SFT or of a reward model.
+
+    Args:
+      shape: of the model.
+      rows: sequences; of a pair two.
+      tokens: of all of them; attention counts rows of their mean length.
+      logits: positions with logits; None: the model has a score a row.
+      frozen: whether adapters are trained in place of the matrices.
+    """
+    pairs = rows * causal(tokens / rows)
+    asked = (float(rows), tokens) if logits is None else (tokens, pairs)
+    forward = shape.forward(tokens, pairs, logits or 0.0, asked)
+    return Work((2 if frozen else 3) * forward, tokens)
