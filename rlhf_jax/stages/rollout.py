@@ -274,7 +274,7 @@ class RolloutStage(Stage):
         if prompts is None:
             return {}
         all_prompts = int(prompts.sum()) * self.rows_per_update / len(prompts)  # of all processes
-        response = tokens / config.batch_size - all_prompts / self.rows_per_update
+        response = max(tokens / config.batch_size - all_prompts / self.rows_per_update, 1.0)
         networks = {"policy": self.models.policy, "value": self.models.value, "reference": self.models.reference}
         shapes = {role: Shape.of(network.model) for role, network in networks.items() if network is not None}
         shapes |= {f"reward {number}": Shape.of(reader.model) for number, reader in enumerate(self.scorer.models)}

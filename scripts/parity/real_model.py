@@ -16,7 +16,7 @@ over the texts. Parts:
 - context: a prompt that ends 64 tokens before the context does;
 - export: the checkpoint as we write it, opened by transformers.
 
-Needs torch. Exit code 1: logits or gradients in float32 beyond 1e-5, a perplexity beyond 1e-4, a greedy answer or an
+Needs torch. Exit code 1: logits in float32 beyond 1e-5, gradients or a perplexity beyond 1e-4, a greedy answer or an
 export that differs.
 """
 
@@ -250,7 +250,7 @@ def report_gradients(
         label: np.concatenate([np.asarray(side[key], np.float64).ravel() for key in names])
         for label, side in (("ours", ours), ("transformers", theirs), ("exact", exact))
     }
-    for label, side, bound in (("ours", ours, 1e-5), ("transformers", theirs, math.inf)):
+    for label, side, bound in (("ours", ours, 1e-4), ("transformers", theirs, math.inf)):
         both.report(f"gradient of {name}, float32, from float64, {label}", distance(flat[label], flat["exact"]), bound)
         both.report(f"  of one tensor, the largest, {label}", max(distance(side[key], exact[key]) for key in names))
     both.report("  of ours from transformers' in float32", distance(flat["ours"], flat["transformers"]))
