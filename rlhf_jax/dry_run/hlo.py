@@ -63,6 +63,19 @@ class Collective:
     """XLA's op_name: the source of the instruction."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One instruction, a fusion counts as one: how often it runs in the program, and what it computes and moves."""
+
+    op: str
+    """XLA's op_name: the source of the instruction."""
+    times: int
+    flops: float
+    """Of the matrix products in it, per run."""
+    bytes: float
+    """That it reads from and writes to the device's memory, per run."""
+
+
 def computations(text: str) -> tuple[dict[str, list[Op]], str]:
     """Instructions by computation, and the name of the entry."""
     found: dict[str, list[Op]] = {}
@@ -115,7 +128,8 @@ def _constant(op: Op | None) -> int | None:
 
 
 def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, times: int = 1) -> Iterator[tuple]:
-    """(operation, times, its computation) of everything that runs; of a conditional, the branch that sends most.
+    """(operation, times, its computation) of everything that runs; of a conditional, the branch that sends most, or
+    computes most if none sends.
 
     `inside`: include the operations of fusions.
     """
@@ -128,10 +142,21 @@ def _walk(found: dict[str, list[Op]], name: str, unknown: int, inside: bool, tim
         elif op.kind == "conditional":
             branches = op.called("branch_computations", "true_computation", "false_computation")
             ran = [list(_walk(found, branch, unknown, inside, times)) for branch in branches]
-            yield from max(ran, key=lambda part: sum(c.sent * c.times for c in _collectives(part)))
+            yield from max(ran, key=lambda part: (_sent_by(part), _computed_by(part, found, inside)))
         elif op.kind in ("call", "async-start") or (inside and op.kind == "fusion"):
             for part in op.called("to_apply", "calls", "called_computation"):
                 yield from _walk(found, part, unknown, inside, times)
+
+
+def _sent_by(ran: list[tuple]) -> float:
+    return sum(c.sent * c.times for c in _collectives(ran))
+
+
+def _computed_by(ran: list[tuple], found: dict[str, list[Op]], inside: bool) -> float:
+    """FLOPs of the products of a branch; `inside`: it lists the operations of fusions by themselves."""
+    shapes = {place: {op.name: op.shape for op in found[place]} for place in {place for _, _, place in ran}}
+    counted = (each for each in ran if not (inside and each[0].kind == "fusion"))
+    return sum(times * _flops(op, shapes[place], found) for op, times, place in counted)
 
 
 def collectives(text: str, unknown_trips: int = 1) -> list[Collective]:
@@ -210,38 +235,76 @@ def largest_array(text: str) -> tuple[int, str]:
     return max(sizes, default=(0, ""))
 
 
-def traffic(text: str, unknown_trips: int = 1) -> float:
-    """Bytes that a program reads from and writes to a device's memory: operands and results of its instructions.
+def costs(text: str, unknown_trips: int = 1) -> list[Cost]:
+    """What each instruction of a program computes, and moves: operands and results.
 
     A slice counts with its own size, not that of its operand. Arrays in a chip's fast memory do not count.
 
     Args:
       text: `compiled.as_text()`.
       unknown_trips: as in `collectives`.
+
+    Returns:
+      One entry per instruction and place that does anything; of a conditional, those of the branch that sends most, or
+      computes most if none sends.
     """
     found, entry = computations(text)
     shapes = {name: {op.name: op.shape for op in ops} for name, ops in found.items()}
-    total = sum(c.times * bytes_of(c.shape, True) for c in collectives(text, unknown_trips))
+    sent = collectives(text, unknown_trips)
+    entries = [Cost(c.op, c.times, 0.0, float(bytes_of(c.shape, True))) for c in sent]
     for op, times, place in _walk(found, entry, unknown_trips, inside=False):
-        if op.kind in _NAMES or op.kind.endswith("-done") or op.kind.removesuffix("-start") in KINDS:
-            continue
-        reads = [bytes_of(shapes[place].get(name, ""), True) for name in op.operands]
-        writes = bytes_of(op.shape, True)
-        if op.kind.endswith("-start"):
-            # A copy reads and writes its array once; the type contains source and target.
-            sizes = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
-            moved = min((size for size in sizes if size > 8), default=0)
-            total += times * moved * (1 if "S(1)" in op.shape else 2)
-            continue
-        if op.kind in ("dynamic-slice", "slice", "gather"):
-            reads = [writes]
-        elif op.kind == "dynamic-update-slice":
-            reads = [bytes_of(shapes[place].get(op.operands[1], ""), True)]
-            writes = reads[0]
-        elif op.kind == "fusion":
-            reads, writes = [_fused(found[op.called("calls")[0]], reads)], 0
-        total += times * (sum(reads) + writes)
-    return total
+        moved, flops = _moved(op, shapes[place], found), _flops(op, shapes[place], found)
+        if moved or flops:
+            note = re.search(r'op_name="([^"]*)"', op.rest)
+            entries.append(Cost(note[1] if note else "", times, flops, moved))
+    return entries
+
+
+def traffic(text: str, unknown_trips: int = 1) -> float:
+    """Bytes that a program reads from and writes to a device's memory; arguments as of `costs`."""
+    return sum(cost.times * cost.bytes for cost in costs(text, unknown_trips))
+
+
+def _moved(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
+    """Bytes that an instruction reads and writes; `shapes`: of the instructions of its computation."""
+    if op.kind in _NAMES or op.kind.endswith("-done") or op.kind.removesuffix("-start") in KINDS:
+        return 0.0
+    if op.kind.endswith("-start"):
+        # A copy reads and writes its array once; the type contains source and target.
+        sizes = [bytes_of(match[0]) for match in _ARRAY.finditer(op.shape)]
+        moved = min((size for size in sizes if size > 8), default=0)
+        return float(moved * (1 if "S(1)" in op.shape else 2))
+    reads = [bytes_of(shapes.get(name, ""), True) for name in op.operands]
+    writes = bytes_of(op.shape, True)
+    if op.kind in ("dynamic-slice", "slice", "gather"):
+        reads = [writes]
+    elif op.kind == "dynamic-update-slice":
+        reads = [bytes_of(shapes.get(op.operands[1], ""), True)]
+        writes = reads[0]
+    elif op.kind == "fusion":
+        reads, writes = [_fused(found[op.called("calls")[0]], reads)], 0
+    return float(sum(reads) + writes)
+
+
+def _flops(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
+    """FLOPs of the matrix products in an instruction; of cuBLAS's calls by their configuration."""
+    if op.kind == "fusion":
+        called = found[op.called("calls")[0]]
+        inner = {inside.name: inside.shape for inside in called}
+        return sum(_flops(inside, inner, found) for inside in called)
+    named = re.search(
+        r'"lhs_contracting_dimensions":\[([^\]]*)\]' if op.kind == "custom-call" else _CONTRACTED, op.rest
+    )
+    if op.kind not in ("dot", "custom-call") or named is None:
+        return 0.0
+    left, result = _dims(shapes.get(op.operands[0], "")), _dims(op.shape)
+    return 2.0 * math.prod(result) * math.prod(left[int(n)] for n in re.findall(r"\d+", named[1]))
+
+
+def _dims(shape: str) -> list[int]:
+    """Sizes of the first array of an HLO type."""
+    match = _ARRAY.search(shape)
+    return [int(n) for n in match[2].split(",") if n] if match else []
 
 
 def _fused(ops: list[Op], reads: list[int]) -> int:
@@ -270,6 +333,7 @@ def _fused(ops: list[Op], reads: list[int]) -> int:
     return total
 
 
+_CONTRACTED = r"lhs_contracting_dims=\{([\d,]*)\}"
 _CUTS = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
 
 

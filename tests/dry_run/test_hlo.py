@@ -118,3 +118,40 @@ def test_a_loop_that_cuts_a_stack_moves_its_slices_not_the_stack_each_time():
     text = jax.jit(lambda x: jax.lax.scan(lambda c, w: (jnp.sin(c @ w), None), jnp.ones((64, 64)), x)[0])
     text = text.lower(stack).compile().as_text()
     assert hlo.traffic(text) < 16 * 64 * 64 * 4 * 12
+
+
+def test_costs_of_a_loop_are_its_products_as_often_as_it_turns():
+    stack = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    text = jax.jit(lambda x: jax.lax.scan(lambda c, w: (c @ w @ w.T, None), jnp.ones((8, 64)), x)[0])
+    costs = hlo.costs(text.lower(stack).compile().as_text())
+    assert sum(cost.times * cost.flops for cost in costs) == 16 * 2 * (2 * 8 * 64 * 32)
+    assert hlo.traffic(text.lower(stack).compile().as_text()) == sum(cost.times * cost.bytes for cost in costs)
+    assert any("dot_general" in cost.op for cost in costs if cost.flops)
+
+
+def test_costs_of_a_switch_are_those_of_the_branch_that_computes_most():
+    def one_of(index, x):
+        return jax.lax.switch(index, [lambda x: x[:2] @ x, lambda x: (x @ x)[:2], lambda x: x[:2]], x)
+
+    shapes = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    text = jax.jit(one_of).lower(*shapes).compile().as_text()
+    assert "conditional" in text
+    assert sum(cost.flops for cost in hlo.costs(text)) == 2 * 16**3
+
+
+def test_products_of_cublas_are_counted_by_their_configuration():
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    call = f'custom-call(%x, %y), custom_call_target="__cublas$lt$matmul", backend_config={config}'
+    lines = [
+        "HloModule jit_f",
+        "",
+        "ENTRY %main (x: bf16[8,32], y: bf16[32,16]) -> bf16[8,16] {",
+        "  %x = bf16[8,32]{1,0} parameter(0)",
+        "  %y = bf16[32,16]{1,0} parameter(1)",
+        "  %out = (bf16[8,16]{1,0}, s8[4096]{0}) " + call + ', metadata={op_name="jit(f)/dot_general"}',
+        "  ROOT %get = bf16[8,16]{1,0} get-tuple-element(%out), index=0",
+        "}",
+    ]
+    [cost] = hlo.costs("\n".join(lines))
+    assert (cost.op, cost.times, cost.flops) == ("jit(f)/dot_general", 1, 2 * 8 * 32 * 16)
+    assert cost.bytes == 2 * (8 * 32 + 32 * 16 + 8 * 16) + 4096
