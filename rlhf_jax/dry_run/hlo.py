@@ -310,12 +310,14 @@ def _dims(shape: str) -> list[int]:
 def _fused(ops: list[Op], reads: list[int]) -> int:
     """Bytes that a fusion reads of operands of these sizes, and writes.
 
-    Of operands that it slices or updates only the slices count. Arrays that only pass through do not count.
+    Of operands that it slices or updates only the slices count, behind bitcasts too. Arrays that only pass through do
+    not count.
     """
     by_name, root = {op.name: op for op in ops}, next(op for op in ops if op.root)
-    results = [by_name[name] for name in root.operands] if root.kind == "tuple" else [root]
     total = 0
-    for op in results:
+    for op in [by_name[name] for name in root.operands] if root.kind == "tuple" else [root]:
+        while op.kind == "bitcast":
+            op = by_name[op.operands[0]]
         if op.kind == "dynamic-update-slice":
             total += bytes_of(by_name[op.operands[1]].shape)
         elif not _passes(op):
@@ -324,8 +326,13 @@ def _fused(ops: list[Op], reads: list[int]) -> int:
         number = re.match(r"(\d+)\)", op.rest) if op.kind == "parameter" else None
         if number is None or int(number[1]) >= len(reads):
             continue
-        users = [user for user in ops if op.name in user.operands and not _passes(user) and user.kind != "tuple"]
-        if all(user.kind in _CUTS and user.operands[0] == op.name for user in users):
+        names = {op.name}  # and bitcasts of it, which come after what they read
+        for each in ops:
+            if each.kind == "bitcast" and each.operands[0] in names:
+                names.add(each.name)
+        users = [user for user in ops if names & {*user.operands} and user.name not in names]
+        users = [user for user in users if not _passes(user) and user.kind != "tuple"]
+        if all(user.kind in _CUTS and user.operands[0] in names for user in users):
             whole = [user for user in users if user.kind != "dynamic-update-slice"]
             total += min(reads[int(number[1])], sum(bytes_of(user.shape) for user in whole))
         else:

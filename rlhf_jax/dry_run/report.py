@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from rlhf_jax import storage
 from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
-from rlhf_jax.dry_run import hlo, in_processes, memory, topologies
+from rlhf_jax.dry_run import hlo, in_processes, memory, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.models.quantization import is_quantized
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import peaks, sharding
 from rlhf_jax.runtime import out_of_memory
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -70,7 +70,7 @@ def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> N
     else:
         at_once = min(4, os.cpu_count() or 1)
         programs = memory.programs(stage, lambda program: log(program_line(program)), at_once=at_once)
-    for line in communication_lines(programs, mesh, config):
+    for line in (*communication_lines(programs, mesh, config), *time_lines(programs, mesh, config)):
         log(line)
     if topologies.compiler_options(device):
         log(
@@ -112,6 +112,30 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
             sent[collective.kind] = sent.get(collective.kind, 0.0) + collective.sent * collective.times
         kinds = ", ".join(f"{kind} {size(sent[kind])}" for kind in sorted(sent) if sent[kind] >= UNITS["KiB"])
         lines.append(f"  {program.name:<12} {size(sum(sent.values())):>12}{': ' if kinds else ''}{kinds}")
+    return lines
+
+
+def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
+    """The predicted seconds of each program, and its parts; none for other devices than described GPUs."""
+    device = mesh.devices.flat[0]
+    if (rates := roofline.rates(device, config.dtype)) is None:
+        return []
+    published = peaks.peak(device, config.dtype).flops
+    between = ", communication between devices left out" if mesh.size > 1 else ""
+    lines = [
+        f"predicted seconds of one run, from the compiled instructions, for the longest prompts{between}; shares are "
+        f"of {published / 1e12:.3g} TFLOP/s"
+    ]
+    if any(roofline.CUDNN_ATTENTION in program.text for program in programs if not program.refused):
+        lines[0] += "; of cuDNN's attention only the bytes count"
+    for program in programs:
+        if program.refused:
+            continue
+        predicted = roofline.predict(program.text, rates, config.response_length - 1)
+        parts = sorted(predicted.parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name} {seconds / predicted.seconds:.0%}" for name, seconds in parts)
+        share = predicted.flops / predicted.seconds / published
+        lines.append(f"  {program.name:<12} {predicted.seconds:>10.3g} s, {share:.0%} of the peak; {named}")
     return lines
 
 

@@ -40,6 +40,7 @@ PUBLISHED = {
     "NVIDIA H100 PCIe": (756e12, 378e12, 2e12),
     "NVIDIA H100 80GB HBM3": (989e12, 495e12, 3.35e12),
     "NVIDIA H200": (989e12, 495e12, 4.8e12),
+    "NVIDIA H200 141GB HBM3e": (989e12, 495e12, 4.8e12),  # as XLA describes it
     "TPU v5 lite": (197e12, 197e12, 0.819e12),
     "TPU v5": (459e12, 459e12, 2.765e12),
     "TPU v6 lite": (918e12, 918e12, 1.64e12),

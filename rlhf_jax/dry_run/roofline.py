@@ -1,0 +1,59 @@
+"""Predicted seconds of programs that are compiled for NVIDIA GPUs, and never run.
+
+Each instruction takes the time of its matrix products or that of its bytes, whichever is longer, or of a launch
+(Williams et al. 2009, Roofline). Products and bytes go at the rates that an H100 reached of the published ones;
+docs/benchmarks.md has its predicted and its measured seconds. Other GPUs are taken to reach the same shares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlhf_jax.dry_run import hlo, topologies
+from rlhf_jax.parallel import peaks
+
+REACHED_FLOPS, REACHED_BANDWIDTH = 879 / 989, 2.9 / 3.35
+"""Shares of an H100's published rates that large bfloat16 products and copies reach (docs/benchmarks.md)."""
+LAUNCH = 3e-6
+"""Seconds that an instruction takes at least; assumed, not measured."""
+GROUPS = {"attention": r"attention", "mlp": r"/mlp", "norms": r"norm"}
+"""Parts of a program, by the names of the model's modules in XLA's op_name; the rest is 'other'."""
+
+CUDNN_ATTENTION = "__cudnn$fmha"
+"""What the names of cuDNN's attention begin with in a program's text: its products are not counted."""
+
+
+class Predicted(NamedTuple):
+    """Of one run of a program on a device."""
+
+    seconds: float
+    flops: float
+    """Of its matrix products."""
+    parts: Mapping[str, float]
+    """Seconds of each of `GROUPS` and of the rest."""
+
+
+def rates(device: Any, dtype: str) -> peaks.Peak | None:
+    """The rates that a described GPU is predicted with; None for other devices."""
+    if topologies.described_gpu(device) is None or device.device_kind not in peaks.PUBLISHED:
+        return None
+    published = peaks.peak(device, dtype)
+    return peaks.Peak(published.flops * REACHED_FLOPS, published.bandwidth * REACHED_BANDWIDTH, "published")
+
+
+def predict(text: str, rates: peaks.Peak, unknown_trips: int) -> Predicted:
+    """The time of a program.
+
+    Args:
+      text: of the compiled program.
+      rates: that its products and bytes go at.
+      unknown_trips: as in `hlo.costs`.
+    """
+    parts, flops = dict.fromkeys((*GROUPS, "other"), 0.0), 0.0
+    for cost in hlo.costs(text, unknown_trips):
+        part = next((name for name, pattern in GROUPS.items() if re.search(pattern, cost.op)), "other")
+        parts[part] += cost.times * max(cost.flops / rates.flops, cost.bytes / rates.bandwidth, LAUNCH)
+        flops += cost.times * cost.flops
+    return Predicted(sum(parts.values()), flops, parts)
