@@ -109,7 +109,7 @@ class Loop:
         self.step += 1
         if self.step == self.start + 1 and self._throughput is not None:
             jax.block_until_ready(metrics)  # the devices are idle while their peak is measured
-            log(f"{self.stage.name}: {self._throughput.measure_peak(self.step)}")
+            log(f"{self.stage.name}: {self._throughput.measure_peak()}")
         timings = {f"time/{phase}": value for phase, value in seconds.items()}
         timings["time/compile"] = self._compile_clock.since_last()
         timings["time/save"], self._save_seconds = self._save_seconds, 0.0

@@ -59,7 +59,7 @@ class TerminalLines:
         if step:
             self._updates += 1
             self._paces.append((entry.timings["time/step"], entry.metrics.get("num_tokens", 0)))
-            self._mfu = entry.timings.get("mfu")
+            self._mfu = entry.timings.get("mfu") if self._updates > 1 else None
         due = self._every and (step % self._every == 0 or step == self._total)
         for line in ([self.line(step, entry.metrics)] if due else []) + list(entry.messages):
             print(line, file=self._stream, flush=True)

@@ -13,17 +13,14 @@ class Throughput:
 
     Attributes:
       peak: of all devices of the mesh; None before the first update ended.
-      first: the first update after the start, which compiles.
     """
 
     def __init__(self, stage: Stage):
         self._stage = stage
         self.peak: peaks.Peak | None = None
-        self.first = 0
 
-    def measure_peak(self, step: int) -> str:
+    def measure_peak(self) -> str:
         """Sets the peak, while the devices are idle after the first update; returns a line on it."""
-        self.first = step
         config, devices = self._stage.config, self._stage.weights.mesh.devices
         one = peaks.peak(devices.flat[0], config.dtype)
         self.peak = one.of(devices.size)
@@ -34,7 +31,7 @@ class Throughput:
         )
 
     def __call__(self, step: int, tokens: int, timings: dict[str, Any]) -> dict[str, float]:
-        """The numbers of an update; none of the first after a start, which compiles, nor where the work is unknown.
+        """The numbers of an update; none where its work is unknown.
 
         Args:
           step: 1-based.
@@ -45,7 +42,7 @@ class Throughput:
           "mfu", and for each phase "mfu/PHASE" and "tokens_per_second/PHASE"; "bandwidth/generate"; "peak/flops" and
           "peak/bandwidth", which they were divided by
         """
-        if self.peak is None or step == self.first or tokens <= 0 or not (phases := self._stage.work(step, tokens)):
+        if self.peak is None or tokens <= 0 or not (phases := self._stage.work(step, tokens)):
             return {}
         if any(f"time/{name}" in timings for name in phases):
             update, seconds = timings["step_time"], {name: timings.get(f"time/{name}", 0.0) for name in phases}

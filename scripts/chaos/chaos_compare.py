@@ -164,7 +164,8 @@ def different_boards(whole: dict, other: dict, another_mesh: bool = False) -> li
 
 def is_clock(tag: str) -> bool:
     """Whether a TensorBoard tag belongs to timings.jsonl."""
-    return tag.startswith(("time/", "memory/")) or tag in ("step_time", "eps")
+    prefixes = ("time/", "memory/", "mfu", "tokens_per_second/", "bandwidth/", "peak/")
+    return tag.startswith(prefixes) or tag in ("step_time", "eps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ import scaling
 import slices
 
 from rlhf_jax import UserError
-from rlhf_jax.config import StageConfig, files
+from rlhf_jax.config import Pipeline, StageConfig, files, stages_of
 from rlhf_jax.dry_run import memory, topologies
 from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import sharding
@@ -49,6 +49,7 @@ CONFIGS = {
     "tldr_ppo.py:6.9b_lora_4bit_48gb": "48gb",
     "tldr_ppo.py:6.9b_lora_80gb": "80gb",
     "tldr_ppo_nplus.py": "h100:8",
+    **{f"tldr_smollm2.py:{variant}": "24gb" for variant in ("ppo", "rloo")},
     **{f"tldr_rloo.py:{variant}": "h100:8" for variant in ("docs", "current", "2.8b", "6.9b")},
     "tldr_rloo.py:12b": "h100:8x2",
     **{f"tldr_rloo_paper.py:{variant}": "h100:8" for variant in ("k4", "k2")},
@@ -87,12 +88,14 @@ def shape_of(name: str) -> str:
 
 
 def config_of(name: str, folder: str) -> StageConfig:
-    """The shipped config, with folders of shapes in place of its models."""
-    config, made = files.load_config(f"{files.config_folder()}/{name}"), {}
+    """The shipped config, of a pipeline its last stage, with folders of shapes in place of its models."""
+    config, made, exported = files.load_config(f"{files.config_folder()}/{name}"), {}, None
+    if isinstance(config, Pipeline):  # what earlier stages export has the shape of the model that SFT starts from
+        exported, config = config.sft.model_name_or_path, [*stages_of(config).values()][-1]
     for field in ("model_name_or_path", "sft_model_path", "reward_model_path"):
         path = getattr(config, field, None)
         if path is not None:
-            model = shape_of(path)
+            model = shape_of(exported or path)
             if model not in made:
                 made[model] = slices.checkpoint(model, folder)
             config = dataclasses.replace(config, **{field: made[model]})

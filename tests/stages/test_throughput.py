@@ -43,7 +43,7 @@ def test_without_work_or_tokens_nothing_is_told(phases, tokens):
     assert throughput(phases)(3, tokens, {"time/step": 3.0, "time/save": 0.0}) == {}
 
 
-def test_the_first_update_after_a_start_compiles_and_has_no_shares(monkeypatch):
+def test_the_peak_is_that_of_all_devices_and_before_it_is_measured_nothing_is_told(monkeypatch):
     monkeypatch.setattr(peaks, "peak", lambda device, dtype: Peak(2e12, 3e9, "measured"))
     devices = np.asarray(["one", "another"])
     stage = types.SimpleNamespace(
@@ -54,20 +54,16 @@ def test_the_first_update_after_a_start_compiles_and_has_no_shares(monkeypatch):
     made, timings = Throughput(stage), {"time/step": 3.0, "time/save": 0.0}
     assert made(5, 60, timings) == {}
     line = "mfu and bandwidth are shares of 4 TFLOP/s of float32 and 6 GB/s of 2 devices, measured"
-    assert made.measure_peak(5) == line
-    assert made(5, 60, timings) == {} and made(6, 60, timings)["peak/flops"] == 4e12
+    assert made.measure_peak() == line and made(5, 60, timings)["peak/flops"] == 4e12
 
 
-def test_each_update_of_a_run_but_the_first_has_its_shares(tmp_path, capsys):
+def test_each_update_of_a_run_has_its_shares(tmp_path, capsys):
     sft = rlhf_jax.run(sft_config(tmp_path / "sft"))
-    one, *others = lines(sft.run_dir, "timings.jsonl")
-    assert "mfu" not in one
-    for line in others:
+    for line in lines(sft.run_dir, "timings.jsonl"):
         assert line["tokens_per_second/update"] > 0 and 0 < line["mfu"] == line["mfu/update"] < 1
     ppo = rlhf_jax.run(ppo_config(tmp_path / "ppo", sft.run_dir), reward_funcs=wordiness)
-    _, *others = lines(ppo.run_dir, "timings.jsonl")
     phases = {"generate", "experience", "update"}  # no reward model
-    for line in others:
+    for line in lines(ppo.run_dir, "timings.jsonl"):
         assert {name.split("/")[1] for name in line if name.startswith("mfu/")} == phases
         assert 0 < line["mfu"] < max(line[f"mfu/{phase}"] for phase in phases) and 0 < line["bandwidth/generate"]
         # The work of the phases is that of the update.
