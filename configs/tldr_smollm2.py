@@ -4,10 +4,11 @@ from rlhf_jax.config import REWARD_EXPORT, SFT_EXPORT, Pipeline, PPOConfig, Rewa
 
 POSTS, PAIRS = "trl-lib/tldr", "trl-lib/tldr-preference"  # hub names
 VARIANTS = ("ppo", "rloo", "ppo_cpu", "rloo_cpu")
+GPU = {"dtype": "bfloat16", "micro_batch_size": 4}  # rows a micro-batch, for 24 GB
 ADAPTERS = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
 # Tokens of post and summary; rows an update, updates and learning rates of the three stages; options of every stage.
 SIZES = {
-    "gpu": (512, 53, (32, 64, 64), (300, 300, 150), (5e-5, 2e-5, 1e-5), {"dtype": "bfloat16"}),
+    "gpu": (512, 53, (32, 64, 64), (300, 300, 150), (5e-5, 2e-5, 1e-5), GPU),
     "cpu": (256, 32, (8, 8, 32), (190, 98, 40), (2e-4, 1e-4, 1e-4), ADAPTERS),
 }
 
@@ -45,7 +46,6 @@ def get_config(variant: str | None = None) -> Pipeline:
         "eval_steps": 10,  # updates
         "save_steps": 10,  # updates
     }
-    # An update of RLOO has 4 responses to each prompt; both take 2 optimizer steps on each batch.
     ppo = {"num_ppo_epochs": 2, "kl_coef": 0.05, **({"lora_value": "own"} if cpu else {})}
     rloo = {"num_generations": 4, "num_generations_eval": 1, "num_iterations": 2, "num_mini_batches": 1, "beta": 0.05}
     return Pipeline(
