@@ -80,7 +80,8 @@ def test_the_program_of_readme_runs(tmp_path, monkeypatch, capsys):
     (program,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     monkeypatch.chdir(tmp_path)
     write_policy(tmp_path / "runs" / "quickstart" / "sft" / "policy")
-    assert "total_episodes=640," in program
-    exec(compile(program.replace("total_episodes=640,", "total_episodes=128,"), "README.md", "exec"), {})
+    episodes = '"total_episodes": 640'
+    assert episodes in program
+    exec(compile(program.replace(episodes, '"total_episodes": 128'), "README.md", "exec"), {})
     assert (tmp_path / "runs" / "brevity" / "policy" / "model.safetensors").is_file()
     assert re.search(r"^-?\d+\.\d+ \[.*\]$", capsys.readouterr().out, re.M)
