@@ -107,6 +107,13 @@ def can_foresee(mesh: Mesh) -> bool:
     return mesh.size == 1 or sharding.row_shards(mesh) > 1
 
 
+def same_structure(foreseen: Any, present: Any) -> bool:
+    """Whether what programs were compiled for has the structure of what there is: a checkpoint may hold more than its
+    config.json says."""
+    structure: Any = jax.tree.structure(foreseen)
+    return structure == jax.tree.structure(present)
+
+
 def result_shapes(shapes: Any, mesh: Mesh) -> Any:
     """Shapes of results with the shardings of a batch: rows over `data` and `fsdp`, what has no rows replicated.
 

@@ -21,7 +21,7 @@ from rlhf_jax.config.batch_sizes import batch_arithmetic
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_shapes
+from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_shapes, same_structure
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import partial_rollouts, rollout_models
@@ -100,7 +100,10 @@ class RolloutStage(Stage):
             self.messages.append(
                 "the policy has dropout (lora_dropout counts), so updates compute each prompt once a response"
             )
-        self._build(programs.replace(models=self.models) if programs else self._programs_of(loaded, optimizer))
+        if programs is not None and same_structure(programs.state_shardings, state_shardings(self.state)):
+            self._build(programs.replace(models=self.models))
+        else:
+            self._build(self._programs_of(loaded, optimizer))
         # What changes from update to update:
         self.phase = "update"
         self._prompt_lengths: dict[int, np.ndarray] = {}  # of the last two updates

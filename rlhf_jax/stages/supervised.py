@@ -18,7 +18,7 @@ from rlhf_jax.config.stages import SupervisedConfig
 from rlhf_jax.models import Model
 from rlhf_jax.models.placement import AbstractWeights
 from rlhf_jax.parallel import sharding
-from rlhf_jax.parallel.compile_ahead import CompileAhead, run_program
+from rlhf_jax.parallel.compile_ahead import CompileAhead, run_program, same_structure
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages import adapters, export, open_models
 from rlhf_jax.stages.algorithm_registry import Algorithm
@@ -147,14 +147,13 @@ class SupervisedStage(Stage):
             self.optimizer = optimizers.make_optimizer(self.config, self.total_steps)
         else:
             self.optimizer = optimizers.user_optimizer(optimizer)
-        if compile_ahead:
-            self._begin_to_compile(model)
+        foreseen = self._begin_to_compile(model) if compile_ahead else None
         try:
             self.network, self.state = self._load(context, model)
         except BaseException:
             self.close()
             raise
-        if not compile_ahead:
+        if not same_structure(foreseen, self.state):
             self.update_step = self._jitted(self.state)
         self.measure = algorithm.build_measure(self)
         self.phase = "update"
@@ -222,14 +221,15 @@ class SupervisedStage(Stage):
             base = context.cast_frozen(model, frozen)
         return Network(model, base=base), context.initial_state({"model": params}, {"model": model}, self.optimizer)
 
-    def _begin_to_compile(self, model: Model) -> None:
-        """Begins to compile the update, for params that are not loaded yet."""
+    def _begin_to_compile(self, model: Model) -> TrainState:
+        """Begins to compile the update, for params that are not loaded yet; returns the shapes of its state."""
         context = dataclasses.replace(self.context, weights=AbstractWeights(self.mesh))
         network, state = self._load(context, model)
         self.update_step = self._jitted(state)
         arguments = state, network, self._batch_shapes(None), self.optimizer.peaks
         self.compiling = CompileAhead(lambda build: build("update", self.update_step, *arguments), self.mesh)
         self.run = self.compiling.run
+        return state
 
     # --- an update
 

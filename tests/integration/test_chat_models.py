@@ -86,6 +86,25 @@ def test_the_value_model_starts_from_a_reward_model_of_the_same_tokenizer_that_r
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("kind", [PPOConfig, RewardConfig])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_bias_of_the_score_that_config_json_does_not_name_is_trained(kind, known, tmp_path, monkeypatch):
+    """The model from it starts has one more array than its config.json says, which programs were compiled ahead for."""
+    policy, folder = checkpoint(tmp_path / "policy", "causal", 1, None), tmp_path / "rm"
+    reward = checkpoint(folder, "scalar", 2, None)
+    model, params = hf.load(reward, kind="scalar")
+    hf.save(folder, model, {**params, "score": {**params["score"], "bias": np.ones(1, np.float32)}}, kind="scalar")
+    assert "bias" in hf.load_shapes(reward, kind="scalar")[1]["score"]
+    if not known:  # as of a checkpoint whose weights are not there yet
+        monkeypatch.setattr(hf, "_has_score_bias", lambda folder: False)
+    start = reward if kind is RewardConfig else policy
+    run = rlhf_jax.run(stage_of(kind, start, reward, str(tmp_path / "run")), train_dataset=PAIRS)
+    exported = run.paths["value" if kind is PPOConfig else "reward_model"]
+    assert "bias" in hf.load(exported, kind="scalar")[1]["score"]
+    assert len(lines(run.run_dir)) == 2
+
+
+@pytest.mark.runs
 @pytest.mark.parametrize("variant", ["lora", "ppo"])
 def test_the_quickstart_of_a_chat_model_learns_from_instructions_and_compares_before_and_after(
     variant, tmp_path, capsys

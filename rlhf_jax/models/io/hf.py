@@ -28,7 +28,16 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.models.families.hf_config import warn_once
 from rlhf_jax.models.families.image_text import WRAPPERS, is_image_text, text_tensors
 from rlhf_jax.models.io import peft
-from rlhf_jax.models.io.safetensors import DTYPES, Source, fingerprint_of, open_weights, read_json, write_weights
+from rlhf_jax.models.io.safetensors import (
+    DTYPES,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Source,
+    fingerprint_of,
+    open_weights,
+    read_json,
+    write_weights,
+)
 from rlhf_jax.models.io.shards import FileParam, HostParam, gather_to_host, read_all, read_shards
 from rlhf_jax.models.model import HEADS, Model
 from rlhf_jax.models.registry import FAMILIES
@@ -298,14 +307,25 @@ def load_shapes(
     new_head: bool = False,
     images: bool = False,
 ) -> tuple[Model, Params]:
-    """What `load` would return, from config.json alone: (model, params as ShapeDtypeStructs). UserError as `load`."""
+    """What `load` would return: (model, params as ShapeDtypeStructs). UserError as `load`.
+
+    It reads config.json, and of weights that are in the folder already whether the score has a bias, of which
+    config.json says nothing.
+    """
     _check_kind(kind)
-    hf, model, *_ = _opened(*resolve_base(resolve(name_or_path, revision, weights=False), weights=False), images)
+    folder, adapters = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)
+    hf, model, *_ = _opened(folder, adapters, images)
     heads = [head for head in kind.split("+") if head in HEADS]
     shapes = jax.eval_shape(lambda key: model.init(key, heads=heads), jax.random.key(0))
-    if "scalar" in heads and _is_scalar_model(hf) and not new_head:
+    if "scalar" in heads and not new_head and (_is_scalar_model(hf) or _has_score_bias(folder)):
         shapes["score"]["bias"] = jax.ShapeDtypeStruct((1,), np.float32)
     return model, shapes
+
+
+def _has_score_bias(folder: Path) -> bool:
+    """Whether the weights in a folder have a bias of the score; False where there are none."""
+    present = any((folder / name).is_file() for name in (SAFETENSORS, SAFETENSORS_INDEX))
+    return present and _SCORE_BIAS in open_weights(folder)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
