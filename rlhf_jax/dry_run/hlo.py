@@ -40,6 +40,12 @@ class Op:
                 break
         return re.findall(r"%([\w.\-]+)", self.rest[:end])
 
+    @property
+    def source(self) -> str:
+        """XLA's op_name: the JAX operation that it was made from; '' if unknown."""
+        note = re.search(r'op_name="([^"]*)"', self.rest)
+        return note[1] if note else ""
+
     def called(self, *attributes: str) -> list[str]:
         """Names of the computations in these attributes."""
         names = []
@@ -201,8 +207,7 @@ def _collective(kind: str, op: Op, times: int) -> Collective:
         shape = " ".join(arrays[half : 2 * half]) if half else shape
     size = bytes_of(shape)
     whole = size * group if kind == "reduce-scatter" else size
-    note = re.search(r'op_name="([^"]*)"', op.rest)
-    return Collective(kind, shape, group, times, _sent(kind, whole, group), note[1] if note else "")
+    return Collective(kind, shape, group, times, _sent(kind, whole, group), op.source)
 
 
 def _group(rest: str) -> int:
@@ -250,13 +255,12 @@ def costs(text: str, unknown_trips: int = 1) -> list[Cost]:
     """
     found, entry = computations(text)
     shapes = {name: {op.name: op.shape for op in ops} for name, ops in found.items()}
-    sent = collectives(text, unknown_trips)
+    sent = _collectives(_walk(found, entry, unknown_trips, inside=True))
     entries = [Cost(c.op, c.times, 0.0, float(bytes_of(c.shape, True))) for c in sent]
     for op, times, place in _walk(found, entry, unknown_trips, inside=False):
         moved, flops = _moved(op, shapes[place], found), _flops(op, shapes[place], found)
         if moved or flops:
-            note = re.search(r'op_name="([^"]*)"', op.rest)
-            entries.append(Cost(note[1] if note else "", times, flops, moved))
+            entries.append(Cost(op.source, times, flops, moved))
     return entries
 
 

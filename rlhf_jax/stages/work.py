@@ -37,8 +37,8 @@ class Shape:
         """From a `models.Model`."""
         config = model.family.decoder_config(model.config)
         sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
-        heads, own = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        return cls(*sizes, heads, own, config.gated_mlp)
+        heads, key_value = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        return cls(*sizes, heads, key_value, config.gated_mlp)
 
     @property
     def attended(self) -> int:
@@ -112,22 +112,25 @@ def rollout_work(
       by phase: generate (of it prefill and decode), reference, value, score, experience, update
     """
     rows, tokens = len(prompts) * group, float(sum(prompts))
+    prompt_pairs = sum(map(causal, prompts))
+
+    def response_pairs(length: float) -> float:
+        """Of the first `length` tokens of each response: with its prompt, and among themselves."""
+        return group * tokens * length + rows * causal(length)
 
     def passed(shape: Shape, length: float, logits: float, asked: tuple[float, float]) -> float:
-        pairs = sum(causal(p) + group * (causal(p + length) - causal(p)) for p in prompts)
-        return shape.forward(tokens + rows * length, pairs, logits, asked)
+        return shape.forward(tokens + rows * length, prompt_pairs + response_pairs(length), logits, asked)
 
     def ends(length: float) -> tuple[float, float]:
         """A prompt's last token and the first `length` of each response."""
-        pairs = sum(p + group * (causal(p + length) - causal(p)) for p in prompts)
-        return len(prompts) + rows * length, pairs
+        return len(prompts) + rows * length, tokens + response_pairs(length)
 
     # Values and logits are needed where the response is predicted, a score at its last token.
-    predicted, last = ends(response - 1), (float(rows), group * sum(p + response for p in prompts))
+    predicted, last = ends(response - 1), (float(rows), group * tokens + rows * response)
     through = tokens + rows * response
-    own = shapes["policy"]
-    generate = passed(own, response - 1, rows * response, predicted)
-    prefill = passed(own, 0, rows, ends(0))
+    policy = shapes["policy"]
+    generate = passed(policy, response - 1, rows * response, predicted)
+    prefill = passed(policy, 0, rows, ends(0))
     forward = {
         role: passed(shape, response, 0 if role == "value" else rows * response, predicted)
         for role, shape in shapes.items()
@@ -137,7 +140,7 @@ def rollout_work(
     experience = sum(flops for role, flops in forward.items() if recomputes or role != "policy")
     # The backward pass costs two forward passes: gradients of the inputs and of the matrices.
     trained = {role: (2 if role in frozen else 3) * flops for role, flops in forward.items() if role != "reference"}
-    sampled, read = float(rows * response), decode_bytes(own, prompts, group, response, itemsize)
+    sampled, read = float(rows * response), decode_bytes(policy, prompts, group, response, itemsize)
     phases = {
         "generate": Work(generate, sampled, read),
         "prefill": Work(prefill, tokens),

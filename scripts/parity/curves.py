@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit code 2: wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", help="runs, at most five labels")
-    parser.add_argument("--panels", choices=PANELS, default="task", help="what is plotted; default: task")
+    parser.add_argument("--panels", choices=PANELS, default="task", help="metrics to plot; default: task")
     parser.add_argument("--picture", type=Path, required=True, help="PNG of the plot")
     args = parser.parse_args(argv)
     try:

@@ -285,15 +285,15 @@ def run_trl(work: Path, run: Run) -> list[dict[str, float]]:
         trainer = keeping(PPOTrainer)(args=PPOConfig(**options), model=trained, **models, **data)
     elif run.trainer != "rloo":
         steps = values["num_iterations"] * values["num_mini_batches"]
-        own, rewards, adapter = "solution", [exact_match_reward, boxed_format_reward], None
+        column, rewards, adapter = "solution", [exact_match_reward, boxed_format_reward], None
         reader = tokenizer.hf
         if run.trainer == OF_A_CHECKPOINT:
             import peft
 
             reader = AutoTokenizer.from_pretrained(start)  # ours has a pad of its own, without a row of the embedding
-            own, rewards = "reasoning_gym", [reasoning_gym_reward]
+            column, rewards = "reasoning_gym", [reasoning_gym_reward]
             adapter = peft.LoraConfig(r=stage.lora_r, lora_alpha=stage.lora_alpha, lora_dropout=0.0)
-        columns = {name: [row[name] for row in examples] for name in ("prompt", own)}
+        columns = {name: [row[name] for row in examples] for name in ("prompt", column)}
         data = {"train_dataset": Dataset.from_dict(columns), "processing_class": reader, "peft_config": adapter}
         trainer = keeping(GRPOTrainer)(args=GRPOConfig(**options), model=trained, reward_funcs=rewards, **data)
     else:

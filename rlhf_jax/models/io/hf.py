@@ -309,8 +309,8 @@ def load_shapes(
 ) -> tuple[Model, Params]:
     """What `load` would return: (model, params as ShapeDtypeStructs). UserError as `load`.
 
-    It reads config.json, and of weights that are in the folder already whether the score has a bias, of which
-    config.json says nothing.
+    Reads config.json. If the folder has weights, also reads their tensor names, because config.json does not say
+    whether the score head has a bias.
     """
     _check_kind(kind)
     folder, adapters = resolve_base(resolve(name_or_path, revision, weights=False), weights=False)
