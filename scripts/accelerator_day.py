@@ -103,7 +103,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
         Part("replay", ("-m", "tests.parity.replay", *cases), (), highest, "text"),
         own("greedy"),
         benchmark_part("ppo_410m", args, "ppo", "410m", "--micro", "16", "--trl_micro", "16"),
-        own("attention"),
+        own("attention", "--remat", "none", "dots", "--layers", "scanned", "unrolled"),
         own("resume"),
         own("resume_deterministic"),
         benchmark_part("rloo_410m", args, "rloo", "410m", "--micro", "32", "--trl_micro", "32"),

@@ -11,6 +11,8 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "
 BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
 ALL = 0
 """Size of a group of all devices, whose number is not in the text: (n - 1) / n counts as 1."""
+CUDNN_ATTENTION = "__cudnn$fmha"
+"""What the targets of calls of cuDNN's attention begin with."""
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Instructions that move no data.
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota")
@@ -80,6 +82,8 @@ class Cost:
     """Of the matrix products in it, per run."""
     bytes: float
     """That it reads from and writes to the device's memory, per run."""
+    cudnn_attention: bool = False
+    """Whether it is a call of cuDNN's attention."""
 
 
 def computations(text: str) -> tuple[dict[str, list[Op]], str]:
@@ -260,7 +264,7 @@ def costs(text: str, unknown_trips: int = 1) -> list[Cost]:
     for op, times, place in _walk(found, entry, unknown_trips, inside=False):
         moved, flops = _moved(op, shapes[place], found), _flops(op, shapes[place], found)
         if moved or flops:
-            entries.append(Cost(op.source, times, flops, moved))
+            entries.append(Cost(op.source, times, flops, moved, CUDNN_ATTENTION in op.rest))
     return entries
 
 
@@ -291,11 +295,13 @@ def _moved(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
 
 
 def _flops(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
-    """FLOPs of the matrix products in an instruction; of cuBLAS's calls by their configuration."""
+    """FLOPs of the matrix products in an instruction; of cuBLAS's and cuDNN's calls by their configuration."""
     if op.kind == "fusion":
         called = found[op.called("calls")[0]]
         inner = {inside.name: inside.shape for inside in called}
         return sum(_flops(inside, inner, found) for inside in called)
+    if op.kind == "custom-call" and CUDNN_ATTENTION in op.rest:
+        return _cudnn_flops(op, shapes)
     named = re.search(
         r'"lhs_contracting_dimensions":\[([^\]]*)\]' if op.kind == "custom-call" else _CONTRACTED, op.rest
     )
@@ -303,6 +309,18 @@ def _flops(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
         return 0.0
     left, result = _dims(shapes.get(op.operands[0], "")), _dims(op.shape)
     return 2.0 * math.prod(result) * math.prod(left[int(n)] for n in re.findall(r"\d+", named[1]))
+
+
+def _cudnn_flops(op: Op, shapes: dict[str, str]) -> float:
+    """FLOPs of cuDNN's attention or of its gradient: two products of queries, keys and head size, or five. Among as
+    many keys as queries a causal mask leaves half of the pairs."""
+    heads = _dims(shapes.get(op.operands[0], ""))  # [B, H, Q, K] or [B, Q, H, K]
+    scores = re.search(r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\]]*)\]', op.rest)
+    if not heads or scores is None:
+        return 0.0
+    *_, queries, keys = sizes = [int(n) for n in re.findall(r"\d+", scores[1])]
+    causal = "CAUSAL" in op.rest and queries == keys
+    return (5 if "Backward" in op.rest else 2) * 2.0 * math.prod(sizes) * heads[-1] / (2 if causal else 1)
 
 
 def _dims(shape: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,27 +116,54 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
 
 
 def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
-    """The predicted seconds of each program, and its parts; none for other devices than described GPUs."""
+    """The predicted seconds of each program and of an update, their parts, and what to change next; none for other
+    devices than described GPUs."""
     device = mesh.devices.flat[0]
     if (rates := roofline.rates(device, config.dtype)) is None:
         return []
     published = peaks.peak(device, config.dtype).flops
     between = ", communication between devices left out" if mesh.size > 1 else ""
     lines = [
-        f"predicted seconds of one run, from the compiled instructions, for the longest prompts{between}; shares are "
-        f"of {published / 1e12:.3g} TFLOP/s"
+        f"predicted seconds, from the compiled instructions, for the longest prompts{between}; shares are of "
+        f"{published / 1e12:.3g} TFLOP/s"
     ]
-    if any(roofline.CUDNN_ATTENTION in program.text for program in programs if not program.refused):
-        lines[0] += "; of cuDNN's attention only the bytes count"
-    for program in programs:
-        if program.refused:
-            continue
-        predicted = roofline.predict(program.text, rates, config.response_length - 1)
-        parts = sorted(predicted.parts.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{name} {seconds / predicted.seconds:.0%}" for name, seconds in parts)
-        share = predicted.flops / predicted.seconds / published
-        lines.append(f"  {program.name:<12} {predicted.seconds:>10.3g} s, {share:.0%} of the peak; {named}")
-    return lines
+    unknown_trips = config.response_length - 1
+    predicted = {x.name: roofline.predict(x.text, rates, unknown_trips) for x in programs if not x.refused}
+    for name, one in predicted.items():
+        share = one.flops / one.seconds / published
+        lines.append(f"  {name:<12} {one.seconds:>10.3g} s, {share:.0%} of the peak; {shares(one.parts)}")
+    if len(predicted) == len(programs) > 1:
+        seconds, flops = (sum(getattr(one, field) for one in predicted.values()) for field in ("seconds", "flops"))
+        lines.append(f"  {'all':<12} {seconds:>10.3g} s an update, {flops / seconds / published:.0%} of the peak")
+    return [*lines, *advice(config, predicted, device)]
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """Parts of a time as text, the longest first: 'mlp 60%, attention 40%'."""
+    total = sum(seconds.values())
+    return ", ".join(f"{name} {part / total:.0%}" for name, part in sorted(seconds.items(), key=lambda x: -x[1]))
+
+
+def advice(config: StageConfig, predicted: Mapping[str, roofline.Predicted], device: Any) -> list[str]:
+    """A line on what bounds the program that takes most of the time, and the options that change it."""
+    if not predicted:
+        return []
+    name, most = max(predicted.items(), key=lambda item: item[1].seconds)
+    bound = max(most.bounds, key=most.bounds.__getitem__)
+    rows = getattr(config, "rollout_batch_size", None)
+    options = {
+        "attn_implementation cudnn, where cuDNN supports the model": config.attn_implementation == "blocked"
+        and device.platform == "gpu"
+        and max(most.parts, key=most.parts.__getitem__) == "attention",
+        "gradient_checkpointing with gradient_checkpointing_policy dots": (name, bound) == ("update", "memory")
+        and config.remat == "none",
+        "a larger micro_batch_size": (name, bound) == ("update", "launches"),
+        "a larger rollout_batch_size": name == "generate" and rows is not None and rows < config.batch_size,
+        "kv_cache_dtype int8": (name, bound) == ("generate", "memory") and config.kv_cache_dtype == "auto",
+    }
+    given = [option for option, fits in options.items() if fits]
+    change = f"; options that change it: {', '.join(given)}" if given else ""
+    return [f"  most time: {name}, bound by {shares(most.bounds)}{change}"]
 
 
 def verdict(config: StageConfig, programs: Sequence[Program], limit: int | None) -> str:

@@ -16,13 +16,13 @@ from rlhf_jax.parallel import peaks
 
 REACHED_FLOPS, REACHED_BANDWIDTH = 879 / 989, 2.9 / 3.35
 """Shares of an H100's published rates that large bfloat16 products and copies reach (docs/benchmarks.md)."""
+CUDNN_FLOPS = 72 / 989
+"""Share that cuDNN's attention with a mask and its gradient reach: of rows of 565 tokens 73 GFLOP in 1.01 ms with heads
+of 256, and 37 GFLOP in 0.51 ms with heads of 64 (docs/benchmarks.md)."""
 LAUNCH = 3e-6
 """Seconds that an instruction takes at least; assumed, not measured."""
 GROUPS = {"attention": r"attention", "mlp": r"/mlp", "norms": r"norm"}
 """Parts of a program, by the names of the model's modules in XLA's op_name; the rest is 'other'."""
-
-CUDNN_ATTENTION = "__cudnn$fmha"
-"""What the names of cuDNN's attention begin with in a program's text: its products are not counted."""
 
 
 class Predicted(NamedTuple):
@@ -33,6 +33,8 @@ class Predicted(NamedTuple):
     """Of its matrix products."""
     parts: Mapping[str, float]
     """Seconds of each of `GROUPS` and of the rest."""
+    bounds: Mapping[str, float]
+    """Seconds of what takes the time of its 'products', of its 'memory', and of its 'launches'."""
 
 
 def rates(device: Any, dtype: str) -> peaks.Peak | None:
@@ -52,8 +54,13 @@ def predict(text: str, rates: peaks.Peak, unknown_trips: int) -> Predicted:
       unknown_trips: as in `hlo.costs`.
     """
     parts, flops = dict.fromkeys((*GROUPS, "other"), 0.0), 0.0
+    bounds = dict.fromkeys(("products", "memory", "launches"), 0.0)
     for cost in hlo.costs(text, unknown_trips):
         part = next((name for name, pattern in GROUPS.items() if re.search(pattern, cost.op)), "other")
-        parts[part] += cost.times * max(cost.flops / rates.flops, cost.bytes / rates.bandwidth, LAUNCH)
+        flops_rate = rates.flops * (CUDNN_FLOPS / REACHED_FLOPS if cost.cudnn_attention else 1)
+        seconds = {"products": cost.flops / flops_rate, "memory": cost.bytes / rates.bandwidth, "launches": LAUNCH}
+        bound = max(seconds, key=seconds.__getitem__)
+        parts[part] += cost.times * seconds[bound]
+        bounds[bound] += cost.times * seconds[bound]
         flops += cost.times * cost.flops
-    return Predicted(sum(parts.values()), flops, parts)
+    return Predicted(sum(parts.values()), flops, parts, bounds)

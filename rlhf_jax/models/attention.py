@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from rlhf_jax.models.decoder_context import Context, DropoutSite, ScoreFunction
 from rlhf_jax.models.layers import Dense, norm
@@ -23,6 +24,8 @@ from rlhf_jax.types import Array
 
 # Queries a block of causal attention; measured best on CPU for 512 + 53 tokens (64 and 256 are slower backward).
 QUERY_BLOCK = 128
+ATTENTION = "attention"
+"""`checkpoint_name` of outputs and log-sum-exp: all that a backward pass needs of the forward pass."""
 SEGMENTS = 8
 """Parts of long rows. Each computes with the keys that its last query sees, and is in the program once."""
 
@@ -317,7 +320,7 @@ def _causal_forward(score, query, key, value, mask, window, segment_ids) -> tupl
         return None, _softmax_weighted_mean(_scores(score, part[0], keys[..., :seen], keep), values[:, :, :seen])
 
     _, (out, logsumexp) = _map_query_blocks(block, (queries,), (3,), key.shape[1])
-    out = out.swapaxes(1, 2).astype(value.dtype)
+    out, logsumexp = checkpoint_name((out.swapaxes(1, 2).astype(value.dtype), logsumexp), ATTENTION)
     return out, (query, key, value, mask, window, segment_ids, out, logsumexp)
 
 
@@ -466,9 +469,8 @@ def _after_prefix_forward(score, query, key, value, keep, prefix_key, prefix_val
     own_weights = jnp.exp(own_scores - peak)
     total = _ungroup(prefix_weights.sum(axis=-1, keepdims=True), rows) + own_weights.sum(axis=-1, keepdims=True)
     out = (_ungroup(_weighted_sum(prefix_weights, prefix_value), rows) + _weighted_sum(own_weights, value)) / total
-    out = out.astype(value.dtype)
-    residuals = (query, key, value, keep, prefix_key, prefix_value, prefix_keep, out, peak + jnp.log(total))
-    return out, residuals
+    out, logsumexp = checkpoint_name((out.astype(value.dtype), peak + jnp.log(total)), ATTENTION)
+    return out, (query, key, value, keep, prefix_key, prefix_value, prefix_keep, out, logsumexp)
 
 
 def _after_prefix_gradients(score, residuals, d_out):
@@ -526,7 +528,8 @@ def _causal_after_prefix_forward(score, *arguments):
         logsumexp = residuals[-1]
         return None, (out.reshape(part[0].shape), logsumexp.reshape(*part[0].shape[:3], 1))
 
-    _, (out, logsumexp) = _map_query_blocks(block, (query,), (2,), key.shape[2])
+    _, parts = _map_query_blocks(block, (query,), (2,), key.shape[2])
+    out, logsumexp = checkpoint_name(parts, ATTENTION)
     return out, (arguments, out, logsumexp)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from rlhf_jax.models.attention import causal_attention, causal_mask
+from rlhf_jax.models.attention import ATTENTION, causal_attention, causal_mask
 from rlhf_jax.models.decoder_context import Context, DecoderConfig, ScoreFunction
 from rlhf_jax.parallel import xla_flags
 from rlhf_jax.parallel.sharding import Layout, fitting_axes
@@ -248,6 +248,7 @@ def splash_attention(
         splash_attention_mask.MultiHeadMask([seen] * heads),
         block_sizes=_splash_blocks(splash_attention_kernel, padded_queries, padded_keys),
         attn_logits_soft_cap=score.softcap,
+        residual_checkpoint_name=ATTENTION,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,

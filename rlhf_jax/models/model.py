@@ -165,8 +165,8 @@ class Model:
 
         Masked tokens count as id 0 and are never attended; positions count unmasked tokens, so padding on either side
         changes nothing. `dropout_key`: one key (each row's index is folded in), or [B] keys, one a row. `remat`: what
-        the backward pass recomputes, 'none', 'dots' (all but the results of matrix products) or 'full'. `last`: return
-        only so many last columns, [B, last, D]; on one device the last layer computes no more than they need.
+        the backward pass recomputes, as `scan_layers`. `last`: return only so many last columns, [B, last, D]; on one
+        device the last layer computes no more than they need.
         `segment_ids` [B, S] int32: sequences packed into a row, next to each other; positions and attention restart
         where the id changes. `images`: of the rows.
         """

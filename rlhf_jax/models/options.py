@@ -27,7 +27,7 @@ class ComputeOptions(Options):
     """Recompute activations in the backward pass to save memory."""
     gradient_checkpointing_policy: Literal["full", "dots"] = option("full", rare=True, resume="rounding")
     """What gradient_checkpointing recomputes: full: everything within a layer; dots: everything but the outputs of
-    matrix multiplications, which is faster and uses more memory."""
+    matrix multiplications and of attention, which is faster and uses more memory."""
 
     @property
     def remat(self) -> str:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
+from rlhf_jax.models.attention import ATTENTION
 from rlhf_jax.types import Array, Params
 
 
@@ -48,9 +49,19 @@ def _save_all_but_params(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive not in SLICING
 
 
+_PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_NAMED = jax.checkpoint_policies.save_only_these_names(ATTENTION)
+
+
+def _save_products_and_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
+    # jax gives the log-sum-exp of cuDNN's attention no name.
+    of_cudnn = str(primitive).startswith("dot_product_attention_fwd")
+    return of_cudnn or _PRODUCTS(primitive, *avals, **params) or _NAMED(primitive, *avals, **params)
+
+
 _SAVED = {
     "none": _save_all_but_params,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _save_products_and_attention,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -71,8 +82,8 @@ def scan_layers(
         change only then.
       x: pytree.
       stack: params of all layers, [L, ...].
-      remat: what the backward pass recomputes: 'none', 'dots' (all but the results of matrix products) or 'full' (all
-        within a layer).
+      remat: what the backward pass recomputes: 'none', 'dots' (all but the results of matrix products and of attention)
+        or 'full' (all within a layer).
       first: run the first layer outside the scan. Where nothing before it is trained, its backward pass then ends at
         its own params.
       last: run the last layer outside the scan.

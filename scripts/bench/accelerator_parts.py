@@ -1,6 +1,7 @@
 """The parts of scripts/accelerator_day.py that are not other commands: prints one line of JSON.
 
 python scripts/bench/accelerator_parts.py NAME --folder DIR [--small] [--case NAME]
+python scripts/bench/accelerator_parts.py attention --folder DIR --topology h100:1    # without a GPU
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,35 +277,69 @@ def attention_as(name: str) -> Iterator[None]:
         attention._causal, attention.QUERY_BLOCK = ours, block
 
 
+@contextlib.contextmanager
+def layers_unrolled(unrolled: bool) -> Iterator[None]:
+    """While programs are traced, layers are not scanned, which no option can say."""
+    import jax
+    import jax.numpy as jnp
+
+    from rlhf_jax.models import decoder, scan_layers
+
+    def one_by_one(layer: Any, x: Any, stack: Any, remat: str, *, first: bool = False, last: bool = False) -> Any:
+        count = jax.tree.leaves(stack)[0].shape[0]
+        for i in range(count):
+            one = functools.partial(layer, index=jnp.int32(i), is_last=last and i == count - 1)
+            if remat != "none":
+                one = jax.checkpoint(one, policy=scan_layers._SAVED[remat])
+            x = one(x, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
+        return x
+
+    ours = decoder.scan_layers
+    try:
+        decoder.scan_layers = one_by_one if unrolled else ours
+        yield
+    finally:
+        decoder.scan_layers = ours
+
+
 def attention(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a policy's gradient for one micro-batch by variant of attention, and of attention alone."""
+    """Milliseconds of a policy's gradient for one micro-batch by variant of attention, by what the backward pass
+    recomputes and by whether layers are scanned, and of attention alone; with --topology predicted ones, from the
+    compiled programs."""
     import jax
     import jax.numpy as jnp
 
     from rlhf_jax import models
     from rlhf_jax.algorithms.response_logprobs import logprobs_from_hidden
-    from rlhf_jax.config import PPOConfig
+    from rlhf_jax.dry_run import topologies
     from rlhf_jax.models.attention_kernels import PLATFORMS, row_attention
     from rlhf_jax.models.decoder_context import Context
 
-    small = args.small
+    small, device = args.small, jax.devices()[0]
+    if args.topology is not None:
+        device = topologies.topology_devices(args.topology)[0]
     model, rows, length, new = shape_of(args)[0], 2, 40, 8
     if not small:
         model, rows, length, new = models.pythia(args.shape), 16, 565, 53
-    config = PPOConfig(sft_model_path="none", dtype="bfloat16")
-    params = model.init(jax.random.key(0), heads=("causal",))
     tokens, mask = random_rows(model, rows, length)
     heads, size = model.config.num_attention_heads, model.config.head_dim
-    qkv = [jax.random.normal(jax.random.key(i), (rows, length, heads, size), jnp.bfloat16) for i in range(4)]
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), heads=("causal",)))
+    qkv = [jax.ShapeDtypeStruct((rows, length, heads, size), jnp.bfloat16)] * 4
+    measure = predicted_call(device)
+    if args.topology is None:
+        params = model.init(jax.random.key(0), heads=("causal",))
+        qkv = [jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(qkv)]
+        measure = timed_calls
     result: dict[str, Any] = {"rows": rows, "tokens": length, "heads": heads, "head size": size}
-    kernels = [name for name, platform in PLATFORMS.items() if platform == jax.default_backend()]
-    for name in args.variants or ("ours", "one block", "xla", *kernels):
+    kernels = [name for name, platform in PLATFORMS.items() if platform == device.platform]
+    variants = args.variants or ("ours", "one block", "xla", *kernels)
+    for name, remat, layers in itertools.product(variants, args.remat, args.layers):
         variant = dataclasses.replace(model, attn_implementation=name if name in kernels else "blocked")
         decoder = variant.family.decoder_config(variant.config)
         context = Context(decoder, attn_implementation=variant.attn_implementation)
 
-        def loss(params: Any, model: Any = variant) -> Any:
-            options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat}
+        def loss(params: Any, model: Any = variant, remat: str = remat) -> Any:
+            options = {"dtype": jnp.dtype("bfloat16"), "remat": remat}
             hidden = model.hidden(params, tokens, mask, last=new + 1, **options)[:, :-1]
             return logprobs_from_hidden(model, params, hidden, tokens[:, -new:], 0.7)[0].mean()
 
@@ -312,19 +348,36 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
             return out, pull(d)
 
         gradient = jax.jit(jax.value_and_grad(loss))
-        with attention_as(name):
+        with attention_as(name), layers_unrolled(layers == "unrolled"):
             try:
-                timings = {"attention and its gradient": timed_calls(jax.jit(alone), *qkv)}
-                timings["policy's gradient"] = timed_calls(gradient, params)
-                timings["temporary MiB"] = gradient.lower(params).compile().memory_analysis().temp_size_in_bytes / 2**20
+                timings = {"attention and its gradient": measure(jax.jit(alone), *qkv)}
+                timings["policy's gradient"] = measure(gradient, params)
             except Exception as error:  # a variant that this device does not have
                 timings = {"error": str(error)[:500]}
-        result[name] = timings
-        if name == "ours":
+        label = ", ".join([name, *([] if remat == "none" else [remat]), *([] if layers == "scanned" else [layers])])
+        result[label] = timings
+        if label == "ours" and args.topology is None:
             with jax.profiler.trace(str(Path(args.folder) / "trace")):
                 jax.block_until_ready(gradient(params))
-        print(json.dumps({name: timings}), flush=True)
+        print(json.dumps({label: timings}), flush=True)
     return result
+
+
+def predicted_call(device: Any) -> Callable[..., dict[str, float]]:
+    """`timed_calls` of arrays that are only described, for a described GPU: predicted milliseconds."""
+    import jax
+
+    from rlhf_jax.dry_run import compiling, roofline
+
+    def predicted(function: Any, *args: Any) -> dict[str, float]:
+        placed = jax.sharding.SingleDeviceSharding(device)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
+        program = compiling.compile_for(device)("call", function.trace(*shapes), 0)
+        time = roofline.predict(program.text, roofline.rates(device, "bfloat16"), 1)
+        parts = {name: round(1e3 * seconds, 3) for name, seconds in time.parts.items()}
+        return {"ms": round(1e3 * time.seconds, 3), **parts, "temporary MiB": program.temporary / 2**20}
+
+    return predicted
 
 
 def timed_calls(function: Any, *args: Any) -> dict[str, float]:
@@ -340,7 +393,8 @@ def timed_calls(function: Any, *args: Any) -> dict[str, float]:
             out = function(*args)
         jax.block_until_ready(out)
         best = min(best, (time.perf_counter() - began) / 10)
-    return {"first s": round(first, 2), "ms": round(1e3 * best, 3)}
+    temporary = function.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    return {"first s": round(first, 2), "ms": round(1e3 * best, 3), "temporary MiB": temporary / 2**20}
 
 
 def measured_case(args: argparse.Namespace) -> tuple[Path, Any, dict[str, Any]]:
@@ -413,6 +467,9 @@ def main() -> None:
     parser.add_argument("--case", default="ppo_410m")
     parser.add_argument("--shape", default="410m", help="of attention: a Pythia size")
     parser.add_argument("--variants", nargs="+", help="of attention; default: all")
+    parser.add_argument("--remat", nargs="+", default=["none"], help="of attention: none, dots, full")
+    parser.add_argument("--layers", nargs="+", default=["scanned"], help="of attention: scanned, unrolled")
+    parser.add_argument("--topology", help="of attention: predict for this GPU in place of timing, as h100:1")
     args = parser.parse_args()
     from rlhf_jax.parallel import xla_flags
 

@@ -101,7 +101,8 @@ def _attention(result: dict[str, Any]) -> Iterator[str]:
                 yield f"| {name} | {variant.get('error', variant)} | | |"
                 continue
             alone, gradient = variant["attention and its gradient"]["ms"], variant["policy's gradient"]["ms"]
-            yield f"| {name} | {alone:.2f} ms | {gradient:.1f} ms | {variant['temporary MiB']:,.1f} MiB |"
+            temporary = variant["policy's gradient"]["temporary MiB"]
+            yield f"| {name} | {alone:.2f} ms | {gradient:.1f} ms | {temporary:,.1f} MiB |"
 
 
 def _numbers(result: dict[str, Any]) -> Iterator[str]:

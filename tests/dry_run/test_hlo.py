@@ -155,3 +155,25 @@ def test_products_of_cublas_are_counted_by_their_configuration():
     [cost] = hlo.costs("\n".join(lines))
     assert (cost.op, cost.times, cost.flops) == ("jit(f)/dot_general", 1, 2 * 8 * 32 * 16)
     assert cost.bytes == 2 * (8 * 32 + 32 * 16 + 8 * 16) + 4096
+
+
+@pytest.mark.parametrize(
+    ("target", "queries", "mask", "products"),
+    [("", 16, "CAUSAL", 2 / 2), ("", 8, "NO_MASK", 2), ("Backward", 16, "CAUSAL", 5 / 2)],
+)
+def test_products_of_cudnns_attention_are_counted_by_its_scores(target, queries, mask, products):
+    scores = f'"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "{queries}", "16"]}}'
+    config = f'{{"cudnn_fmha_backend_config": {{{scores}, "mask_type": "{mask}"}}}}'
+    call = f'custom-call(%q, %k), custom_call_target="__cudnn$fmhaSoftmax{target}", backend_config={config}'
+    lines = [
+        "HloModule jit_f",
+        "",
+        "ENTRY %main () -> bf16[2,4,8,32] {",
+        f"  %q = bf16[2,{queries},4,32]{{3,2,1,0}} parameter(0)",
+        "  %k = bf16[2,16,4,32]{3,2,1,0} parameter(1)",
+        f"  ROOT %out = bf16[2,4,{queries},32]{{3,1,2,0}} {call}",
+        "}",
+    ]
+    [cost] = hlo.costs("\n".join(lines))
+    assert cost.cudnn_attention
+    assert cost.flops == products * 2 * (2 * 4 * queries * 16 * 32)

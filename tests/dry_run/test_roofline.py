@@ -47,6 +47,24 @@ def test_an_instruction_takes_its_products_or_its_bytes_or_a_launch():
     assert found.seconds == pytest.approx(sum(found.parts.values()))
 
 
+def test_cudnns_attention_has_a_rate_of_its_own():
+    config = '"intermediate_tensor_shape": {"dimensions": ["1", "1", "4096", "4096"]}, "mask_type": "CAUSAL"'
+    text = "\n".join(
+        [
+            "HloModule jit_f",
+            "",
+            "ENTRY %main () -> bf16[1,1,4096,64] {",
+            "  %q = bf16[1,4096,1,64]{3,2,1,0} parameter(0)",
+            '  ROOT %out = bf16[1,1,4096,64]{3,1,2,0} custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax", '
+            f"backend_config={{{config}}}",
+            "}",
+        ]
+    )
+    found = roofline.predict(text, RATES, 1)
+    assert found.flops == 2 * 4096**2 * 64  # half of the pairs, two products
+    assert found.seconds == pytest.approx(found.flops / (100e12 * 72 / 879))
+
+
 def described(kind="NVIDIA H100 80GB HBM3", platform="gpu"):
     return types.SimpleNamespace(device_kind=kind, platform=platform, addressable_memories=list)
 
@@ -62,11 +80,56 @@ def test_other_devices_are_not_predicted(device):
     assert roofline.rates(device, "bfloat16") is None
 
 
+def on_one(device):
+    return types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]), size=1)
+
+
+def program(name, text=TEXT, refused=""):
+    return Program(name, 1.0, 0, 0, 0, 0, 0, refused, dumped_text=text)
+
+
 def test_a_dry_run_prints_seconds_shares_and_parts():
-    mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[described()]), size=1)
-    programs = [Program("update", 1.0, 0, 0, 0, 0, 0, dumped_text=TEXT), Program("generate", 1.0, 0, 0, 0, 0, 0, "no")]
-    head, line = report.time_lines(programs, mesh, PPOConfig(dtype="bfloat16"))
+    config = PPOConfig(dtype="bfloat16")
+    programs = [program("generate"), program("update")]
+    head, _, line, total, most = report.time_lines(programs, on_one(described()), config)
     assert "shares are of 989 TFLOP/s" in head and "communication" not in head
     assert line.split(";")[1] == " mlp 91%, attention 7%, other 2%, norms 0%"
     seconds = roofline.predict(TEXT, roofline.rates(described(), "bfloat16"), 1).seconds
-    assert f" {seconds:.3g} s, " in line
+    assert f" {seconds:.3g} s, " in line and f" {2 * seconds:.3g} s an update, " in total
+    assert most == "  most time: generate, bound by products 91%, memory 7%, launches 2%"
+    refused = [program("generate", refused="no"), program("update")]
+    assert len(report.time_lines(refused, on_one(described()), config)) == 3  # no sum without a part of it
+
+
+THIN = "\n".join(
+    ["HloModule jit_f", "", "ENTRY %main () -> bf16[8,16] {", *call("thin", 8, 4096, 4096, "attention/dot"), "}"]
+)
+TINY = "\n".join(["HloModule jit_f", "", "ENTRY %main () -> bf16[8,16] {", *call("tiny", 8, 8, 8, "dot"), "}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options", "given"),
+    [
+        ("update", TEXT, {}, None),
+        ("update", THIN, {}, "gradient_checkpointing with gradient_checkpointing_policy dots"),
+        ("update", THIN, {"gradient_checkpointing": True}, None),
+        (
+            "update",
+            THIN,
+            {"gradient_checkpointing": True, "attn_implementation": "blocked"},
+            "attn_implementation cudnn, where cuDNN supports the model",
+        ),
+        ("update", TINY, {}, "a larger micro_batch_size"),
+        ("generate", THIN, {"batch_size": 64, "rollout_batch_size": 64}, "kv_cache_dtype int8"),
+        (
+            "generate",
+            THIN,
+            {"batch_size": 64, "rollout_batch_size": 32, "kv_cache_dtype": "int8"},
+            "a larger rollout_batch_size",
+        ),
+    ],
+)
+def test_a_dry_run_names_the_options_that_change_what_takes_most_time(name, text, options, given):
+    config = PPOConfig(dtype="bfloat16", **options)
+    *_, line = report.time_lines([program(name, text)], on_one(described()), config)
+    assert line.partition("options that change it: ")[2] == (given or "")

@@ -155,6 +155,26 @@ def test_with_adapters_the_first_layer_passes_no_gradient_on_to_what_is_frozen()
     assert one_more - first == 2 * all_tokens * (2 * width * 4 * width + 3 * width**2)
 
 
+def test_dots_recomputes_no_matrix_product():
+    model = custom_shape("3x32x4", 61)
+    params = model.init(jax.random.key(0))
+    prompts, prompt_mask = padded_rows([7, 3], [0, 4], 7)
+    rows, mask = padded_rows([5, 2, 4, 5], [0] * 4, 5)
+
+    def whole(params, remat):
+        return model.hidden(params, rows, mask, remat=remat).sum()
+
+    def after_prompts(params, remat):
+        return model.hidden_after_prompts(params, prompts, prompt_mask, rows, mask, remat=remat)[1].sum()
+
+    for loss in (whole, after_prompts):
+        flops = {
+            remat: products(jax.grad(functools.partial(loss, remat=remat)), params)
+            for remat in ("none", "dots", "full")
+        }
+        assert flops["dots"] == flops["none"] < flops["full"]
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize(
     ("adapters", "last"), [(False, 2), (True, 2), (False, None)], ids=["full", "adapters", "plain scan"]
