@@ -21,7 +21,7 @@ def get_config(variant: str | None = None) -> Pipeline:
         "temperature": 0.7,  # for sampling and log-probabilities
         "total_episodes": 3072,  # responses
         "batch_size": 64,  # responses an update
-        "learning_rate": 2e-4 if variant == "lora" else 2e-5,  # linear decay to 0
+        "learning_rate": 2e-4 if variant == "lora" else 5e-6,  # linear decay to 0
         "max_eval_samples": 256,  # held-out rows
         "eval_steps": 24,  # updates
         "save_steps": 24,  # updates

@@ -295,13 +295,16 @@ def _moved(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
 
 
 def _flops(op: Op, shapes: dict[str, str], found: dict[str, list[Op]]) -> float:
-    """FLOPs of the matrix products in an instruction; of cuBLAS's and cuDNN's calls by their configuration."""
+    """FLOPs of the matrix products in an instruction; of cuBLAS's and cuDNN's calls by their configuration. On TPUs
+    products are convolutions."""
     if op.kind == "fusion":
         called = found[op.called("calls")[0]]
         inner = {inside.name: inside.shape for inside in called}
         return sum(_flops(inside, inner, found) for inside in called)
     if op.kind == "custom-call" and CUDNN_ATTENTION in op.rest:
         return _cudnn_flops(op, shapes)
+    if op.kind == "convolution":
+        return _convolution_flops(op, shapes)
     named = re.search(
         r'"lhs_contracting_dimensions":\[([^\]]*)\]' if op.kind == "custom-call" else _CONTRACTED, op.rest
     )
@@ -321,6 +324,30 @@ def _cudnn_flops(op: Op, shapes: dict[str, str]) -> float:
     *_, queries, keys = sizes = [int(n) for n in re.findall(r"\d+", scores[1])]
     causal = "CAUSAL" in op.rest and queries == keys
     return (5 if "Backward" in op.rest else 2) * 2.0 * math.prod(sizes) * heads[-1] / (2 if causal else 1)
+
+
+def _convolution_flops(op: Op, shapes: dict[str, str]) -> float:
+    """FLOPs of a convolution: of each spatial axis the pairs of a result and an entry of the window that meet an entry
+    of the first operand, which is dilated and padded."""
+    left, right, result = (_dims(shape) for shape in (*(shapes.get(name, "") for name in op.operands[:2]), op.shape))
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
+    given = re.search(r"\bwindow=\{([^}]*)\}", op.rest)
+    if labels is None or not left or not right:
+        return 0.0
+    window = dict(word.split("=") for word in given[1].split()) if given else {}
+    total = 2.0 * result[labels[3].index("b")] * result[labels[3].index("f")] * right[labels[2].index("i")]
+    for axis, size in enumerate(window["size"].split("x") if window else ()):
+
+        def of_axis(name: str, axis: int = axis) -> int:
+            return int(window[name].split("x")[axis].split("_")[0]) if name in window else 1
+
+        stride, spread, apart = (of_axis(name) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        before = of_axis("pad") if "pad" in window else 0
+        last = (left[labels[1].index(str(axis))] - 1) * spread
+        outputs = range(result[labels[3].index(str(axis))])
+        places = (output * stride + entry * apart - before for output in outputs for entry in range(int(size)))
+        total *= sum(0 <= place <= last and place % spread == 0 for place in places)
+    return total
 
 
 def _dims(shape: str) -> list[int]:

@@ -117,7 +117,7 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
 
 def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
     """The predicted seconds of each program and of an update, their parts, and what to change next; none for other
-    devices than described GPUs."""
+    devices than described GPUs and TPUs."""
     device = mesh.devices.flat[0]
     if (rates := roofline.rates(device, config.dtype)) is None:
         return []

@@ -1,8 +1,8 @@
-"""Predicted seconds of programs that are compiled for NVIDIA GPUs, and never run.
+"""Predicted seconds of programs that are compiled for NVIDIA GPUs and TPUs, and never run.
 
 Each instruction takes the time of its matrix products or that of its bytes, whichever is longer, or of a launch
 (Williams et al. 2009, Roofline). Products and bytes go at the rates that an H100 reached of the published ones;
-docs/benchmarks.md has its predicted and its measured seconds. Other GPUs are taken to reach the same shares.
+docs/benchmarks.md has its predicted and its measured seconds. Other GPUs and TPUs are taken to reach the same shares.
 """
 
 from __future__ import annotations
@@ -20,9 +20,22 @@ CUDNN_FLOPS = 72 / 989
 """Share that cuDNN's attention with a mask and its gradient reach: of rows of 565 tokens 73 GFLOP in 1.01 ms with heads
 of 256, and 37 GFLOP in 0.51 ms with heads of 64 (docs/benchmarks.md)."""
 LAUNCH = 3e-6
-"""Seconds that an instruction takes at least; assumed, not measured."""
+"""Seconds that an instruction takes at least on a GPU; assumed, not measured."""
 GROUPS = {"attention": r"attention", "mlp": r"/mlp", "norms": r"norm"}
 """Parts of a program, by the names of the model's modules in XLA's op_name; the rest is 'other'."""
+
+
+class Rates(NamedTuple):
+    """What a device is predicted with."""
+
+    flops: float
+    """Of matrix products, FLOP/s."""
+    attention: float
+    """Of cuDNN's attention, FLOP/s."""
+    bandwidth: float
+    """Bytes/s."""
+    launch: float
+    """Seconds that an instruction takes at least."""
 
 
 class Predicted(NamedTuple):
@@ -37,28 +50,29 @@ class Predicted(NamedTuple):
     """Seconds of what takes the time of its 'products', of its 'memory', and of its 'launches'."""
 
 
-def rates(device: Any, dtype: str) -> peaks.Peak | None:
-    """The rates that a described GPU is predicted with; None for other devices."""
-    if topologies.described_gpu(device) is None or device.device_kind not in peaks.PUBLISHED:
+def rates(device: Any, dtype: str) -> Rates | None:
+    """The rates that a described GPU or TPU is predicted with; None for other devices, and unpublished rates."""
+    gpu = topologies.described_gpu(device) is not None
+    if device.device_kind not in peaks.PUBLISHED or not (gpu or topologies.described_tpu(device)):
         return None
-    published = peaks.peak(device, dtype)
-    return peaks.Peak(published.flops * REACHED_FLOPS, published.bandwidth * REACHED_BANDWIDTH, "published")
+    flops, bandwidth, _ = peaks.peak(device, dtype)
+    return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, bandwidth * REACHED_BANDWIDTH, LAUNCH if gpu else 0.0)
 
 
-def predict(text: str, rates: peaks.Peak, unknown_trips: int) -> Predicted:
+def predict(text: str, rates: Rates, unknown_trips: int) -> Predicted:
     """The time of a program.
 
     Args:
       text: of the compiled program.
-      rates: that its products and bytes go at.
+      rates: of the device.
       unknown_trips: as in `hlo.costs`.
     """
     parts, flops = dict.fromkeys((*GROUPS, "other"), 0.0), 0.0
     bounds = dict.fromkeys(("products", "memory", "launches"), 0.0)
     for cost in hlo.costs(text, unknown_trips):
         part = next((name for name, pattern in GROUPS.items() if re.search(pattern, cost.op)), "other")
-        flops_rate = rates.flops * (CUDNN_FLOPS / REACHED_FLOPS if cost.cudnn_attention else 1)
-        seconds = {"products": cost.flops / flops_rate, "memory": cost.bytes / rates.bandwidth, "launches": LAUNCH}
+        products = cost.flops / (rates.attention if cost.cudnn_attention else rates.flops)
+        seconds = {"products": products, "memory": cost.bytes / rates.bandwidth, "launches": rates.launch}
         bound = max(seconds, key=seconds.__getitem__)
         parts[part] += cost.times * seconds[bound]
         bounds[bound] += cost.times * seconds[bound]

@@ -177,3 +177,44 @@ def test_products_of_cudnns_attention_are_counted_by_its_scores(target, queries,
     [cost] = hlo.costs("\n".join(lines))
     assert cost.cudnn_attention
     assert cost.flops == products * 2 * (2 * 4 * queries * 16 * 32)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "window", "labels", "products"),
+    [
+        ("bf16[64,8]", "bf16[64,16]", "f32[8,16]", "", "fb_io->bf", 64 * 8 * 16),
+        ("bf16[4,256,32]", "bf16[32,24,1]", "bf16[4,256,24]", "size=1", "0bf_io0->0bf", 4 * 256 * 32 * 24),
+        # A batch of products, as a dilated convolution: of the window's entries one meets an entry each.
+        (
+            "bf16[4,2,32,16]",
+            "bf16[4,2,32,64]",
+            "f32[4,2,16,64]",
+            "size=4x2 stride=3x1 lhs_dilate=4x2",
+            "01fb_01io->01bf",
+            8 * 32 * 16 * 64,
+        ),
+        (
+            "bf16[4,16,32]",
+            "bf16[4,8,32]",
+            "f32[4,16,8]",
+            "size=4 stride=4 pad=3_3 lhs_dilate=3 rhs_reversal=1",
+            "0bf_0oi->0bf",
+            4 * 16 * 32 * 8,
+        ),
+        # A sum over the window, and one that is padded.
+        ("bf16[2,3,8]", "bf16[3,8,5]", "bf16[2,1,5]", "size=3", "b0f_0io->b0f", 2 * 3 * 8 * 5),
+        ("bf16[2,3,8]", "bf16[3,8,5]", "bf16[2,3,5]", "size=3 pad=1_1", "b0f_0io->b0f", 2 * 7 * 8 * 5),
+    ],
+)
+def test_products_of_tpus_are_counted_by_their_convolution(left, right, result, window, labels, products):
+    lines = [
+        "HloModule jit_f",
+        "",
+        f"ENTRY %main () -> {result} {{",
+        f"  %x = {left} parameter(0)",
+        f"  %y = {right} parameter(1)",
+        f"  ROOT %out = {result} convolution(%x, %y), window={{{window}}}, dim_labels={labels}",
+        "}",
+    ]
+    [cost] = hlo.costs("\n".join(lines))
+    assert cost.flops == 2 * products

@@ -8,7 +8,6 @@ import pytest
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.dry_run import report, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
-from rlhf_jax.parallel import peaks
 
 CONFIG = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
 
@@ -34,7 +33,7 @@ TEXT = "\n".join(
         "}",
     ]
 )
-RATES = peaks.Peak(100e12, 1e12, "published")
+RATES = roofline.Rates(100e12, 10e12, 1e12, roofline.LAUNCH)
 
 
 def test_an_instruction_takes_its_products_or_its_bytes_or_a_launch():
@@ -62,7 +61,7 @@ def test_cudnns_attention_has_a_rate_of_its_own():
     )
     found = roofline.predict(text, RATES, 1)
     assert found.flops == 2 * 4096**2 * 64  # half of the pairs, two products
-    assert found.seconds == pytest.approx(found.flops / (100e12 * 72 / 879))
+    assert found.seconds == pytest.approx(found.flops / 10e12)
 
 
 def described(kind="NVIDIA H100 80GB HBM3", platform="gpu"):
@@ -71,13 +70,22 @@ def described(kind="NVIDIA H100 80GB HBM3", platform="gpu"):
 
 def test_rates_are_the_shares_that_an_h100_reached():
     found = roofline.rates(described(), "bfloat16")
-    assert found.flops == pytest.approx(879e12) and found.bandwidth == pytest.approx(2.9e12)
+    assert found == pytest.approx((879e12, 72e12, 2.9e12, roofline.LAUNCH))
     assert all(roofline.rates(described(gpu.kind), "float32") for gpu in topologies.GPUS.values())
 
 
-@pytest.mark.parametrize("device", [jax.devices()[0], described("TPU v5 lite", "tpu")], ids=["cpu", "tpu"])
-def test_other_devices_are_not_predicted(device):
-    assert roofline.rates(device, "bfloat16") is None
+def test_tpus_are_taken_to_reach_the_same_shares_without_launches():
+    tpu = described("TPU v5 lite", "tpu")
+    tpu.client = types.SimpleNamespace(runtime_type="compile_only_runtime")
+    found = roofline.rates(tpu, "bfloat16")
+    assert (found.flops, found.bandwidth) == pytest.approx((197e12 * 879 / 989, 0.819e12 * 2.9 / 3.35))
+    assert found.launch == 0
+    tpu.device_kind = "TPU v4"  # whose rates are not in the table
+    assert roofline.rates(tpu, "bfloat16") is None
+
+
+def test_devices_that_are_there_are_not_predicted():
+    assert roofline.rates(jax.devices()[0], "bfloat16") is None
 
 
 def on_one(device):
