@@ -14,7 +14,7 @@ from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
-from rlhf_jax.parallel import xla_flags
+from rlhf_jax.parallel import platforms, xla_flags
 from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_stage
@@ -68,6 +68,7 @@ def compile_run(config, out: str | None) -> None:
     if config.deterministic:  # as the run's command does
         xla_flags.add(xla_flags.DETERMINISTIC)
     xla_flags.add_those_of_gpus()
+    platforms.check()
     folder = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())
     if compile_cache.enable(folder) is None:
         raise UserError(f"programs cannot be kept in {folder}: give --out another folder")

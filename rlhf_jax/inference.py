@@ -23,7 +23,7 @@ from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.option import field_ranges
-from rlhf_jax.parallel import sharding, xla_flags
+from rlhf_jax.parallel import platforms, sharding, xla_flags
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_models
@@ -70,6 +70,7 @@ def load_policy(
       UserError: the policy cannot be loaded; names the file or tensor.
     """
     xla_flags.add_those_of_gpus()
+    platforms.check()
     compile_cache.enable()
     policy = Policy(path, revision=revision, tokenizer=tokenizer, dtype=dtype, images=images)
     policy.load()

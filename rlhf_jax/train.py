@@ -37,7 +37,7 @@ from rlhf_jax.dry_run import report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.parallel import multihost, xla_flags
+from rlhf_jax.parallel import multihost, platforms, xla_flags
 from rlhf_jax.runtime import (
     compile_cache,
     config_diff,
@@ -49,7 +49,7 @@ from rlhf_jax.runtime import (
 )
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.bucket_checkpoints import BucketCheckpoints, open_checkpoints
-from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.callbacks import Callback, Control, call
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.loop import Loop, Patience, log, warn
 from rlhf_jax.runtime.monitor import Monitor
@@ -147,6 +147,7 @@ def run(
     began = time.monotonic()
     config = resolve(config)
     xla_flags.add_those_of_gpus()
+    platforms.check()
     compile_cache.enable()
     check(config)
     batch_sizes.check_devices_of(config, device_count(config))
@@ -298,10 +299,9 @@ def restored_loop(
         tokens=extra.get("num_tokens", 0),
         throughput=throughput,
         ensure_held=run_folder.lock.ensure_held,
-        callback=lambda step, metrics: [callback.on_step_end(step, metrics, control) for callback in callbacks],
+        callback=lambda step, metrics: call(callbacks, "on_step_end", step, metrics, control),
     )
-    for callback in callbacks:
-        callback.on_train_begin(stage, control)
+    call(callbacks, "on_train_begin", stage, control)
     loop = Loop(
         stage,
         state=monitor.resumed(state),
@@ -384,8 +384,7 @@ def finish(
     if multihost.is_main() and config.push_to_hub:
         push(config, local, paths)
     multihost.agree()  # the next stage reads what the first process has written
-    for callback in callbacks:
-        callback.on_train_end(stage, paths)
+    call(callbacks, "on_train_end", stage, paths)
     return Result(config.run_dir, metrics, paths)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import options
 from rlhf_jax.evaluate.run import run
-from rlhf_jax.parallel import multihost, xla_flags
+from rlhf_jax.parallel import multihost, platforms, xla_flags
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.utils import text
 from rlhf_jax.utils.output import guarded_output
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         xla_flags.add_those_of_gpus()
         compile_cache.enable()
         multihost.initialize(config.distributed, config.num_processes, config.process_id)
+        platforms.check()
         run(config, lambda line: print(text.printable(line), flush=True))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

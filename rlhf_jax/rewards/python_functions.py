@@ -47,6 +47,7 @@ from rlhf_jax.rewards.interface import (  # noqa: F401 - re-exported
     unscored_warning,
     unwrap_partial,
 )
+from rlhf_jax.utils.forks import no_child_leaves
 
 _GRACE = 1.0  # seconds for a cancelled coroutine to clean up
 
@@ -111,7 +112,8 @@ class _Run:
         start = time.perf_counter()
         result = error = None
         try:
-            result = self.function(**self.keywords)
+            with no_child_leaves():
+                result = self.function(**self.keywords)
             if inspect.iscoroutine(result):
                 result.close()
                 raise RewardFailure(f"reward function {self.name} returned a coroutine: declare it with async def")
@@ -128,7 +130,8 @@ class _Run:
         async def call() -> None:
             result = error = None
             try:
-                result = await self.function(**self.keywords)
+                with no_child_leaves():
+                    result = await self.function(**self.keywords)
             except BaseException as raised:  # also KeyboardInterrupt, which would end the loop
                 error = raised
             if not abandoned:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_jax.utils.forks import no_child_leaves
+
 
 @dataclasses.dataclass
 class Control:
@@ -42,3 +44,10 @@ class Callback:
 
     def close(self) -> None:
         """Called last, after `on_train_end`, an error or a stop: release resources."""
+
+
+def call(callbacks: Sequence[Callback], method: str, *args: Any) -> None:
+    """Calls a method of each callback."""
+    for callback in callbacks:
+        with no_child_leaves():
+            getattr(callback, method)(*args)

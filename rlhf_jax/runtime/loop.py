@@ -18,7 +18,7 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.parallel import multihost
 from rlhf_jax.rewards.interface import RewardFailure
 from rlhf_jax.runtime import compile_cache, completion_tables, host_memory, out_of_memory
-from rlhf_jax.runtime.callbacks import Callback, Control
+from rlhf_jax.runtime.callbacks import Callback, Control, call
 from rlhf_jax.runtime.monitor import Monitor, NonFinite
 from rlhf_jax.runtime.run_folder import Line
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, StopRequested, Stops, Tick
@@ -196,8 +196,7 @@ class Loop:
         self.activity = ""
         self.folder.write_calibration(self.step, self.stage.calibration())
         self.logger.log(self.step, metrics)
-        for callback in self.callbacks:
-            callback.on_evaluate(self.step, metrics, self.control)
+        call(self.callbacks, "on_evaluate", self.step, metrics, self.control)
         if self.callbacks:
             share_requests(self.control)
         return metrics
@@ -216,8 +215,7 @@ class Loop:
             rows = [row for row in rows if id(row) in first]
         file = self.folder.write_completions(self.step, rows, what, tokens)
         rows = completion_tables.without_thumbnails(rows)
-        for callback in self.callbacks:
-            callback.on_completions(self.step, rows, what)
+        call(self.callbacks, "on_completions", self.step, rows, what)
         if multihost.is_main():
             limit = self.config.num_completions_to_print
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from rich.text import Text
 from rlhf_jax.metrics.logger import peak_memory
 from rlhf_jax.metrics.sinks import Entry
 from rlhf_jax.parallel import multihost
+from rlhf_jax.utils.forks import undone_in_children
 from rlhf_jax.utils.text import duration, printable, short_number
 
 REFRESHES_PER_SECOND = 4
@@ -122,6 +124,7 @@ class Panel:
         self._phase: tuple[int, str] = (-1, "")
         self._since = time.monotonic()
         self._live = None
+        self._forks = contextlib.ExitStack()
         if console is None:
             console = Console(highlight=False)
             if not (console.is_terminal and not console.is_dumb_terminal and multihost.is_main()):
@@ -136,6 +139,12 @@ class Panel:
 
     def __enter__(self) -> Panel:
         if self._live is not None:
+            streams = sys.stdout, sys.stderr  # what the line takes the place of
+
+            def undo() -> None:
+                sys.stdout, sys.stderr = streams
+
+            self._forks.enter_context(undone_in_children(undo))
             self._live.start()
             self._live.console.show_cursor(True)  # a second signal ends the process with the cursor hidden
         return self
@@ -143,6 +152,7 @@ class Panel:
     def __exit__(self, *_) -> None:
         if self._live is not None:
             self._live.stop()
+            self._forks.close()
 
     def line(self) -> Text:
         """The line as it is now, cut at the terminal's width, so what changes most comes first."""

@@ -2,10 +2,13 @@
 
 The first SIGTERM or SIGINT requests a stop: the run saves at its next safe point, between the phases of an update. A
 second one ends the process at once. A thread receives them, so that the second works while a long program runs.
+
+So do the signals of a terminal that goes and of schedulers, unless the process ignores or handles them already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,12 +18,22 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_jax.parallel import multihost
+from rlhf_jax.utils.forks import undone_in_children
 
 RESUMABLE = 75
 """Exit code of a run that was stopped from outside and can be resumed; EX_TEMPFAIL of sysexits.h."""
 RESUME_HINT = "rerun the command to resume"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+FROM_OUTSIDE = ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Of a terminal that goes, and of SLURM, SGE and LSF at the end of a job's time; by name, since not all systems have
+them."""
 MARGIN = 1.5  # the next update may take this many times as long as the longest one so far
+
+
+def _heard() -> list[int]:
+    """The signals that stop a run: of those from outside the ones that end the process."""
+    outside = (getattr(signal, name) for name in FROM_OUTSIDE if hasattr(signal, name))
+    return [*SIGNALS, *(number for number in outside if signal.getsignal(number) == signal.SIG_DFL)]
 
 
 class Stopped(KeyboardInterrupt):
@@ -58,34 +71,57 @@ class Stops:
         self._reason: str | None = None
         self._in_loop = False
         self._old_handlers: dict[int, Any] = {}
-        self._pipe = -1
-        self._old_wakeup_fd = -1
+        self._reads = self._pipe = -1
+        self._old_wakeup_fd: int | None = None
+        self._forks = contextlib.ExitStack()
 
     # --- signals
 
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
-            reads, self._pipe = os.pipe()
+            # First, since another thread may fork a child at any time.
+            self._forks.enter_context(undone_in_children(self._undo_in_child))
+            self._reads, self._pipe = os.pipe()
             os.set_blocking(self._pipe, False)
-            self._old_wakeup_fd = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-            for number in SIGNALS:
-                self._old_handlers[number] = signal.signal(number, self._handle_in_main_thread)
-            threading.Thread(target=self._read_signals, args=(reads,), daemon=True, name="stops").start()
+            self._old_handlers = {number: signal.getsignal(number) for number in _heard()}
+            self._listen()
+            threading.Thread(target=self._read_signals, args=(self._reads,), daemon=True, name="stops").start()
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        self._old_handlers = {}
         if self._pipe >= 0:
-            signal.set_wakeup_fd(self._old_wakeup_fd)
+            self._restore()
             os.close(self._pipe)  # ends the thread
             self._pipe = -1
+        self._forks.close()
+
+    def _listen(self) -> None:
+        """Takes the signals, and takes them back from a library that took them."""
+        before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        if before != self._pipe and self._old_wakeup_fd is None:
+            self._old_wakeup_fd = before
+        for number in self._old_handlers:
+            if signal.getsignal(number) != self._handle_in_main_thread:
+                signal.signal(number, self._handle_in_main_thread)
+
+    def _restore(self) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1 if self._old_wakeup_fd is None else self._old_wakeup_fd)
+        self._old_handlers, self._old_wakeup_fd = {}, None
+
+    def _undo_in_child(self) -> None:
+        """In a forked child: its signals are its own, and the pipe is the parent's."""
+        self._restore()
+        for end in (self._reads, self._pipe):
+            with contextlib.suppress(OSError):
+                os.close(end)
+        self._pipe = -1
 
     def _read_signals(self, reads: int) -> None:
         with open(reads, "rb", buffering=0) as pipe:
             while received := pipe.read(1):
-                if received[0] in SIGNALS:
+                if received[0] in self._old_handlers:
                     self._handle_in_thread(received[0])
 
     def _handle_in_thread(self, number: int) -> None:
@@ -103,6 +139,10 @@ class Stops:
         del frame
         if not self._in_loop:
             raise Stopped(f"stopped by {signal.Signals(number).name}; {RESUME_HINT}")
+        descriptor = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        if descriptor != self._pipe:  # a library took it: the thread did not hear the signal
+            signal.set_wakeup_fd(descriptor)
+            self._handle_in_thread(number)
 
     # --- the loop
 
@@ -131,6 +171,8 @@ class Stops:
         Args:
           whole: another update comes next.
         """
+        if self._pipe >= 0 and threading.current_thread() is threading.main_thread():
+            self._listen()
         if self._reason is None:
             reasons = multihost.gather_objects(self._reason_here(whole))
             self._reason = next((reason for reason in reasons if reason is not None), None)

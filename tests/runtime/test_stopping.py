@@ -1,6 +1,7 @@
 """A run that is stopped from outside saves at a safe point, says so by its exit code, and continues byte for byte."""
 
 import dataclasses
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import datasets
+import multiprocess
 import pytest
 
 from tests.helpers.paths import ROOT
@@ -53,10 +56,12 @@ SFT = SFTConfig(model_name_or_path=None, max_steps=5, max_length=96, **SHARED)
 class Kills:
     """A reward function that sends this process a signal at chosen calls: (update, in an evaluation)."""
 
-    def __init__(self, *when, number=signal.SIGTERM):
-        self.when, self.number = list(when), number
+    def __init__(self, *when, number=signal.SIGTERM, first=lambda: None):
+        self.when, self.number, self.first = list(when), number, first
 
     def __call__(self, completion_ids, trainer_state, **_):
+        if (result := self.first()) is not None:
+            return result
         now = trainer_state.global_step, trainer_state.is_eval
         if now in self.when:
             self.when.remove(now)
@@ -233,3 +238,118 @@ with Stops() as stops:
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
     assert "SIGINT" in child.stderr.read()
+
+
+def square(x):
+    return x * x
+
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(square, [1, 2]) == [1, 4]
+
+
+def pool_of_multiprocess():
+    with multiprocess.get_context("fork").Pool(2) as pool:
+        assert pool.map(square, [1, 2]) == [1, 4]
+
+
+def map_of_datasets():
+    rows = datasets.Dataset.from_list([{"x": 1}, {"x": 2}])
+    assert rows.map(lambda row: {"x": row["x"] ** 2}, num_proc=2)["x"] == [1, 4]
+
+
+def time_limit(number=signal.SIGTERM):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    os.kill(child.pid, number)
+    child.join()
+    assert child.exitcode in ((-number,) if number == signal.SIGTERM else (1, -number))
+
+
+def interrupt():
+    time_limit(signal.SIGINT)
+
+
+def child_that_exits():
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    os.waitpid(child, 0)
+
+
+def child_that_returns():
+    child = os.fork()
+    if not child:
+        return [99.0]
+    os.waitpid(child, 0)
+
+
+HABITS = (pool, pool_of_multiprocess, map_of_datasets, time_limit, interrupt, child_that_exits, child_that_returns)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_reward_function_may_have_children(habit, whole, tmp_path):
+    run(RLOO, tmp_path / "rloo", Kills(first=habit))
+    assert left(tmp_path / "rloo") == left(whole / "rloo")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_signal_to_the_run_counts_while_a_child_lives(whole, tmp_path):
+    children = []
+
+    def have_a_child():
+        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+        children[-1].start()
+
+    try:
+        with pytest.raises(Stopped, match="after update 3, which is saved"):
+            run(RLOO, tmp_path / "rloo", Kills((3, False), first=have_a_child))
+        assert all(child.is_alive() for child in children)
+        run(RLOO, tmp_path / "rloo", Kills())
+    finally:
+        for child in children:
+            child.kill()
+    assert left(tmp_path / "rloo") == left(whole / "rloo")
+
+
+@pytest.mark.parametrize("name", [name for name in stopping.FROM_OUTSIDE if hasattr(signal, name)])
+def test_the_signals_of_terminals_and_schedulers_stop_a_run(name, whole, tmp_path):
+    reward = Kills((3, False), number=getattr(signal, name))
+    with pytest.raises(Stopped, match=f"stopped by {name} after update 3, which is saved"):
+        run(RLOO, tmp_path / "rloo", reward)
+    run(RLOO, tmp_path / "rloo", Kills())
+    assert left(tmp_path / "rloo") == left(whole / "rloo")
+
+
+def test_a_signal_that_is_ignored_or_handled_by_the_caller_stays_so(monkeypatch):
+    heard = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with Stops() as stops:
+            stops.set_in_loop(True)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)
+            assert heard == [signal.SIGUSR1] and stops.reason() is None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("taken", ["descriptor", "handler", "both"])
+def test_a_library_that_takes_the_signals_later_does_not_lose_them(taken):
+    with Stops() as stops:
+        stops.set_in_loop(True)
+        if taken != "handler":
+            signal.set_wakeup_fd(-1)
+        if taken != "descriptor":
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        if taken == "both":
+            assert stops.reason() is None  # a safe point takes them back
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        assert stops.reason() == "by SIGTERM"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,11 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes tensors as one safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode  # that of any new file: safetensors makes files that only their owner reads
     # transformers requires the "format" of the saved arrays.
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(mode))
 
 
 def write_weights(
