@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,19 @@ def test_exported_reward_model_loads_in_transformers_with_equal_scores(tmp_path,
     assert distance(scores, expected) < 1e-5
     _, again = hf.load(tmp_path, kind="scalar")
     assert distance(np.asarray(our_scores(model, again))[[0, 1], [8, 6]], scores) < 1e-5
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_weights_have_the_mode_of_any_new_file(tmp_path, umask, mode):
+    model = custom_shape("1x16x2", VOCAB)
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # the second export replaces the files of the first
+            hf.save(tmp_path, model, random_params(model, heads=("causal",)), kind="causal")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert set(modes.values()) == {mode} and "model.safetensors" in modes
 
 
 def test_a_shorter_export_leaves_no_shards_of_the_longer_one(tmp_path):
