@@ -17,6 +17,7 @@ from rlhf_jax.config import PolicyConfig
 from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault, text_messages
 from rlhf_jax.data.images import ImageProcessor, read_row
+from rlhf_jax.data.row_texts import string_fault
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
 from rlhf_jax.models.io import hf, peft
@@ -307,6 +308,13 @@ class Policy:
     def _encode(self, texts, max_new_tokens: int, chat_template_kwargs) -> tuple[list[list[int]], list[Any]]:
         """(token ids of each text or conversation, with images each one's (sources, number of tiles))."""
         prompts, sources = list(texts), []
+        for i, prompt in enumerate(prompts):
+            conversation = isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in prompt)
+            if not conversation and (fault := string_fault({"text": prompt}, "text")) is not None:
+                raise UserError(
+                    f"text {i}: {fault.replace(repr('text'), 'it', 1)}. Give a text, or a conversation: a list of "
+                    '{"role", "content"} messages'
+                )
         if self.processor is not None and not all(isinstance(text, str) for text in prompts):
             template = ChatTemplate(self.tokenizer, chat_template_kwargs)
             ids = []

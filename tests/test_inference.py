@@ -175,6 +175,21 @@ def test_what_cannot_be_is_refused_by_name(policy, options, said):
         policy.generate(["i met anna."], **options)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "text 1: it is null. Give a text, or a conversation: a list of"),
+        (7, "text 1: it is an int, not text. Give"),
+        ([1, 2], "text 1: it is a list, not text. Give"),
+        ([None], "text 1: it is a list, not text. Give"),
+        ("half \ud83d", r"text 1: it holds \\ud83d at character 6, a lone surrogate"),
+    ],
+)
+def test_what_is_neither_text_nor_conversation_is_named(policy, text, said):
+    with pytest.raises(UserError, match=said):
+        policy.generate(["i met anna.", text])
+
+
 def test_an_empty_text_and_no_chat_template_are_refused(policy):
     with pytest.raises(UserError, match="text 1 is empty"):
         policy.generate(["i", ""])
