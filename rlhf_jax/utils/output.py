@@ -8,12 +8,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+_LONG_NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
 
 class Output:
-    """A text stream that prints characters outside its encoding as escapes, and drops text without a reader."""
+    """A text stream that prints characters outside its encoding as escapes, and drops text without a reader.
 
-    def __init__(self, stream: Any):
-        self._stream = stream
+    The first loss is said once on the other one of standard output and error.
+    """
+
+    def __init__(self, stream: Any, name: str):
+        """`name`: 'stdout' or 'stderr'."""
+        self._stream, self._name, self._noted = stream, name, False
 
     def write(self, text: str) -> int:
         """Writes a text. Returns its length."""
@@ -38,10 +44,21 @@ class Output:
         """Loses what a closed stream, a pipe without a reader, a lost terminal or a full disk does not take."""
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError as error:
             discard(self._stream)
-        except (OSError, ValueError):
-            pass
+            self._note(error)
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        other = sys.stderr if self._name == "stdout" else sys.stdout
+        with contextlib.suppress(AttributeError):  # no such stream
+            reason = error.strerror if isinstance(error, OSError) else error
+            other.write(f"{_LONG_NAMES[self._name]} takes no more text ({reason}); going on without it\n")
+            other.flush()
 
 
 def discard(stream: Any) -> None:
@@ -54,7 +71,7 @@ def discard(stream: Any) -> None:
 def guarded_output() -> Iterator[None]:
     """Within it, or in a function that it decorates, nothing printed to standard output or error raises."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    guarded = {name: Output(stream) for name, stream in streams.items() if not isinstance(stream, Output | None)}
+    guarded = {name: Output(stream, name) for name, stream in streams.items() if not isinstance(stream, Output | None)}
     for name, output in guarded.items():
         setattr(sys, name, output)
     try:

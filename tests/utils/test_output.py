@@ -57,6 +57,42 @@ def test_a_stream_that_takes_no_text_raises_nothing(monkeypatch, stream):
             print("a line", file=sys.stderr, flush=True)
 
 
+@pytest.mark.parametrize(
+    ("lost", "kept", "long"), [("stdout", "stderr", "standard output"), ("stderr", "stdout", "standard error")]
+)
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [(Full, "No space left on device"), (closed, "I/O operation on closed file"), (without_reader, "Broken pipe")],
+)
+def test_what_is_lost_is_said_once_on_the_other_stream(monkeypatch, lost, kept, long, stream, reason):
+    other = io.StringIO()
+    monkeypatch.setattr(sys, lost, stream())
+    monkeypatch.setattr(sys, kept, other)
+    with guarded_output():
+        for _ in range(3):
+            print("a line", file=getattr(sys, lost), flush=True)
+    assert other.getvalue() == f"{long} takes no more text ({reason}); going on without it\n"
+
+
+def test_a_disk_that_has_room_again_gets_text_again(monkeypatch):
+    class Sometimes(io.StringIO):
+        full = True
+
+        def write(self, text):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    stream = Sometimes()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with guarded_output():
+        print("lost", flush=True)
+        stream.full = False
+        print("kept", flush=True)
+    assert stream.getvalue() == "kept\n"
+
+
 def test_guards_do_not_pile_up_and_leave_a_stream_of_the_user_alone(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with guarded_output():
@@ -74,4 +110,5 @@ def test_a_program_whose_reader_has_ended_ends_well():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.readline()
         child.stdout.close()
-        assert (child.wait(), child.stderr.read()) == (0, b"")
+        note = b"standard output takes no more text (Broken pipe); going on without it\n"
+        assert (child.wait(), child.stderr.read()) == (0, note)
