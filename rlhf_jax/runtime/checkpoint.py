@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import threading
+import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -131,6 +132,7 @@ class Checkpoints:
         self.warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
         self._keep = Keep(keep, greater_is_better)
         self._saving: int | None = None
+        self._quiet = contextlib.ExitStack()
         self._manager = self._open()
         for step in self.steps():
             self._keep.scores[step] = self._score(step)
@@ -332,6 +334,7 @@ class Checkpoints:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         error = None
+        self._quiet.enter_context(_no_late_errors())
         try:
             state = self._manager.restore(step, args=items)["state"]
         except jax.errors.JaxRuntimeError:
@@ -405,12 +408,39 @@ class Checkpoints:
         """Waits for the last save and closes orbax's manager."""
         self.wait()
         self._manager.close()
+        self._quiet.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _no_late_errors() -> Iterator[None]:
+    """Within it, what a failed restore leaves behind prints nothing: it ends at one array, and the tasks of the others
+    then fail unheard, or report to an event loop that has ended."""
+    before, logger = sys.unraisablehook, logging.getLogger("asyncio")
+
+    def hook(unraisable: Any) -> None:
+        frames = traceback.extract_tb(unraisable.exc_traceback)
+        late = issubclass(unraisable.exc_type, RuntimeError) and frames and frames[0].name == "call_soon_threadsafe"
+        if not late:
+            before(unraisable)
+
+    def heard(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not ("never retrieved" in message and "orbax" in message)
+
+    sys.unraisablehook = hook
+    logger.addFilter(heard)
+    try:
+        yield
+    finally:
+        logger.removeFilter(heard)
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
 
 
 def restore_newest(checkpoints: Any, like: Any) -> tuple[Any, dict[str, Any], int] | None:

@@ -4,6 +4,8 @@ import functools
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 import time
 
 import huggingface_hub
@@ -117,6 +119,36 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, case
     with Checkpoints(str(tmp_path), warn=said.append) as checkpoints:
         with pytest.raises(UserError, match="No other checkpoint"):
             checkpoints.restore_newest(state)
+
+
+QUIET = """
+import sys
+import jax.numpy as jnp
+from rlhf_jax.runtime.checkpoint import Checkpoints
+state = {str(number): jnp.arange(6.0) + number for number in range(40)}
+with Checkpoints(sys.argv[1]) as checkpoints:
+    assert checkpoints.restore_newest(state)[2] == 2
+"""
+
+
+def no_manifest(step):
+    (step / "state" / "manifest.ocdbt").unlink()
+
+
+@pytest.mark.parametrize("damage", [no_manifest, truncated])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, damage):
+    state = {str(number): jnp.arange(6.0) + number for number in range(40)}
+    for _ in range(3):  # what a failed restore leaves behind ends in any order
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        with Checkpoints(str(tmp_path / "saved")) as checkpoints:
+            for step in (2, 5):
+                checkpoints.save(step, state)
+        damage(tmp_path / "saved" / "5")
+        command = [sys.executable, "-c", QUIET, str(tmp_path / "saved")]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert found.returncode == 0, found.stderr
+        [line] = found.stderr.splitlines()
+        assert line.startswith("warning: checkpoint") and "resuming from update 2" in line
 
 
 # --- models
