@@ -106,7 +106,8 @@ class Stops:
 
     def _restore(self) -> None:
         for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # not set from Python, and cannot be
+                signal.signal(number, handler)
         signal.set_wakeup_fd(-1 if self._old_wakeup_fd is None else self._old_wakeup_fd)
         self._old_handlers, self._old_wakeup_fd = {}, None
 
