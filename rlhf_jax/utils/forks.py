@@ -55,7 +55,8 @@ def _flush(stream: Any) -> None:
         stream.flush()
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 @contextlib.contextmanager

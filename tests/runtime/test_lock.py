@@ -1,5 +1,6 @@
 """One run a folder: the second is refused by name, and what a dead one left is free."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -53,6 +54,33 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path, holder):
         Lock(str(tmp_path)).take()
     lock.release()
     Lock(str(tmp_path)).take()
+
+
+def test_a_child_holds_no_lock_and_releases_none(tmp_path):
+    forks = "import os\nchild = os.fork()\nif not child:\n    time.sleep(60)\n    os._exit(0)\nprint(child"
+    program = HOLDER.replace('print("held"', forks)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait()
+            os.kill(child, 0)  # it lives
+            Lock(str(tmp_path)).take()
+        finally:
+            os.kill(child, signal.SIGKILL)
+    lock = Lock(str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    lock.take()
+    child = os.fork()
+    if not child:
+        del lock
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(UserError, match="in use"):
+        Lock(str(tmp_path / "other")).take()
 
 
 def test_a_lock_file_of_another_kind_stops_nobody(tmp_path):
