@@ -14,7 +14,7 @@ from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.errors import UserError
 from rlhf_jax.models.placement import AbstractWeights
-from rlhf_jax.parallel import platforms, xla_flags
+from rlhf_jax.parallel import jax_settings, platforms, xla_flags
 from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_stage
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+@jax_settings.pinned()
 def compile_run(config, out: str | None) -> None:
     """Compiles the stages of a config.
 

@@ -24,7 +24,7 @@ from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
 from rlhf_jax.option import field_ranges
-from rlhf_jax.parallel import platforms, sharding, xla_flags
+from rlhf_jax.parallel import jax_settings, platforms, sharding, xla_flags
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_models
@@ -118,6 +118,7 @@ class Policy:
             self._pure_sample, static_argnames=("length", "greedy", "top_k", "suppress_ids", "group")
         )
 
+    @jax_settings.pinned()
     def load(self) -> None:
         """Reads the weights."""
         if self._params is not None or self._unstacked is not None:
@@ -160,6 +161,7 @@ class Policy:
         rollout = generate_unstacked(self.model, layers, prompts, jax.random.key(seed), sampling, **options)
         return sharding.spread_rows(rollout, self.mesh)
 
+    @jax_settings.pinned()
     def sample(
         self,
         prompts: PromptBatch,

@@ -37,7 +37,7 @@ from rlhf_jax.dry_run import report, topologies
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate import compare
 from rlhf_jax.metrics import logger as metrics_logger
-from rlhf_jax.parallel import multihost, platforms, xla_flags
+from rlhf_jax.parallel import jax_settings, multihost, platforms, xla_flags
 from rlhf_jax.runtime import (
     compile_cache,
     config_diff,
@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.R
     return 0
 
 
+@jax_settings.pinned()
 def run(
     config: Config,
     *,

@@ -17,12 +17,13 @@ from rlhf_jax.evaluate.options import EvaluateConfig, check
 from rlhf_jax.evaluate.pairs import PairEvaluation
 from rlhf_jax.evaluate.policies import PolicyEvaluation
 from rlhf_jax.models.placement import Weights
-from rlhf_jax.parallel import multihost, sharding
+from rlhf_jax.parallel import jax_settings, multihost, sharding
 from rlhf_jax.rewards.python_functions import resolve
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
+@jax_settings.pinned()
 def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs an evaluation, prints its tables and writes evaluation.json and samples.jsonl. With several processes every
     one must call it; the first one judges, prints and writes.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import jax_settings, sharding
 
 WAITED = "/rlhf_jax/compile_ahead/wait_for_compiler_duration"
 """The event of JAX's monitoring for the seconds that a call waited for a program."""
@@ -50,7 +50,8 @@ class CompileAhead:
 
     def _trace(self, trace: Callable[[Callable[..., Any]], None]) -> None:
         try:
-            trace(self._build)
+            with jax_settings.pinned():
+                trace(self._build)
         except Exception as error:
             self._error = error  # a run meets it again in a call
         finally:

@@ -51,7 +51,7 @@ class Output:
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        if self._noted:
+        if self._noted or getattr(sys, self._name) is not self:  # a logger may have it when the run is over
             return
         self._noted = True
         other = sys.stderr if self._name == "stdout" else sys.stdout

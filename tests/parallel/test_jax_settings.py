@@ -1,0 +1,131 @@
+"""parallel/jax_settings.py: a seed means one run, whatever jax's settings are outside."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import rlhf_jax
+from rlhf_jax.config import RLOOConfig
+from rlhf_jax.errors import UserError
+from rlhf_jax.parallel import jax_settings
+from tests.helpers.paths import ROOT
+
+CONFIG = {
+    "scratch_model": "1x16x2",
+    "tokenizer_name_or_path": "synthetic",
+    "dataset_name": "synthetic",
+    "sft_model_path": None,
+    "reward_model_path": None,
+    "max_train_samples": 16,
+    "max_eval_samples": 4,
+    "query_length": 64,
+    "response_length": 4,
+    "length_buckets": (64,),
+    "num_generations": 2,
+    "batch_size": 4,
+    "micro_batch_size": 4,
+    "learning_rate": 1e-2,
+    "total_episodes": 8,
+    "report_to": (),
+}
+
+
+def first_token(completion_ids, **_):
+    return [-0.1 * ids[0] if ids else 0.0 for ids in completion_ids]
+
+
+class SwitchesX64:
+    """A reward function that turns double precision on, as code of others does."""
+
+    __name__ = "first_token"
+
+    def __call__(self, completion_ids, **_):
+        jax.config.update("jax_enable_x64", True)
+        return first_token(completion_ids)
+
+
+def left(folder):
+    files = [
+        folder / "metrics.jsonl",
+        *sorted((folder / "policy").iterdir()),
+        *sorted((folder / "completions").iterdir()),
+    ]
+    return {path.name: path.read_bytes().replace(str(folder).encode(), b"RUN") for path in files}
+
+
+def run(folder, reward=first_token):
+    rlhf_jax.run(RLOOConfig(**CONFIG, run_dir=str(folder)), reward_funcs=reward)
+    return left(folder)
+
+
+PROGRAM = """
+import pathlib, sys
+from tests.parallel import test_jax_settings
+test_jax_settings.run(pathlib.Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "JAX_DEFAULT_PRNG_IMPL=rbg",
+        "JAX_THREEFRY_PARTITIONABLE=0",
+        "JAX_ENABLE_X64=1",
+        "JAX_NUMPY_DTYPE_PROMOTION=strict",
+        "JAX_NUMPY_RANK_PROMOTION=raise",
+    ],
+)
+def test_a_setting_of_the_environment_changes_no_byte(setting, plain, tmp_path):
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    child = subprocess.run(
+        command, env={**os.environ, name: value}, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert left(tmp_path) == plain
+
+
+@pytest.mark.runs
+def test_a_reward_function_that_switches_x64_on_changes_no_byte(plain, tmp_path):
+    before = jax.config.jax_enable_x64
+    try:
+        assert run(tmp_path, SwitchesX64()) == plain
+        assert jax.config.jax_enable_x64  # the setting is the caller's
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def test_the_callers_settings_stay(monkeypatch):
+    with jax.default_prng_impl("rbg"):
+        with jax_settings.pinned():
+            assert str(jax.random.key(0).dtype) == "key<fry>"
+        assert str(jax.random.key(0).dtype) == "key<rbg>"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("jax_random_seed_offset", 5, "0"),
+        ("jax_high_dynamic_range_gumbel", True, "False"),
+        ("jax_disable_jit", True, "False"),
+    ],
+)
+def test_a_setting_that_no_run_works_with_is_refused(name, value, needed, tmp_path):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        with pytest.raises(UserError, match=f"{name.upper()}={value}: a run needs {needed}, jax's default. Unset it"):
+            rlhf_jax.run(RLOOConfig(**CONFIG, run_dir=str(tmp_path / "run")), reward_funcs=first_token)
+    finally:
+        jax.config.update(name, before)
+    assert not pathlib.Path(tmp_path / "run").exists()
