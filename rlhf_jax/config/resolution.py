@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from rlhf_jax import storage
@@ -40,7 +41,7 @@ def stages_of(config: Config) -> dict[str, StageConfig]:
 
 
 def _run_dir(config: Config) -> str:
-    run_dir = config.run_dir or f"runs/{stage_name(config)}"
+    run_dir = os.path.expanduser(config.run_dir or f"runs/{stage_name(config)}")
     return storage.absolute(run_dir) if storage.is_remote(run_dir) else run_dir.rstrip("/") or "/"
 
 
