@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -45,12 +46,14 @@ class CompileAhead:
         self._compiling: dict[str, futures.Future] = {}
         self._waited_for: set[str] = set()
         self._error: Exception | None = None
+        # Of the calls that will look for the programs.
+        self._settings = jax_settings.pinned if jax_settings.is_pinned() else contextlib.nullcontext
         self._compilers = futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "compile")
         threading.Thread(target=self._trace, args=(trace,), name="trace", daemon=True).start()
 
     def _trace(self, trace: Callable[[Callable[..., Any]], None]) -> None:
         try:
-            with jax_settings.pinned():
+            with self._settings():
                 trace(self._build)
         except Exception as error:
             self._error = error  # a run meets it again in a call

@@ -7,6 +7,7 @@ caller's own stay as they are.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ REFUSED: dict[str, Any] = {
 }
 """Settings that jax has no context manager for, or that no run works with, and their only values."""
 
+_thread = threading.local()
+
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
@@ -43,4 +46,13 @@ def pinned() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in PINNED.items():
             stack.enter_context(getattr(jax, name)(value))
-        yield
+        outer, _thread.pinned = is_pinned(), True
+        try:
+            yield
+        finally:
+            _thread.pinned = outer
+
+
+def is_pinned() -> bool:
+    """Whether this thread is within `pinned`: programs that it traces are found only by threads that are, too."""
+    return getattr(_thread, "pinned", False)

@@ -57,8 +57,8 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path, holder):
 
 
 def test_a_child_holds_no_lock_and_releases_none(tmp_path):
-    forks = "import os\nchild = os.fork()\nif not child:\n    time.sleep(60)\n    os._exit(0)\nprint(child"
-    program = HOLDER.replace('print("held"', forks)
+    forks = "import os\nif not os.fork():\n    print(os.getpid(), flush=True)\n    time.sleep(60)\n    os._exit(0)\n"
+    program = HOLDER.replace('print("held", flush=True)\n', forks)
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as parent:
