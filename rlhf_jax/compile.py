@@ -69,11 +69,11 @@ def compile_run(config, out: str | None) -> None:
     if config.deterministic:  # as the run's command does
         xla_flags.add(xla_flags.DETERMINISTIC)
     xla_flags.add_those_of_gpus()
+    check(config)
     platforms.check()
     folder = out or jax.config.jax_compilation_cache_dir or str(compile_cache.folder())
     if compile_cache.enable(folder) is None:
         raise UserError(f"programs cannot be kept in {folder}: give --out another folder")
-    check(config)
     batch_sizes.check_devices_of(config, jax.device_count())
     for name, stage in stages_of(config).items():
         if (missing := report.missing_start(stage)) is not None:

@@ -148,9 +148,9 @@ def run(
     began = time.monotonic()
     config = resolve(config)
     xla_flags.add_those_of_gpus()
-    platforms.check()
     compile_cache.enable()
     check(config)
+    platforms.check()  # which starts the devices, after all that needs none
     batch_sizes.check_devices_of(config, device_count(config))
     stages = stages_of(config)
     for name, stage in stages.items():

@@ -331,10 +331,10 @@ def _convolution_flops(op: Op, shapes: dict[str, str]) -> float:
     of the first operand, which is dilated and padded."""
     left, right, result = (_dims(shape) for shape in (*(shapes.get(name, "") for name in op.operands[:2]), op.shape))
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
-    given = re.search(r"\bwindow=\{([^}]*)\}", op.rest)
+    attribute = re.search(r"\bwindow=\{([^}]*)\}", op.rest)
     if labels is None or not left or not right:
         return 0.0
-    window = dict(word.split("=") for word in given[1].split()) if given else {}
+    window = dict(word.split("=") for word in attribute[1].split()) if attribute else {}
     total = 2.0 * result[labels[3].index("b")] * result[labels[3].index("f")] * right[labels[2].index("i")]
     for axis, size in enumerate(window["size"].split("x") if window else ()):
 

@@ -161,8 +161,8 @@ def advice(config: StageConfig, predicted: Mapping[str, roofline.Predicted], dev
         "a larger rollout_batch_size": name == "generate" and rows is not None and rows < config.batch_size,
         "kv_cache_dtype int8": (name, bound) == ("generate", "memory") and config.kv_cache_dtype == "auto",
     }
-    given = [option for option, fits in options.items() if fits]
-    change = f"; options that change it: {', '.join(given)}" if given else ""
+    fitting = [option for option, fits in options.items() if fits]
+    change = f"; options that change it: {', '.join(fitting)}" if fitting else ""
     return [f"  most time: {name}, bound by {shares(most.bounds)}{change}"]
 
 

@@ -41,8 +41,8 @@ def pinned() -> Iterator[None]:
       UserError: a setting of `REFUSED` has another value.
     """
     for name, value in REFUSED.items():
-        if (given := getattr(jax.config, name)) != value:
-            raise UserError(f"{name.upper()}={given}: a run needs {value!r}, jax's default. Unset it")
+        if (setting := getattr(jax.config, name)) != value:
+            raise UserError(f"{name.upper()}={setting}: a run needs {value!r}, jax's default. Unset it")
     with contextlib.ExitStack() as stack:
         for name, value in PINNED.items():
             stack.enter_context(getattr(jax, name)(value))

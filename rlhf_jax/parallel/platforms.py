@@ -12,10 +12,8 @@ import jax
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel.xla_flags import CUDA_PLUGINS
 
-PLUGINS = {"cuda": CUDA_PLUGINS, "gpu": CUDA_PLUGINS, "tpu": ("libtpu",)}
-"""Packages, one of which a platform needs."""
-EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
-"""The extra of this package that installs them."""
+PLUGINS = {"cuda": ("cuda", CUDA_PLUGINS), "gpu": ("cuda", CUDA_PLUGINS), "tpu": ("tpu", ("libtpu",))}
+"""By the platform that JAX_PLATFORMS names: the extra of this package that installs jax's plugin, and its modules."""
 GPU_FILES = "/dev/nvidia[0-9]*"
 TPU_FILES = "/dev/accel[0-9]*"
 
@@ -42,23 +40,23 @@ def check() -> None:
 
 
 def _missing(asked: str, error: Exception) -> str:
-    there = [
+    hardware = [
         _counted(len(glob.glob(files)), name) for name, files in (("NVIDIA GPU", GPU_FILES), ("TPU chip", TPU_FILES))
     ]
     platforms = [name for name in asked.split(",") if name in PLUGINS and not _has_plugin(name)]
     reason = "; ".join(map(_install, platforms)) or str(error).split(" (set JAX_PLATFORMS")[0].splitlines()[0]
     return (
-        f"JAX_PLATFORMS={asked}: jax has no such devices: {reason}. This machine has {' and '.join(there)}. "
+        f"JAX_PLATFORMS={asked}: jax has no such devices: {reason}. This machine has {' and '.join(hardware)}. "
         "JAX_PLATFORMS=cpu uses the CPU; without JAX_PLATFORMS jax takes the fastest devices that it finds"
     )
 
 
 def _has_plugin(platform: str) -> bool:
-    return any(importlib.util.find_spec(name) for name in PLUGINS[platform])
+    return any(importlib.util.find_spec(name) for name in PLUGINS[platform][1])
 
 
 def _install(platform: str) -> str:
-    return f"pip install '.[{EXTRAS[platform]}]' installs jax's plugin for it"
+    return f"pip install '.[{PLUGINS[platform][0]}]' installs jax's plugin for it"
 
 
 def _counted(count: int, name: str) -> str:

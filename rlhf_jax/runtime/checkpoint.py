@@ -429,16 +429,16 @@ def _no_late_errors() -> Iterator[None]:
         if not late:
             before(unraisable)
 
-    def heard(record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
         message = record.getMessage()
         return not ("never retrieved" in message and "orbax" in message)
 
     sys.unraisablehook = hook
-    logger.addFilter(heard)
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.removeFilter(heard)
+        logger.removeFilter(passes)
         if sys.unraisablehook is hook:
             sys.unraisablehook = before
 

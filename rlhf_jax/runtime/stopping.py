@@ -30,7 +30,7 @@ them."""
 MARGIN = 1.5  # the next update may take this many times as long as the longest one so far
 
 
-def _heard() -> list[int]:
+def _stop_signals() -> list[int]:
     """The signals that stop a run: of those from outside the ones that end the process."""
     outside = (getattr(signal, name) for name in FROM_OUTSIDE if hasattr(signal, name))
     return [*SIGNALS, *(number for number in outside if signal.getsignal(number) == signal.SIG_DFL)]
@@ -83,7 +83,7 @@ class Stops:
             self._forks.enter_context(undone_in_children(self._undo_in_child))
             self._reads, self._pipe = os.pipe()
             os.set_blocking(self._pipe, False)
-            self._old_handlers = {number: signal.getsignal(number) for number in _heard()}
+            self._old_handlers = {number: signal.getsignal(number) for number in _stop_signals()}
             self._listen()
             threading.Thread(target=self._read_signals, args=(self._reads,), daemon=True, name="stops").start()
         return self
