@@ -41,6 +41,7 @@ from rlhf_jax.parallel import jax_settings, multihost, platforms, xla_flags
 from rlhf_jax.runtime import (
     compile_cache,
     config_diff,
+    environment,
     hub_upload,
     model_card,
     out_of_memory,
@@ -224,6 +225,9 @@ def train_stage(
         return Result(config.run_dir, finished["metrics"], paths)
     for line in multihost.from_first(lambda: run_folders.changes(config.run_dir, options)):
         log(f"{name}: changed since the run began: {line}")
+    surroundings = environment.environment()
+    for line in multihost.from_first(lambda: run_folders.environment_changes(config.run_dir, surroundings)):
+        log(f"{name}: changed since the run's last process, may change rounding: {line}")
 
     with contextlib.ExitStack() as stack:
         # --- open data and models, then the folder: a run that cannot start leaves nothing behind
@@ -235,7 +239,7 @@ def train_stage(
         warnings = batch_sizes.check_rows(config, stage.rows)
         stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
         inputs = multihost.from_first(stage.inputs)
-        run_folder = run_folders.RunFolder.open(*claim, inputs)
+        run_folder = run_folders.RunFolder.open(*claim, inputs, surroundings)
         stack.callback(run_folder.close)
         callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
         for callback in reversed(callbacks):

@@ -17,6 +17,7 @@ from rlhf_jax import storage
 from rlhf_jax.metrics import tensorboard
 from rlhf_jax.metrics.sinks import BucketJsonLines, Callback, Entry, JsonLines, Sink
 from rlhf_jax.parallel.multihost import is_main
+from rlhf_jax.utils import output
 from rlhf_jax.utils.strict_json import with_floats
 
 
@@ -87,6 +88,7 @@ class MetricLogger:
         self.tokens = tokens
         self._restored: tuple[int, dict[str, Any]] = (-1, {})  # step, and what the monitor added to its line
         self._clock = time.perf_counter()
+        self._output_lost = False
 
     @classmethod
     def open(
@@ -181,6 +183,9 @@ class MetricLogger:
         if self._throughput is not None:
             timings.update(self._throughput(step, self.tokens - tokens_before, timings))
         timings.update(peak_memory())
+        if (lost := output.is_lost()) or self._output_lost:
+            timings["alarm/output_lost"] = float(lost)
+        self._output_lost = lost
         self.last = metrics
         for sink in self._sinks:
             sink.write(Entry(step, metrics, timings, messages))

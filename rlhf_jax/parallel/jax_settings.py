@@ -23,12 +23,41 @@ PINNED: dict[str, Any] = {
     "numpy_rank_promotion": "allow",
 }
 """Context managers of jax, which hold for the thread that enters them, and their values."""
-REFUSED: dict[str, Any] = {
-    "jax_random_seed_offset": 0,
-    "jax_high_dynamic_range_gumbel": False,
-    "jax_disable_jit": False,
+_GUARD = (None, "allow", "log")
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "jax_random_seed_offset": (0,),
+    "jax_high_dynamic_range_gumbel": (False,),
+    "jax_disable_jit": (False,),
+    "jax_no_tracing": (False,),
+    "jax_no_execution": (False,),
+    "jax_custom_vjp3": (False,),
+    "jax_scan3": (False,),
+    "jax_transfer_guard": _GUARD,  # batches reach the devices as arguments of programs
+    "jax_transfer_guard_host_to_device": _GUARD,
+    "jax_transfer_guard_device_to_host": _GUARD,
+    "jax_transfer_guard_device_to_device": _GUARD,
 }
-"""Settings that jax has no context manager for, or that no run works with, and their only values."""
+"""Settings that change numbers and have no context manager in jax, or that no run works with, and the values that
+are accepted."""
+ROUNDING = (
+    "jax_default_matmul_precision",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+    "jax_disable_most_optimizations",
+    "jax_compiler_enable_remat_pass",
+    "jax_memory_fitting_level",
+    "jax_memory_fitting_effort",
+    "jax_allow_f16_reductions",
+    "jax_use_direct_linearize",
+    "jax_remat3",
+    "jax_softmax_custom_jvp",
+    "jax_enable_pgle",
+    "jax_use_magma",
+    "jax_ragged_dot_use_ragged_dot_instruction",
+    "jax_cpu_collectives_implementation",
+    "jax_use_shardy_partitioner",
+)
+"""Settings that change the form of programs, and so their rounding, where this version of jax has them."""
 
 _thread = threading.local()
 
@@ -40,9 +69,9 @@ def pinned() -> Iterator[None]:
     Raises:
       UserError: a setting of `REFUSED` has another value.
     """
-    for name, value in REFUSED.items():
-        if (setting := getattr(jax.config, name)) != value:
-            raise UserError(f"{name.upper()}={setting}: a run needs {value!r}, jax's default. Unset it")
+    for name, accepted in REFUSED.items():
+        if (setting := getattr(jax.config, name, accepted[0])) not in accepted:
+            raise UserError(f"{name.upper()}={setting}: a run needs {accepted[0]!r}, jax's default. Unset it")
     with contextlib.ExitStack() as stack:
         for name, value in PINNED.items():
             stack.enter_context(getattr(jax, name)(value))
@@ -51,6 +80,11 @@ def pinned() -> Iterator[None]:
             yield
         finally:
             _thread.pinned = outer
+
+
+def rounding() -> dict[str, str]:
+    """The values of `ROUNDING`'s settings, by name."""
+    return {name: str(getattr(jax.config, name)) for name in ROUNDING if hasattr(jax.config, name)}
 
 
 def is_pinned() -> bool:

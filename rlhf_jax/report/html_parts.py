@@ -255,6 +255,25 @@ def config(groups: Sequence[Group]) -> str:
 <div class="scroll"><table class="config"><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>"""
 
 
+def environments(groups: Sequence[Group]) -> str:
+    """The table of versions, devices and settings of jax; open where they differ."""
+    rows = table_data.environments(groups)
+    if not rows:
+        return ""
+    cells = [
+        [e(row["name"]), *(", then ".join(e(value) or "–" for value in values) for values in row["values"])]
+        for row in rows
+    ]
+    cells = [
+        [f"<b>{cell}</b>" for cell in line] if row["differs"] else line for row, line in zip(rows, cells, strict=True)
+    ]
+    heads = ["", *(e(group.label) if len(groups) > 1 else "value" for group in groups)]
+    is_open = " open" if any(row["differs"] for row in rows) else ""
+    return f"""<details{is_open}><summary>Versions, devices, settings of JAX and XLA</summary>
+<p class="quiet">They may change the rounding of numbers. Bold: runs, or processes of a run, differ.</p>
+{_table(heads, cells, "config")}</details>"""
+
+
 def _value(value: str | None) -> str:
     return "–" if value is None else "None" if value == "null" else e(re.sub(r'^"(.*)"$', r"\1", value))
 

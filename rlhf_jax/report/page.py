@@ -71,7 +71,7 @@ def build_tab(name: str, groups: Sequence[Group]) -> tuple[dict[str, Any], str]:
     body.append(html_parts.calibration(name, calibration))
     if name == "policy":
         body.append(html_parts.samples(name, sample_data))
-    body.append(html_parts.config(groups))
+    body += [html_parts.config(groups), html_parts.environments(groups)]
     return data, "\n".join(body)
 
 

@@ -37,6 +37,7 @@ class Run:
       recipe: {"config": argument of --config, "options": its values}, or None.
       series: of each metric and timing, by name.
       finished: content of finished.json, or None.
+      environments: versions, devices and settings of its processes, in order (see `runtime.environment`).
       notes: problems found while reading.
     """
 
@@ -47,6 +48,7 @@ class Run:
     recipe: dict[str, Any] | None
     series: dict[str, Series]
     finished: dict[str, Any] | None
+    environments: list[dict[str, str]]
     notes: list[str]
 
     @property
@@ -169,12 +171,18 @@ def read(path: str, name: str) -> Run:
     if recipe is not None and not (isinstance(recipe.get("config"), str) and isinstance(recipe.get("options"), dict)):
         recipe = None
     finished = read_json_object(os.path.join(path, "finished.json"))
-    run = Run(path, name, stage, config, recipe, {}, finished, [])
+    run = Run(path, name, stage, config, recipe, {}, finished, _environments(path), [])
     for file in ("metrics.jsonl", "timings.jsonl"):
         _read_series(run, file)
     if not run.series:
         run.notes.append("metrics.jsonl has no update yet")
     return run
+
+
+def _environments(path: str) -> list[dict[str, str]]:
+    environments = (read_json_object(os.path.join(path, "inputs.json")) or {}).get("environments")
+    entries = [entry for entry in environments if isinstance(entry, dict)] if isinstance(environments, list) else []
+    return [{name: str(value) for name, value in entry.items()} for entry in entries]
 
 
 def _read_series(run: Run, file: str) -> None:

@@ -216,6 +216,22 @@ def options(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
+def environments(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Versions, devices and settings of the groups' processes, without those that are empty.
+
+    Returns:
+      [{"name", "values": [distinct values of its processes] of each group, "differs": whether there are several}]
+    """
+    entries = [[entry for run in group.runs for entry in run.environments] for group in groups]
+    rows = []
+    for name in dict.fromkeys(name for group in entries for entry in group for name in entry):
+        values = [list(dict.fromkeys(entry.get(name, "") for entry in group)) for group in entries]
+        distinct = {value for group in values for value in group}
+        if distinct != {""}:
+            rows.append({"name": name, "values": values, "differs": len(distinct) > 1})
+    return rows
+
+
 def _json(values: dict[str, Any], name: str) -> str | None:
     return json.dumps(values[name], ensure_ascii=False, default=str) if name in values else None
 

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
-import platform
 import stat
 import sys
 import threading
@@ -15,7 +14,7 @@ import filelock
 import jax
 
 from rlhf_jax.parallel import compile_ahead
-from rlhf_jax.runtime import host_memory
+from rlhf_jax.runtime import environment, host_memory
 
 MAX_SIZE = 4 * 2**30  # bytes; the least recently used programs are evicted
 MIN_COMPILE_SECONDS = 0.3  # of a program that is cached
@@ -26,14 +25,7 @@ def folder(name: str = "rlhf_jax/compiled", *, flags: str = "") -> pathlib.Path:
 
     A program for the CPU holds instructions of the CPU it was compiled on, and machines may share a home directory.
     """
-    try:
-        processor = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        processor = "".join(
-            sorted(line for line in set(processor.splitlines()) if line.startswith(("flags", "Features")))
-        )
-    except OSError:
-        processor = platform.processor() + platform.platform()
-    mark = hashlib.sha256((platform.machine() + processor + flags).encode()).hexdigest()[:12]
+    mark = hashlib.sha256((environment.cpu()[1] + flags).encode()).hexdigest()[:12]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return pathlib.Path(base, name, f"{importlib.metadata.version('jaxlib')}-{mark}")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 
 from rlhf_jax.data.loading import BUILT_IN
 from rlhf_jax.runtime.config_diff import may_change
+from rlhf_jax.runtime.environment import versions
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.text import printable, redact_queries, short_number
 
@@ -68,17 +67,6 @@ _CITATIONS = {
   year    = {2020}
 }""",
 }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that affect the results of a run."""
-    installed = {"python": platform.python_version()}
-    for name in ("rlhf_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def model_card(

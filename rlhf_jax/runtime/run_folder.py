@@ -41,6 +41,8 @@ from rlhf_jax.utils.text import parse_json, short_repr
 EXPORTS = ("policy", "value", "reward_model")
 TEMPLATE_DATE = "date in chat templates"
 """The entry of inputs.json with the date that a run's chat templates print."""
+ENVIRONMENTS = "environments"
+"""The entry of inputs.json with the environments of the run's processes, in order, each that differs from the last."""
 MODEL = "model "
 """What the entries of inputs.json for checkpoints begin with, before their path."""
 Rows = Sequence[dict[str, Any]]
@@ -100,7 +102,7 @@ class RunFolder:
 
     @property
     def inputs(self) -> str:
-        """inputs.json: the data and initial checkpoints of the run, and the date in its chat templates."""
+        """inputs.json: the data and initial checkpoints of the run, the date in its chat templates, environments."""
         return os.path.join(self.path, "inputs.json")
 
     @property
@@ -122,6 +124,7 @@ class RunFolder:
         may_differ: Collection[str] | None = None,
         override: bool = False,
         inputs: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> RunFolder:
         """Creates the folder of a new run, or opens that of an existing run, locks it and writes config.json.
 
@@ -130,6 +133,7 @@ class RunFolder:
 
         Args:
           inputs: data and initial checkpoints of the run (see `Stage.inputs`), compared as options are.
+          environment: of this process, which inputs.json keeps (see `environment.environment`).
 
         Returns:
           The RunFolder; `close` releases the lock.
@@ -143,8 +147,12 @@ class RunFolder:
                     storage.make_dir(folder.path)
                     folder.lock.take()
                     folder._check_inputs(inputs or {}, config, override)
+                    environments = folder.environments()
+                    if environment is not None and environment not in environments[-1:]:
+                        environments.append(environment)
                     write_atomically(folder.config, json_text(config, indent=2) + "\n")
-                    write_atomically(folder.inputs, json_text(inputs or {}, indent=2) + "\n")
+                    content = {**(inputs or {}), ENVIRONMENTS: environments}
+                    write_atomically(folder.inputs, json_text(content, indent=2) + "\n")
                     if storage.exists(folder.finished_file):  # a finished run continues with other options
                         storage.remove(folder.finished_file)
                     probe = folder._write_probe()
@@ -190,6 +198,7 @@ class RunFolder:
             raise UserError(
                 f"{self.inputs} cannot be read ({error}). Remove it to resume without this check"
             ) from error
+        old.pop(ENVIRONMENTS, None)
         same_files = _same_files(self, _config_of(self, self.path), config)
         for name in [name for name in old if name.startswith(MODEL) and name not in inputs]:
             path = name.removeprefix(MODEL)
@@ -204,6 +213,18 @@ class RunFolder:
             )
         for line in lines:
             print(f"warning: --override_resume: {line}", file=sys.stderr, flush=True)
+
+    def environments(self) -> list[dict[str, str]]:
+        """The environments of the run's processes, in order; none of a run without progress or with a damaged file."""
+        if not self.has_progress():
+            return []
+        try:
+            environments = json.loads(storage.read_text(self.inputs))[ENVIRONMENTS]
+            return [dict(environment) for environment in environments]
+        except storage.StorageError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
 
     def has_checkpoint(self) -> bool:
         """Whether checkpoints/ contains a saved step."""
@@ -353,6 +374,13 @@ def changes(run_dir: str, config: dict[str, Any], may_differ: Collection[str] | 
         return []
     old = _config_of(folder, run_dir)
     return differences(old, config, may_differ, _same_files(folder, old, config))
+
+
+def environment_changes(run_dir: str, environment: dict[str, str]) -> list[str]:
+    """Entries in which an environment differs from that of the last process of the run in a folder, a line each."""
+    last = RunFolder(storage.absolute(run_dir)).environments()[-1:]
+    old = {name: value for entries in last for name, value in entries.items() if name in environment}
+    return differences(old, {name: environment[name] for name in old}, ())
 
 
 def _same_files(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> Callable[[Any, Any], bool]:

@@ -15,11 +15,15 @@ class Output:
     """A text stream that prints characters outside its encoding as escapes, and drops text without a reader.
 
     The first loss is said once on the other one of standard output and error.
+
+    Attributes:
+      loses: whether the last text was lost.
     """
 
     def __init__(self, stream: Any, name: str):
         """`name`: 'stdout' or 'stderr'."""
         self._stream, self._name, self._noted = stream, name, False
+        self._discards, self.loses = False, False
 
     def write(self, text: str) -> int:
         """Writes a text. Returns its length."""
@@ -44,10 +48,13 @@ class Output:
         """Loses what a closed stream, a pipe without a reader, a lost terminal or a full disk does not take."""
         try:
             yield
+            self.loses = self._discards
         except BrokenPipeError as error:
             discard(self._stream)
+            self._discards = self.loses = True
             self._note(error)
         except (OSError, ValueError) as error:
+            self.loses = True
             self._note(error)
 
     def _note(self, error: Exception) -> None:
@@ -59,6 +66,11 @@ class Output:
             reason = error.strerror if isinstance(error, OSError) else error
             other.write(f"{_LONG_NAMES[self._name]} takes no more text ({reason}); going on without it\n")
             other.flush()
+
+
+def is_lost() -> bool:
+    """Whether standard output or error loses what is printed."""
+    return any(isinstance(stream, Output) and stream.loses for stream in (sys.stdout, sys.stderr))
 
 
 def discard(stream: Any) -> None:

@@ -143,7 +143,7 @@ def test_a_resume_on_another_day_sees_the_date_of_the_first(tmp_path, monkeypatc
 
 
 def test_runs_without_a_date_in_their_prompts_keep_none(folder):
-    assert set(json.loads((folder / "inputs.json").read_bytes())) == {"training data"}
+    assert set(json.loads((folder / "inputs.json").read_bytes())) == {"training data", "environments"}
 
 
 def test_an_option_that_has_changed_is_refused_and_may_be_overridden(folder, capsys):

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import resource
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.metrics.logger import MetricLogger, read_metrics
 from rlhf_jax.runtime.progress import TerminalLines
+from rlhf_jax.utils.output import guarded_output
 
 
 def lines(path):
@@ -46,6 +48,29 @@ def test_metrics_are_read_one_update_late(folder, monkeypatch):
     logger.close()
     assert told[1:] == [(2, {"a": 3.0}), (3, {"a": 5.0})]
     assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3]
+
+
+def test_text_that_standard_output_does_not_take_is_an_alarm_until_it_does_again(folder, monkeypatch):
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    monkeypatch.setattr(sys, "stdout", disk)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with guarded_output(), MetricLogger.open(folder.path) as logger:
+        for step, full in enumerate((False, True, True, False, False), start=1):
+            disk.full = full
+            print("a line")
+            logger.log(step, {})
+            logger.flush()
+    alarms = [line.get("alarm/output_lost") for line in lines(folder.timings)]
+    assert alarms == [None, 1.0, 1.0, 0.0, None]
+    assert "alarm/output_lost" not in "".join(map(str, lines(folder.metrics)))
 
 
 def test_numbers_keep_every_digit_and_their_kind(folder):

@@ -1,7 +1,9 @@
 """parallel/jax_settings.py: a seed means one run, whatever jax's settings are outside."""
 
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +17,7 @@ from rlhf_jax.parallel import jax_settings
 from tests.helpers.paths import ROOT
 
 CONFIG = {
+    "save_steps": 1,
     "scratch_model": "1x16x2",
     "tokenizer_name_or_path": "synthetic",
     "dataset_name": "synthetic",
@@ -69,6 +72,14 @@ test_jax_settings.run(pathlib.Path(sys.argv[1]))
 """
 
 
+def run_in(folder, setting):
+    """A run, or the rest of one, in a process that has a variable NAME=VALUE in its environment."""
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    environment = {**os.environ, name: value}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain"))
@@ -86,13 +97,25 @@ def plain(tmp_path_factory):
     ],
 )
 def test_a_setting_of_the_environment_changes_no_byte(setting, plain, tmp_path):
-    name, _, value = setting.partition("=")
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    child = subprocess.run(
-        command, env={**os.environ, name: value}, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    child = run_in(tmp_path, setting)
     assert child.returncode == 0, child.stderr[-3000:]
     assert left(tmp_path) == plain
+
+
+@pytest.mark.runs
+def test_a_resume_where_rounding_may_differ_says_so_and_goes_on(tmp_path):
+    run(tmp_path)
+    (tmp_path / "finished.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    flags = os.environ.get("XLA_FLAGS", "")
+    child = run_in(tmp_path, f"XLA_FLAGS={flags} --xla_cpu_max_isa=AVX2")
+    assert child.returncode == 0, child.stderr[-3000:]
+    (line,) = [line for line in child.stdout.splitlines() if "may change rounding" in line]
+    assert line.startswith("rloo: changed since the run's last process, may change rounding: XLA_FLAGS: ")
+    assert line.endswith('--xla_cpu_max_isa=AVX2"')
+    first, second = json.loads((tmp_path / "inputs.json").read_bytes())["environments"]
+    assert {name for name in first if first[name] != second[name]} == {"XLA_FLAGS"}
+    assert first["jax"] == jax.__version__ and first["devices"] == "1 x cpu"
 
 
 @pytest.mark.runs
@@ -118,6 +141,9 @@ def test_the_callers_settings_stay(monkeypatch):
         ("jax_random_seed_offset", 5, "0"),
         ("jax_high_dynamic_range_gumbel", True, "False"),
         ("jax_disable_jit", True, "False"),
+        ("jax_no_tracing", True, "False"),
+        ("jax_scan3", True, "False"),
+        ("jax_transfer_guard", "disallow", "None"),
     ],
 )
 def test_a_setting_that_no_run_works_with_is_refused(name, value, needed, tmp_path):

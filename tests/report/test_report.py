@@ -442,3 +442,19 @@ def test_every_algorithm_has_a_tab():
     tabs = {name: charts.tab_of(name) for name in [*ALGORITHMS, "of_a_config_file"]}
     assert tabs.pop("sft") == "sft" and tabs.pop("reward") == "reward"
     assert {"ppo", "rloo", "grpo"} < set(tabs) and set(tabs.values()) == {"policy"}
+
+
+def test_a_report_shows_versions_and_devices_and_marks_those_that_differ(folder, tmp_path):
+    for name, jaxes in (("one", ["0.10.2", "0.11.0"]), ("two", ["0.10.2"])):
+        shutil.copytree(folder / "rloo", tmp_path / name / "rloo")
+        environments = [{"jax": jax, "devices": "1 x <cpu>", "XLA_FLAGS": ""} for jax in jaxes]
+        (tmp_path / name / "rloo" / "inputs.json").write_text(json.dumps({"environments": environments}))
+    one, two = (read_run.read(str(tmp_path / name / "rloo"), name) for name in ("one", "two"))
+    text = html_parts.environments([series.Group("one", [one]), series.Group("two", [two])])
+    assert text.startswith("<details open>") and "XLA_FLAGS" not in text
+    assert "<b>jax</b></th><td><b>0.10.2, then 0.11.0</b></td><td><b>0.10.2</b>" in text
+    assert ">devices</th><td>1 x &lt;cpu&gt;</td>" in text
+    assert html_parts.environments([series.Group("two", [two])]).startswith("<details><summary>")
+    for broken in ("[1]", '{"environments": 3}', '{"environments": [1]}', "{"):
+        (tmp_path / "two" / "rloo" / "inputs.json").write_text(broken)
+        assert read_run.read(str(tmp_path / "two" / "rloo"), "two").environments == []

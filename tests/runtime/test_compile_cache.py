@@ -86,7 +86,7 @@ def test_a_folder_that_others_may_write_is_not_used(home, capsys):
 
 def test_another_processor_has_a_folder_of_its_own(home, monkeypatch):
     own = compile_cache.folder()
-    monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
+    monkeypatch.setattr(compile_cache.environment.platform, "machine", lambda: "another")
     assert compile_cache.folder().parent == own.parent and compile_cache.folder() != own
 
 

@@ -71,6 +71,20 @@ def test_another_config_is_refused_with_old_and_new_values(run_dir):
     ]
 
 
+def test_environments_are_kept_in_order_and_their_differences_listed(run_dir):
+    first, second = {"jax": "0.10.2", "devices": "1 x cpu"}, {"jax": "0.11.0", "devices": "1 x cpu", "new": "1"}
+    RunFolder.open(run_dir, CONFIG, environment=first).close()
+    RunFolder.open(run_dir, CONFIG, environment=second).close()  # no update yet: the run begins
+    assert RunFolder(run_dir).environments() == []
+    os.makedirs(os.path.join(run_dir, "checkpoints", "5"))
+    assert RunFolder(run_dir).environments() == [second]
+    assert run_folder.environment_changes(run_dir, first) == ['jax: "0.11.0" -> "0.10.2"']
+    for environment in (first, first, second):
+        RunFolder.open(run_dir, CONFIG, environment=environment).close()
+    assert RunFolder(run_dir).environments() == [second, first, second]
+    assert run_folder.environment_changes(run_dir, second) == []
+
+
 PIPELINE = {"stage": "ppo", "run_dir": "pipe/ppo", "sft_model_path": "pipe/sft/policy", "adapters": ["a=lora/a"]}
 PIPELINE |= {"dataset_name": "posts.jsonl", "eval_dataset_name": "near=posts.jsonl,far=trl-lib/tldr"}
 PIPELINE |= {"datasets": [{"path": "posts.jsonl"}], "reward_funcs": ["rewards.py:brevity"], "prompt_column": "pipe"}
