@@ -12,12 +12,11 @@ including its "TL;DR:": --multiline reads one up to two empty lines or the end o
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from rlhf_jax import inference
+from rlhf_jax import inference, storage
 from rlhf_jax.config import command_line
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.options import SamplingOptions
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("\n".join(problems))
         if options.model is None:
             raise UserError(f"{PROG} needs a model: {PROG} runs/quickstart")
-        if missing := next((path for path in options.image if not os.path.isfile(path)), None):
+        if missing := next((path for path in options.image if not storage.is_file(path)), None):
             raise UserError(f"--image {missing}: no such file")
         policy = inference.load_policy(
             options.model,

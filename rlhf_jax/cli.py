@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import rlhf_jax
-from rlhf_jax.utils.output import discard
+from rlhf_jax.utils.output import show
 
 COMMANDS = {  # command: the module whose main runs it, and what it does
     "train": ("train", "train a model: one stage, or a pipeline of SFT, reward model and PPO, RLOO or GRPO"),
@@ -43,20 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The command's exit status; 2 if there is no such command.
     """
-    try:
-        return run(list(sys.argv[1:] if argv is None else argv))
-    except BrokenPipeError:  # the reader of the output has ended, as in `--help | head`
-        discard(sys.stdout)
-        return 1
-
-
-def run(words: list[str]) -> int:
-    """`main` for the words after `rlhf-jax`."""
+    words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
+        show(usage())
         return 0 if words else 2
     if words[0] == "--version":
-        print(f"rlhf_jax {rlhf_jax.__version__}")
+        show(f"rlhf_jax {rlhf_jax.__version__}")
         return 0
     command, rest = words[0], words[1:]
     if command not in COMMANDS:

@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None, parsed: tuple[Config, command_line.R
     return 0
 
 
+@storage.from_here()
 @jax_settings.pinned()
 def run(
     config: Config,
@@ -373,7 +374,8 @@ def finish(
     objects: dict[str, Any],
 ) -> Result:
     """Model cards, the mark of a finished run, and the upload, after the models were written to `local` paths."""
-    config, paths = stage.config, local
+    config = stage.config
+    paths = {model: os.path.join(config.run_dir, os.path.basename(path)) for model, path in local.items()}
     lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
     metrics = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **final_metrics}
     if multihost.is_main():
@@ -383,7 +385,6 @@ def finish(
                 path, stage.name, options, metrics, base_model=stage.base_model, curves=curves, objects=tuple(objects)
             )
     if storage.is_remote(run_folder.path):
-        paths = {model: f"{run_folder.path}/{os.path.basename(path)}" for model, path in local.items()}
         multihost.from_first(lambda: upload_exports(run_folder, local, paths))
     run_folder.finish(end, metrics=metrics, paths=paths, objects=tuple(objects))
     if multihost.is_main() and config.push_to_hub:
@@ -397,7 +398,7 @@ def finish(
 def export_folder(run_dir: str) -> Iterator[str]:
     """The local folder that models are exported to: that of the run, or a temporary one for a run in a bucket."""
     if not storage.is_remote(run_dir):
-        yield run_dir
+        yield storage.absolute(run_dir)
         return
     with tempfile.TemporaryDirectory(prefix="rlhf_jax-export-") as folder:
         if multihost.is_main() and storage.exists(recipe := f"{run_dir}/recipe.json"):  # for the model card

@@ -78,3 +78,11 @@ def test_help_configs_and_errors_import_no_jax_and_end_quietly_when_nobody_reads
     line = f"{sys.executable} -m rlhf_jax.cli train --config tldr_ppo.py --help_all | head -1"
     done = subprocess.run(line, shell=True, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("usage: ") and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "configs list", "configs show tldr_ppo.py"])
+def test_what_is_only_printed_ends_quietly_without_a_reader(words):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    line = f"(sleep 0.5; exec {sys.executable} -m rlhf_jax.cli {words}) | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -31,6 +31,7 @@ from rlhf_jax.option import (
     without_none,
 )
 from rlhf_jax.runtime.removed_options import REMOVED
+from rlhf_jax.utils.output import show
 from rlhf_jax.utils.text import parse_json
 
 PROG = "rlhf-jax train"
@@ -70,7 +71,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Config, Recipe]:
     specs = [words for name, words in flags if name == "config"]
     if not specs:
         if wants_help or not argv:
-            print(usage())
+            show(usage())
             raise SystemExit(0 if wants_help else 2)
         raise UserError(f"--config is missing. Shipped: {', '.join(shipped_configs())}.")
     if len(specs[-1]) != 1:
@@ -346,7 +347,7 @@ flags override it. python -m rlhf_jax.train is the same command."""
 
 def print_help(config: Options, usage: str, everything: bool = False) -> None:
     """Prints the options of a config with their values and meanings; see `help.text`."""
-    print(help_texts.text(config, usage, everything))
+    show(help_texts.text(config, usage, everything))
 
 
 # --- values

@@ -147,7 +147,7 @@ def load_config(spec: str) -> Config:
         where = storage.absolute(spec)
         file = where if where.endswith(".json") else f"{where}/config.json"
         return from_json(_stored_text(file, f"--config {spec}: "), file)
-    path = pathlib.Path(spec)
+    path = pathlib.Path(storage.located(spec))
     variant: str | None = None
     try:
         path.stat()
@@ -156,7 +156,7 @@ def load_config(spec: str) -> Config:
             raise UserError(f"--config {short_repr(spec, 200)}: no file can have that name.") from None
     if not path.exists() and ":" in path.name:
         name, _, variant = spec.rpartition(":")
-        path = pathlib.Path(name)
+        path = pathlib.Path(storage.located(name))
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():

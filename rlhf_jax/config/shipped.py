@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rlhf_jax.config.files import config_folder, load_config, shipped_config, shipped_configs, to_json
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import nearest
+from rlhf_jax.utils import output
 
 USAGE = """usage: rlhf-jax configs list                      every shipped config and its variants
        rlhf-jax configs show NAME                 the file of a config, with a reason beside each option
@@ -25,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status: 0, or 2 after a user error (one line on stderr)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
+        output.show(USAGE)
         return 0 if words else 2
     try:
-        print(run(words))
+        output.show(run(words))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status

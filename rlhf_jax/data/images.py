@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.data import chat, row_texts
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
 from rlhf_jax.data.options import DataOptions
@@ -139,8 +140,8 @@ def source_of(value: Any, folder: str | None = None) -> ImageSource:
         path = os.fspath(value)
         if re.match(r"[a-z]+://|data:", path, re.IGNORECASE):
             raise ImageError(f"{path:.60} is an address: images are not downloaded, give files or bytes")
-        within = os.path.join(folder, path) if folder else path
-        return ImageSource(within if os.path.exists(within) else path)
+        places = (os.path.join(folder, path) if folder else path, storage.absolute(path))  # read later
+        return ImageSource(next(filter(os.path.exists, places), path))
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim not in (2, 3) or (value.ndim == 3 and value.shape[2] not in (1, 3, 4)):
             raise ImageError(
@@ -677,5 +678,5 @@ def note_of(rows: Sequence[ImageRow]) -> str:
 def folder_of(rows: Rows) -> str | None:
     """The folder of a data file; None for data from elsewhere."""
     if os.path.isfile(rows.name):
-        return os.path.dirname(os.path.abspath(rows.name))
-    return rows.name if os.path.isdir(rows.name) else None
+        return os.path.dirname(storage.absolute(rows.name))
+    return storage.absolute(rows.name) if os.path.isdir(rows.name) else None

@@ -235,7 +235,7 @@ def _named_sources(text: str) -> dict[str, str] | None:
 
     A single source may contain '=' and ',': it is an existing path, or does not start with NAME=.
     """
-    if storage.is_remote(text) or os.path.exists(text) or not _NAME_PREFIX.match(text.strip()):
+    if storage.is_remote(text) or storage.exists(text) or not _NAME_PREFIX.match(text.strip()):
         return None
     sources: dict[str, str] = {}
     for part in map(str.strip, text.split(",")):

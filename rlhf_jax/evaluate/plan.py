@@ -321,7 +321,7 @@ def _check(plan: Plan) -> None:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if storage.is_remote(plan.output_dir):
         return  # `run` tries it
-    existing = os.path.abspath(plan.output_dir)
+    existing = storage.absolute(plan.output_dir)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):

@@ -23,6 +23,7 @@ from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
 
 
+@storage.from_here()
 @jax_settings.pinned()
 def run(config: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs an evaluation, prints its tables and writes evaluation.json and samples.jsonl. With several processes every
@@ -96,8 +97,7 @@ def _judges(config: EvaluateConfig) -> list[FunctionJudge | RemoteJudge]:
     template = PROMPT
     if config.judge_prompt is not None:
         try:
-            with open(config.judge_prompt, encoding="utf-8") as file:
-                template = file.read()
+            template = storage.read_text(config.judge_prompt)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--judge_prompt {config.judge_prompt} cannot be read: {error}") from None
         check_prompt(template, f"--judge_prompt {config.judge_prompt}")

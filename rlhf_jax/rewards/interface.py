@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.data import reasoning_gym
 from rlhf_jax.data.files import type_with_article
 from rlhf_jax.errors import UserError
@@ -247,7 +248,7 @@ def _run_user_code(spec: str, what: str, action: Callable[[], Any]) -> Any:
 
 
 def _load_module(spec: str, name: str) -> Any:
-    _append_to_path(os.getcwd())
+    _append_to_path(storage.working_folder())
     importlib.invalidate_caches()  # the file may be newer than Python's listing of the folder
     try:
         missing = name not in sys.modules and importlib.util.find_spec(name) is None
@@ -262,13 +263,13 @@ def _load_module(spec: str, name: str) -> Any:
     parent, _, last = name.rpartition(".")
     paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
     near = _suggest(last, (module.name for module in pkgutil.iter_modules(paths)))
-    if os.path.isfile(f"{name}.py"):
+    if storage.is_file(f"{name}.py"):
         near = f" Did you mean {name}.py:{spec[len(name) + 1 :]}?"
     raise UserError(f"reward function {spec!r}: there is no module {name!r}.{near} {FORMS}")
 
 
 def _load_file(spec: str, place: str) -> Any:
-    path = pathlib.Path(place).expanduser().resolve()
+    path = pathlib.Path(storage.absolute(place)).resolve()
     if not path.is_file():
         near = _suggest(path.name, (file.name for file in path.parent.glob("*.py")))
         raise UserError(f"reward function {spec!r}: there is no file {path}.{near}")
@@ -291,7 +292,7 @@ def _load_file(spec: str, place: str) -> Any:
 
 def _append_to_path(folder: str) -> None:
     # Permanently, since a function may import when it is called; at the end, so that it shadows nothing installed.
-    if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
+    if folder not in sys.path and not ("" in sys.path and folder == storage.working_folder()):
         sys.path.append(folder)
 
 

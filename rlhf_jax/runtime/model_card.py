@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 
+from rlhf_jax import storage
 from rlhf_jax.data.loading import BUILT_IN
 from rlhf_jax.runtime.config_diff import may_change
 from rlhf_jax.runtime.environment import versions
@@ -172,7 +173,7 @@ def _loading(role: str, adapter: bool) -> str:
 
 def _on_hub(name: str | None) -> bool:
     """Whether a name may be a repository: the hub validates names in the metadata, so local paths must be left out."""
-    return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
+    return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not storage.exists(name)
 
 
 def _cell(value: Any) -> str:

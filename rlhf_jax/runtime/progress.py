@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rlhf_jax import storage
+from rlhf_jax.errors import UserError
 from rlhf_jax.metrics.logger import peak_memory
 from rlhf_jax.metrics.sinks import Entry
 from rlhf_jax.parallel import multihost
@@ -186,8 +188,9 @@ def command(name: str) -> str:
     script, python = shutil.which("rlhf-jax"), sys.executable
     if script and os.path.dirname(os.path.abspath(script)) == os.path.dirname(python):
         return f"rlhf-jax {name}"
-    beside = os.path.join(os.getcwd(), "")
-    return f"{shlex.quote(python.removeprefix(beside))} -m rlhf_jax.{name}"
+    with contextlib.suppress(UserError):  # a reward function may have removed it
+        python = python.removeprefix(os.path.join(storage.working_folder(), ""))
+    return f"{shlex.quote(python)} -m rlhf_jax.{name}"
 
 
 def summary(result: Any, seconds: float) -> list[str]:

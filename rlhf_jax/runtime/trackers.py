@@ -106,16 +106,17 @@ class TrackerCallback(Callback):
             return
         config = stage.config
         self._stage = stage.name
-        path = os.path.join(config.run_dir, _FILE)
+        run_dir = storage.absolute(config.run_dir)
+        path = os.path.join(run_dir, _FILE)
         stored = _read(path)
         project = config.project or os.environ.get("WANDB_PROJECT") or PROJECT
         plain = json.loads(json.dumps({"stage": stage.name, **dataclasses.asdict(config)}))
         options = {name: redact_queries(value) for name, value in plain.items()}
-        if storage.is_remote(config.run_dir):  # the trackers' own files stay on this machine
-            folder, shown = storage.cache_folder("trackers"), config.run_dir
+        if storage.is_remote(run_dir):  # the trackers' own files stay on this machine
+            folder, shown = storage.cache_folder("trackers"), run_dir
             storage.make_dir(folder)
         else:
-            folder, shown = os.path.abspath(config.run_dir), os.path.relpath(config.run_dir)
+            folder, shown = run_dir, os.path.relpath(run_dir, storage.working_folder())
         name = config.run_name or shown
         try:
             own = stored.get(self.name, {})

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import Any
 
-from rlhf_jax import storage
 from rlhf_jax.algorithms.networks import Network
 from rlhf_jax.config import StageConfig
 from rlhf_jax.data import images, save_tokenizer
@@ -69,9 +68,7 @@ def export_model(
     if origin is None:
         base_path = paths[f"{name}_base"] = os.path.join(folder, f"{name}_base")
         _save_base(context, base_path, network, trained, **files)
-        # A run in a bucket exports to a temporary folder, which is uploaded.
-        where = context.config.run_dir
-        origin = Source(f"{where}/{name}_base" if storage.is_remote(where) else base_path)
+        origin = Source(f"{context.config.run_dir}/{name}_base")  # as the run spells it, wherever `folder` is
     export_merged = context.config.export_merged
     adapter = os.path.join(folder, f"{name}_adapter" if export_merged else name)
     _save_adapter(adapter, network, trained, origin, tokenizer, generation)

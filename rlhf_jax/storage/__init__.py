@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_jax.storage import bucket, parts
 from rlhf_jax.storage.bucket import StorageError, is_remote
 from rlhf_jax.storage.copies import cache_folder, local_copy, upload_folder
+from rlhf_jax.storage.paths import absolute, from_here, located, working_folder
 
 __all__ = [
     "StorageError",
@@ -22,17 +23,20 @@ __all__ = [
     "cache_folder",
     "complete_folders",
     "exists",
+    "from_here",
     "is_dir",
     "is_file",
     "is_remote",
     "list_names",
     "local_copy",
+    "located",
     "make_dir",
     "read_text",
     "remove",
     "remove_tree",
     "replace_appended",
     "upload_folder",
+    "working_folder",
     "write_atomically",
 ]
 
@@ -40,32 +44,24 @@ MARKER = "commit.json"
 """The object that makes several objects in a folder of a bucket complete."""
 
 
-def absolute(path: str) -> str:
-    """The path from the root, `~` resolved; in a bucket without slashes at its end."""
-    if is_remote(path):
-        scheme, _, key = path.partition("://")
-        return f"{scheme}://" + "/".join(part for part in key.split("/") if part)
-    return os.path.abspath(os.path.expanduser(path))
-
-
 def exists(path: str) -> bool:
     """Whether there is a file or folder; a folder in a bucket exists while it contains an object."""
-    return bucket.kind_of(path) is not None if is_remote(path) else os.path.exists(path)
+    return bucket.kind_of(path) is not None if is_remote(path) else os.path.exists(located(path))
 
 
 def is_file(path: str) -> bool:
     """Whether there is a file; one that was appended to in a bucket is a folder of parts (see `parts`)."""
-    return bucket.kind_of(path) == "file" if is_remote(path) else os.path.isfile(path)
+    return bucket.kind_of(path) == "file" if is_remote(path) else os.path.isfile(located(path))
 
 
 def is_dir(path: str) -> bool:
     """Whether there is a folder."""
-    return bucket.kind_of(path) == "folder" if is_remote(path) else os.path.isdir(path)
+    return bucket.kind_of(path) == "folder" if is_remote(path) else os.path.isdir(located(path))
 
 
 def list_names(folder: str) -> list[str]:
     """Names in a folder; in a bucket none where there is no folder."""
-    return bucket.names(folder) if is_remote(folder) else os.listdir(folder)
+    return bucket.names(folder) if is_remote(folder) else os.listdir(located(folder))
 
 
 def complete_folders(folder: str) -> list[str]:
@@ -76,7 +72,7 @@ def complete_folders(folder: str) -> list[str]:
 def make_dir(folder: str) -> None:
     """Creates a folder with its parents; nothing to do in a bucket."""
     if not is_remote(folder):
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(located(folder), exist_ok=True)
 
 
 def read_text(path: str, *, errors: str = "strict", newline: str | None = None) -> str:
@@ -91,7 +87,7 @@ def read_text(path: str, *, errors: str = "strict", newline: str | None = None) 
       UnicodeDecodeError: it is not UTF-8, unless `errors` says otherwise.
     """
     if not is_remote(path):
-        with open(path, encoding="utf-8", errors=errors, newline=newline) as file:
+        with open(located(path), encoding="utf-8", errors=errors, newline=newline) as file:
             return file.read()
     try:
         data = bucket.read(path)
@@ -110,6 +106,7 @@ def write_atomically(path: str, text: str) -> None:
     if is_remote(path):
         bucket.write(path, text.encode())
         return
+    path = located(path)
     temporary = f"{path}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -131,7 +128,7 @@ def remove(path: str) -> None:
     if is_remote(path):
         bucket.remove([path])
     else:
-        os.remove(path)
+        os.remove(located(path))
 
 
 def remove_tree(folder: str, **options: Any) -> None:
@@ -139,4 +136,4 @@ def remove_tree(folder: str, **options: Any) -> None:
     if is_remote(folder):
         bucket.remove([f"{folder}/{name}" if name else folder for name in bucket.find(folder)])
     else:
-        shutil.rmtree(folder, **options)
+        shutil.rmtree(located(folder), **options)

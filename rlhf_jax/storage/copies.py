@@ -17,6 +17,7 @@ import filelock
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.storage import bucket, parts
+from rlhf_jax.storage.paths import located
 
 _PART = re.compile(rf"(.+)/{parts.NAME.pattern}")
 
@@ -50,7 +51,8 @@ def components(name: str, path: str) -> list[str]:
 
 
 def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
-    """The local path of an up-to-date copy of a file or folder in a bucket. Local paths are returned unchanged.
+    """The local path of an up-to-date copy of a file or folder in a bucket. Local paths are returned as `located` has
+    them, and names of nothing as they are.
 
     Args:
       path: in a bucket, or local.
@@ -60,7 +62,7 @@ def local_copy(path: str, patterns: Sequence[str] = ("*",)) -> str:
       UserError: there is no such file or folder, or it cannot be read.
     """
     if not bucket.is_remote(path):
-        return path
+        return place if os.path.exists(place := located(path)) else path
     path = path.rstrip("/")
     found = bucket.find(path)
     if not found:

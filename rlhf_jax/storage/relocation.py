@@ -37,7 +37,7 @@ class Relocation:
     def _absolute(self, path: str) -> str:
         if storage.is_remote(path):
             return storage.absolute(path)
-        return os.path.abspath(os.path.join(self._working_folder, os.path.expanduser(path)))
+        return os.path.normpath(os.path.join(self._working_folder, os.path.expanduser(path)))
 
     @property
     def _working_folder(self) -> str:
@@ -45,7 +45,7 @@ class Relocation:
         relative run_dir."""
         run_dir, folder = os.path.normpath(self.run_dir), storage.absolute(self.folder)
         relative = not (storage.is_remote(self.run_dir) or self.run_dir.startswith(("/", "~")) or run_dir[:2] == "..")
-        return folder.removesuffix(run_dir) if relative and folder.endswith(f"/{run_dir}") else os.getcwd()
+        return folder.removesuffix(run_dir) if relative and folder.endswith(f"/{run_dir}") else storage.working_folder()
 
 
 def same_files(old: Any, new: Any, old_paths: Relocation, new_paths: Relocation) -> bool:

@@ -80,7 +80,7 @@ class JsonWorker:
     def _start(self) -> None:
         environment = {  # no credentials: what it reads was written by a model
             **{name: value for name, value in os.environ.items() if name in _ENVIRONMENT},
-            "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONHASHSEED": "0",
         }
         self._process = subprocess.Popen(

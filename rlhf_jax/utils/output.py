@@ -40,6 +40,10 @@ class Output:
         with self._losing():
             self._stream.flush()
 
+    def lose_quietly(self) -> None:
+        """Says nothing of a loss."""
+        self._noted = True
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
@@ -68,6 +72,14 @@ class Output:
             other.flush()
 
 
+def show(text: str) -> None:
+    """Prints what a command was asked for, as its help; quietly where the reader has gone, as in `--help | head`."""
+    with guarded_output():
+        if isinstance(sys.stdout, Output):
+            sys.stdout.lose_quietly()
+        print(text, flush=True)
+
+
 def is_lost() -> bool:
     """Whether standard output or error loses what is printed."""
     return any(isinstance(stream, Output) and stream.loses for stream in (sys.stdout, sys.stderr))
@@ -90,5 +102,6 @@ def guarded_output() -> Iterator[None]:
         yield
     finally:
         for name, output in guarded.items():
+            output.flush()  # Python's own flush at the end would report a reader that has gone
             if getattr(sys, name) is output:
                 setattr(sys, name, streams[name])

@@ -112,3 +112,17 @@ def test_a_program_whose_reader_has_ended_ends_well():
         child.stdout.close()
         note = b"standard output takes no more text (Broken pipe); going on without it\n"
         assert (child.wait(), child.stderr.read()) == (0, note)
+
+
+@pytest.mark.parametrize("lines", [1, 20_000])
+@pytest.mark.parametrize("show", ["print", "show"])
+def test_nothing_is_said_by_python_of_a_reader_that_ended_first(lines, show):
+    code = "import sys\nfrom rlhf_jax.utils.output import guarded_output, show\n@guarded_output()\ndef main():\n"
+    code += f"    sys.stdin.read()\n    {show}('a line\\n' * {lines})\nmain()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as child:
+        child.stdout.close()
+        child.stdin.close()
+        note = b"standard output takes no more text (Broken pipe); going on without it\n"
+        assert (child.wait(), child.stderr.read()) == (0, b"" if show == "show" else note)

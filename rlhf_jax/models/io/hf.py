@@ -66,11 +66,8 @@ def resolve(
     reads HF_ENDPOINT and HF_HUB_OFFLINE. A folder in a bucket is copied to the cache in the same way. Raises a
     UserError when it is neither a folder nor on the hub.
     """
-    if storage.is_remote(str(name_or_path)):
-        patterns = ("*.json", "*.safetensors", "*.bin") if weights else ("*.json",)
-        path = Path(storage.local_copy(str(name_or_path), patterns))
-    else:
-        path = Path(name_or_path).expanduser()
+    patterns = ("*.json", "*.safetensors", "*.bin") if weights else ("*.json",)
+    path = Path(storage.local_copy(str(name_or_path), patterns))
     if path.is_dir():
         folder = path
     elif path.exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def base_path(config: Config) -> str:
         if isinstance(run_dir, str) and not storage.is_remote(config.base):
             places.append(Path(Relocation(run_dir, str(run.parent)).find(config.base)))
     place = next((place for place in places if place.is_dir()), None)
-    if place is None or (os.path.exists(config.base) and place.samefile(config.base)):
+    if place is None or (storage.exists(config.base) and place.samefile(storage.located(config.base))):
         return config.base
     return str(place)
 
