@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -51,11 +53,11 @@ from rlhf_jax.runtime import (
 from rlhf_jax.runtime import run_folder as run_folders
 from rlhf_jax.runtime.bucket_checkpoints import BucketCheckpoints, open_checkpoints
 from rlhf_jax.runtime.callbacks import Callback, Control, call
-from rlhf_jax.runtime.checkpoint import Checkpoints
-from rlhf_jax.runtime.loop import Loop, Patience, log, warn
+from rlhf_jax.runtime.checkpoint import Checkpoints, reason_of
+from rlhf_jax.runtime.loop import Loop, Patience, log, updates_between, warn
 from rlhf_jax.runtime.monitor import Monitor
 from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
-from rlhf_jax.stages import open_stage
+from rlhf_jax.stages import disk, open_stage
 from rlhf_jax.stages.throughput import Throughput
 from rlhf_jax.utils.output import guarded_output
 
@@ -174,7 +176,13 @@ def run(
             if is_pipeline:
                 log(f"== {name} -> {stage.run_dir}")
             results[name] = train_stage(
-                stage, stops=stops, objects=objects, optimizer=optimizer, callbacks=callbacks, recipe=recipe
+                stage,
+                stops=stops,
+                objects=objects,
+                optimizer=optimizer,
+                callbacks=callbacks,
+                recipe=recipe,
+                later=[*stages.values()][len(results) + 1 :],
             )
         if is_pipeline and not config.dry_run:
             compare.after_pipeline(stages)
@@ -201,6 +209,7 @@ def train_stage(
     optimizer: Any,
     callbacks: Iterable[Callback],
     recipe: command_line.Recipe | None,
+    later: Sequence[StageConfig] = (),
 ) -> Result:
     """One stage from start to end: open, restore, update until the last step, export.
 
@@ -209,6 +218,7 @@ def train_stage(
       stops: what may end the run from outside.
       objects: train_dataset, eval_dataset and reward_funcs, those that were given.
       optimizer, callbacks, recipe: as `run`.
+      later: the stages of the pipeline after it.
     """
     name, options = stage_name(config), saved_options(config)
     if config.dry_run:
@@ -254,7 +264,7 @@ def train_stage(
         terminal = progress.TerminalLines(
             stage=name, total_steps=stage.total_steps, logging_steps=config.logging_steps, names=stage.progress
         )
-        loop, extra = restored_loop(stage, run_folder, callbacks, stops, terminal)
+        loop, extra = restored_loop(stage, run_folder, callbacks, stops, terminal, later)
 
         with closing(loop, stops), progress.Panel(stage, terminal, lambda: (loop.step, loop.doing)):
             # --- update, evaluate, sample, save
@@ -267,21 +277,27 @@ def train_stage(
                 message = f"{name}: stopped {why} after the last update, which is saved; {RESUME_HINT}"
                 raise Stopped(message, together=True)
             end = loop.step
-            paths, final_metrics = loop.export(stack.enter_context(export_folder(config.run_dir)))
-        return finish(
-            stage, run_folder, callbacks, options, end=end, final_metrics=final_metrics, local=paths, objects=objects
-        )
+            with write_errors(loop):
+                local = loop.export(stack.enter_context(export_folder(run_folder.path)))
+            final_metrics = stage.final_metrics(loop.state)
+        return finish(loop, callbacks, options, end=end, final_metrics=final_metrics, local=local, objects=objects)
 
 
 def restored_loop(
-    stage, run_folder, callbacks: Sequence[Callback], stops: Stops, terminal: progress.TerminalLines
+    stage,
+    run_folder,
+    callbacks: Sequence[Callback],
+    stops: Stops,
+    terminal: progress.TerminalLines,
+    later: Sequence[StageConfig],
 ) -> tuple[Loop, dict[str, Any]]:
-    """The loop at the newest checkpoint, or at the start, and what the checkpoint keeps beside the state."""
+    """The loop at the newest checkpoint, or at the start, and what the checkpoint keeps beside the state. `later`: the
+    stages of the pipeline after this one."""
     config, name = stage.config, stage.name
     checkpoints = open_checkpoints(
         run_folder.checkpoints, config.save_total_limit, greater_is_better=config.greater_is_better, warn=warn
     )
-    check_disk_space(checkpoints, stage)
+    check_disk_space(checkpoints, stage, later)
     state, extra, start = checkpoints.restore_newest(stage.state) or (stage.state, {}, 0)
     if extra.get("pending"):
         raise UserError(
@@ -362,9 +378,26 @@ def closing(loop: Loop, stops: Stops) -> Iterator[None]:
             loop.checkpoints.close()
 
 
+@contextlib.contextmanager
+def write_errors(loop: Loop) -> Iterator[None]:
+    """Raises a UserError where models cannot be written: a full disk, a limit on the sizes of files."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises no OSError
+        if not (isinstance(error, OSError) or "os error" in str(error)):
+            raise
+        saved = loop.step in loop.folder.saved_steps()
+        then = f"only exports: update {loop.step} is saved" if saved else "continues from the newest checkpoint"
+        raise UserError(
+            f"{loop.stage.name}: the models could not be written to {loop.config.run_dir}: {reason_of(error)}. Free "
+            f"{disk.size(disk.exported_bytes(loop.stage))} there, and rerun the command, which {then}"
+        ) from error
+
+
 def finish(
-    stage,
-    run_folder,
+    loop: Loop,
     callbacks: Sequence[Callback],
     options: dict[str, Any],
     *,
@@ -373,45 +406,44 @@ def finish(
     local,
     objects: dict[str, Any],
 ) -> Result:
-    """Model cards, the mark of a finished run, and the upload, after the models were written to `local` paths."""
-    config = stage.config
+    """Model cards, the models in their places, the mark of a finished run, and the upload to the hub, after the models
+    were written to `local` paths."""
+    stage, config, run_folder = loop.stage, loop.config, loop.folder
     paths = {model: os.path.join(config.run_dir, os.path.basename(path)) for model, path in local.items()}
     lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
     metrics = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **final_metrics}
     if multihost.is_main():
         curves = {metric: [line[metric] for line in lines if metric in line] for metric in stage.progress}
-        for path in local.values():
-            model_card.write_model_card(
-                path, stage.name, options, metrics, base_model=stage.base_model, curves=curves, objects=tuple(objects)
-            )
-    if storage.is_remote(run_folder.path):
-        multihost.from_first(lambda: upload_exports(run_folder, local, paths))
-    run_folder.finish(end, metrics=metrics, paths=paths, objects=tuple(objects))
+        more = {"base_model": stage.base_model, "curves": curves, "recipe": run_folder.recipe()}
+        with write_errors(loop):
+            for path in local.values():
+                model_card.write_model_card(path, stage.name, options, metrics, **more, objects=tuple(objects))
+    with write_errors(loop):
+        published = multihost.from_first(lambda: run_folder.publish(local))
+        run_folder.finish(end, metrics=metrics, paths=paths, objects=tuple(objects))
     if multihost.is_main() and config.push_to_hub:
-        push(config, local, paths)
+        push(config, local if storage.is_remote(run_folder.path) else published, paths)
     multihost.agree()  # the next stage reads what the first process has written
     call(callbacks, "on_train_end", stage, paths)
     return Result(config.run_dir, metrics, paths)
 
 
 @contextlib.contextmanager
-def export_folder(run_dir: str) -> Iterator[str]:
-    """The local folder that models are exported to: that of the run, or a temporary one for a run in a bucket."""
-    if not storage.is_remote(run_dir):
-        yield storage.absolute(run_dir)
+def export_folder(run_folder: str) -> Iterator[str]:
+    """The local folder that models are exported to before they are moved or uploaded to the run's, so that half an
+    export has no name of a model."""
+    if storage.is_remote(run_folder):
+        with tempfile.TemporaryDirectory(prefix="rlhf_jax-export-") as folder:
+            yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="rlhf_jax-export-") as folder:
-        if multihost.is_main() and storage.exists(recipe := f"{run_dir}/recipe.json"):  # for the model card
-            storage.write_atomically(os.path.join(folder, "recipe.json"), storage.read_text(recipe))
+    folder = os.path.join(run_folder, ".export")
+    if multihost.is_main():
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    try:
         yield folder
-
-
-def upload_exports(run_folder, local: dict[str, str], paths: dict[str, str]) -> None:
-    """Uploads exported models into a bucket, in place of what an earlier export left."""
-    run_folder.lock.ensure_held()
-    for model, path in paths.items():
-        storage.remove_tree(path)
-        storage.upload_folder(local[model], path)
+    finally:
+        if multihost.is_main():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def device_count(config: Config) -> int:
@@ -444,15 +476,22 @@ def push(config: StageConfig, local: dict[str, str], paths: dict[str, str]) -> N
         log(f"{stage_name(config)}: uploaded {paths[model]} to {url}")
 
 
-def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage) -> None:
-    """Refuses a run before anything is computed if a checkpoint would not fit on the disk."""
+def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage, later: Sequence[StageConfig]) -> None:
+    """Refuses a run before anything is computed if what it and the stages after it write would not fit on the disk."""
 
     def check():
-        needed, free = checkpoints.room(stage.state)
-        if free is not None and free < needed:
+        checkpoint, free = checkpoints.room(stage.state)
+        parts = {"1 checkpoint": checkpoint}
+        if isinstance(checkpoints, Checkpoints):  # else it is the disk of temporary files
+            every = updates_between(stage.config.save_steps, stage.total_steps) or stage.total_steps
+            saves = math.ceil(stage.total_steps / every)
+            parts = disk.needs(stage, checkpoint, checkpoints.steps(), saves, later)
+        if free is not None and free < (needed := sum(parts.values())):
+            what = ", ".join(f"{name} {disk.size(count)}" for name, count in parts.items())
             raise UserError(
-                f"--run_dir {stage.config.run_dir}: a checkpoint takes up to {needed / 2**20:,.0f} MiB, and "
-                f"{free / 2**20:,.0f} MiB are free there. Free some space, or give another --run_dir"
+                f"--run_dir {stage.config.run_dir}: the command writes up to {disk.size(needed)} ({what}), and "
+                f"{disk.size(free)} are free there. Free some space, give another --run_dir, or keep fewer checkpoints "
+                "(--save_total_limit, --save_steps)"
             )
 
     multihost.from_first(check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +14,9 @@ from rlhf_jax.config import PolicyConfig, StageConfig, batch_sizes, stage_name
 from rlhf_jax.config import files as config_files
 from rlhf_jax.dry_run import hlo, in_processes, memory, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
-from rlhf_jax.models.quantization import is_quantized
 from rlhf_jax.parallel import peaks, sharding
 from rlhf_jax.runtime import out_of_memory
+from rlhf_jax.stages import disk
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -28,14 +27,6 @@ def missing_start(config: StageConfig) -> str | None:
     exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
     starts = [value for value in vars(config).values() if value in exports and not storage.exists(value)]
     return starts[0] if starts and stage == stage_name(config) else None
-
-
-def roles(stage: Any) -> list[tuple[str, int, bool]]:
-    """(role, parameters, trained) of every model of an abstract stage."""
-    trained, frozen = stage.state.params, stage.frozen()
-    leaves = lambda params: jax.tree.leaves(params, is_leaf=is_quantized)  # noqa: E731
-    count = lambda params: sum(math.prod(x.shape) for x in leaves(params))  # noqa: E731
-    return [(role, count(params), role in trained) for role, params in {**trained, **frozen}.items()]
 
 
 def size(count: float) -> str:
@@ -49,7 +40,7 @@ def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> N
     if (path := missing_start(config)) is not None:
         return log(f"memory: unknown until {path} exists")
     stage = memory.abstract_stage(config, mesh)
-    for role, count, trained in roles(stage):
+    for role, count, trained in disk.parameters(stage):
         log(f"{role:<12} {count:>15,} parameters, {'trained' if trained else 'frozen'}")
     if (shown := getattr(stage.train_data, "images", None)) is not None:
         log(

@@ -270,15 +270,16 @@ class Loop:
         warn(f"no checkpoint of update {self.step}, since its metrics could not be written. The run continues")
         return False
 
-    def export(self, folder: str) -> tuple[dict[str, str], dict[str, float]]:
-        """Writes the final models, of the best checkpoint by option: (paths by name, metrics of the end)."""
+    def export(self, folder: str) -> dict[str, str]:
+        """Writes the final models, of the best checkpoint by option, to a folder: their paths by name."""
         config, name = self.config, self.stage.name
         if config.load_best_model_at_end and (best := self.checkpoints.best()) not in (None, self.step):
             log(f"{name}: update {best} has the best {config.metric_for_best_model}: exporting that")
             self.state, _ = self.checkpoints.restore(best, self.state)
         log(f"{name}: writing the models to {config.run_dir}")
         self.activity = "export"
-        return self.stage.export(self.state, folder), self.stage.final_metrics(self.state)
+        self.checkpoints.wait()  # a rerun after a failed export begins there
+        return self.stage.export(self.state, folder)
 
     def stop(self) -> None:
         """Saves what is done and raises Stopped; the next start does what is still due after the present update."""

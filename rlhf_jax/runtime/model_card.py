@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -182,19 +181,15 @@ def _cell(value: Any) -> str:
 
 
 def write_model_card(folder: str, stage: str, config: dict[str, Any], metrics: dict[str, Any], **more: Any) -> None:
-    """Writes README.md into the folder of an exported model, with the recipe from recipe.json beside that folder.
+    """Writes README.md into the folder of an exported model.
 
     Args:
-      folder: RUN/policy, RUN/value or RUN/reward_model, or one of these with the suffix _adapter or _base.
+      folder: named policy, value or reward_model, or one of these with the suffix _adapter or _base.
       stage, config, metrics, **more: as `model_card`.
     """
     role = re.sub(r"_(adapter|base)$", "", os.path.basename(os.path.normpath(folder)))
     if role not in _ROLES:
         raise ValueError(f"{folder} must be named after one of {', '.join(_ROLES)}")
     adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
-    recipe = os.path.join(os.path.dirname(os.path.normpath(folder)), "recipe.json")
-    if os.path.exists(recipe):
-        with open(recipe, encoding="utf-8") as file:
-            more["recipe"] = json.load(file)["config"]
     text = model_card(role, stage, config, metrics, adapter=adapter, **more)
     write_atomically(os.path.join(folder, "README.md"), text)

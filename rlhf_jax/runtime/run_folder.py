@@ -226,17 +226,17 @@ class RunFolder:
         except (OSError, ValueError, TypeError, KeyError):
             return []
 
-    def has_checkpoint(self) -> bool:
-        """Whether checkpoints/ contains a saved step."""
+    def saved_steps(self) -> list[int]:
+        """The steps in checkpoints/."""
         if storage.is_remote(self.checkpoints):
             names = storage.complete_folders(self.checkpoints)
         else:
             names = os.listdir(self.checkpoints) if os.path.isdir(self.checkpoints) else []
-        return any(name.isdigit() for name in names)
+        return sorted(int(name) for name in names if name.isdigit())
 
     def has_progress(self) -> bool:
         """Whether there is a checkpoint or the run is finished."""
-        return self.has_checkpoint() or storage.exists(self.finished_file)
+        return bool(self.saved_steps()) or storage.exists(self.finished_file)
 
     def finished(self) -> dict[str, Any] | None:
         """The content of finished.json, {"step", "metrics", "paths", "objects"}; None if the run is not finished.
@@ -315,6 +315,24 @@ class RunFolder:
         path = os.path.join(self.path, "recipe.json")
         if is_main() and not (storage.exists(path) and self.has_progress()):
             write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
+
+    def recipe(self) -> str | None:
+        """The config that recipe.json names; None without one."""
+        path = os.path.join(self.path, "recipe.json")
+        return json.loads(storage.read_text(path))["config"] if storage.exists(path) else None
+
+    def publish(self, local: dict[str, str]) -> dict[str, str]:
+        """Puts exported models, which lie whole in `local` folders, in place of those of an earlier export.
+
+        Returns:
+          Their paths in the run's folder, by name.
+        """
+        self.lock.ensure_held()
+        paths = {model: os.path.join(self.path, os.path.basename(path)) for model, path in local.items()}
+        for model, path in paths.items():
+            storage.remove_tree(path, ignore_errors=True)
+            storage.upload_folder(local[model], path) if storage.is_remote(path) else os.rename(local[model], path)
+        return paths
 
     def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> str:
         """Writes completions/STEP.jsonl, one JSON object per row; nothing without rows.
@@ -447,7 +465,7 @@ def check(
     finished = folder.finished() if used else None
     if finished is None:
         _check_links(folder)
-    if resume == "must" and finished is None and not (used and folder.has_checkpoint()):
+    if resume == "must" and finished is None and not (used and folder.saved_steps()):
         raise UserError(f"--resume is must, but --run_dir {run_dir} contains no checkpoint to resume from")
     return finished
 

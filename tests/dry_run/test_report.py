@@ -12,6 +12,7 @@ from rlhf_jax.config.check import check
 from rlhf_jax.dry_run import memory, report
 from rlhf_jax.models.io import hf
 from rlhf_jax.parallel import sharding
+from rlhf_jax.stages import disk
 
 SCRATCH = {"scratch_model": "1x16x2", "tokenizer_name_or_path": "synthetic", "dataset_name": "synthetic"}
 SCRATCH |= {"sft_model_path": None, "reward_model_path": None, "run_dir": "nowhere/run", "dry_run": True}
@@ -39,7 +40,7 @@ def test_a_dry_run_counts_every_reward_model(tmp_path):
     data.save_tokenizer(data.load_tokenizer("synthetic"), str(tmp_path / "rm"))
     rewards = {"reward_model_path": str(tmp_path / "rm"), "more_reward_models": (str(tmp_path / "rm"),)}
     rloo, ppo = (
-        report.roles(memory.abstract_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
+        disk.parameters(memory.abstract_stage(config(**{**SCRATCH, **rewards}), sharding.make_mesh()))
         for config in (RLOOConfig, PPOConfig)
     )
     count = sum(x.size for x in jax.tree.leaves(params))

@@ -1,6 +1,5 @@
 """Model cards: where a model comes from, how it was made, its curves and its recipe."""
 
-import json
 import math
 import os
 
@@ -32,9 +31,10 @@ def test_any_values_make_a_line(values):
 def test_a_card_has_curves_and_the_recipes_name_alone(tmp_path):
     folder = tmp_path / "policy"
     folder.mkdir()
-    (tmp_path / "recipe.json").write_text(json.dumps({"config": "/home/secret/my_ppo.py:big", "options": {}}))
     curves = {"objective/scores": [0.5, 1.0, 2.0], "objective/kl": [1.0]}
-    model_card.write_model_card(str(folder), "ppo", {"dataset_name": "d"}, {}, curves=curves)
+    model_card.write_model_card(
+        str(folder), "ppo", {"dataset_name": "d"}, {}, curves=curves, recipe="/home/secret/my_ppo.py:big"
+    )
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "| objective/scores | 0.5 | ▁▃█ | 2 |" in card and "objective/kl" not in card
     assert "Recipe: `my_ppo.py:big`" in card and "secret" not in card

@@ -35,7 +35,7 @@ def test_a_new_run_leaves_its_config(run_dir):
     run = entered(run_dir, CONFIG)
     with open(run.config, encoding="utf-8") as file:
         assert json.load(file) == {**CONFIG, "report_to": ["tensorboard"]}
-    assert run.finished() is None and not run.has_checkpoint()
+    assert run.finished() is None and run.saved_steps() == []
 
 
 def test_checking_touches_nothing(run_dir):

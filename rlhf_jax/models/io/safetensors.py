@@ -156,11 +156,14 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Source]:
 
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes tensors as one safetensors file."""
+    """Writes tensors as one safetensors file. OSError where it cannot be written."""
     path.touch()
     mode = path.stat().st_mode  # that of any new file: safetensors makes files that only their owner reads
     # transformers requires the "format" of the saved arrays.
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, a limit on sizes
+        raise OSError(f"{path}: {error}") from error
     path.chmod(stat.S_IMODE(mode))
 
 
