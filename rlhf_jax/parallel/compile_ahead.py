@@ -49,7 +49,8 @@ class CompileAhead:
         # Of the calls that will look for the programs.
         self._settings = jax_settings.pinned if jax_settings.is_pinned() else contextlib.nullcontext
         self._compilers = futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "compile")
-        threading.Thread(target=self._trace, args=(trace,), name="trace", daemon=True).start()
+        # No daemon: Python would end it at its exit, which aborts the process where C++ is on the thread's stack.
+        threading.Thread(target=self._trace, args=(trace,), name="trace").start()
 
     def _trace(self, trace: Callable[[Callable[..., Any]], None]) -> None:
         try:

@@ -1,4 +1,6 @@
 import collections
+import subprocess
+import sys
 import threading
 
 import jax
@@ -11,6 +13,7 @@ from rlhf_jax import GRPOConfig, RewardConfig, RLOOConfig
 from rlhf_jax.parallel import compile_ahead, sharding
 from rlhf_jax.stages import open_stage
 from tests.helpers import runs
+from tests.helpers.paths import ROOT
 
 MESH = sharding.make_mesh(1, 1, 1)
 
@@ -79,6 +82,28 @@ def test_what_is_closed_compiles_nothing_more():
     may_go_on.set()
     ahead.run("program", program, 1)
     assert ahead.seconds == {}
+
+
+def test_a_process_that_ends_while_it_traces_ends_well():
+    """Python ends daemon threads at its exit, which aborts the process where jax's C++ is on their stack."""
+    code = """if True:
+        import time, jax, jax.numpy as jnp
+        from rlhf_jax.parallel import compile_ahead, sharding
+
+        @jax.jit
+        def program(x):
+            end = time.time() + 0.5
+            while time.time() < end:
+                sum(range(100))
+            print("traced", flush=True)
+            return x
+
+        trace = lambda build: build("program", jax.jit(lambda x: program(x)), jnp.zeros(2))
+        ahead = compile_ahead.CompileAhead(trace, sharding.make_mesh())
+        time.sleep(0.2)
+        ahead.close()"""
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "traced\n", "")
 
 
 def sampled(config, **options):

@@ -119,7 +119,7 @@ def too_small(place):
     ppo = PPOConfig(
         **shared, sft_model_path=SFT_EXPORT, reward_model_path=None, reward_funcs=reward_funcs, batch_size=4
     )
-    with pytest.raises(UserError, match=r"\(1 checkpoint 6 MiB, models 2 MiB, ppo 14 MiB\), and 1[12] MiB are free there"):
+    with pytest.raises(UserError, match=r"\(1 checkpoint 6 MiB, models 2 MiB, ppo 14 MiB\), and 1[12] MiB are free"):
         rlhf_jax.run(Pipeline(run_dir=f"{place}/pipeline", sft=sft, reward=None, ppo=ppo))
 
 
