@@ -331,7 +331,10 @@ class RunFolder:
         paths = {model: os.path.join(self.path, os.path.basename(path)) for model, path in local.items()}
         for model, path in paths.items():
             storage.remove_tree(path, ignore_errors=True)
-            storage.upload_folder(local[model], path) if storage.is_remote(path) else os.rename(local[model], path)
+            if storage.is_remote(path):
+                storage.upload_folder(local[model], path)
+            else:
+                os.rename(local[model], path)
         return paths
 
     def write_completions(self, step: int, rows: Rows, what: str = "samples", tokens: Rows = ()) -> str:
