@@ -303,6 +303,18 @@ def test_a_reward_function_may_have_children(habit, whole, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("habit", ["pool", "time_limit"])
+def test_a_run_whose_reward_function_has_children_may_be_killed(habit, whole, tmp_path):
+    code = "import pathlib, signal, sys; from tests.runtime import test_stopping as here; here.run(here.RLOO, "
+    code += f"pathlib.Path(sys.argv[1]), here.Kills((3, False), first=here.{habit}, number=signal.SIGKILL))"
+    command = [sys.executable, "-c", code, str(tmp_path / "rloo")]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert not (tmp_path / "rloo" / "policy").exists()
+    run(RLOO, tmp_path / "rloo", Kills(first=globals()[habit]))
+    assert left(tmp_path / "rloo") == left(whole / "rloo")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_signal_to_the_run_counts_while_a_child_lives(whole, tmp_path):
     children = []
 
