@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_python_format = warnings.formatwarning
 _LONG_NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
@@ -91,16 +94,25 @@ def discard(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _format_warning(message: Any, category: type[Warning], filename: str, *rest: Any) -> str:
+    if issubclass(category, UserWarning) and filename.startswith(_PACKAGE):
+        return f"warning: {message}\n"
+    return _python_format(message, category, filename, *rest)
+
+
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Within it, or in a function that it decorates, nothing printed to standard output or error raises."""
+    """Within it, or in a function that it decorates, nothing printed to standard output or error raises, and a warning
+    of this package is a line, without the place in its code."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     guarded = {name: Output(stream, name) for name, stream in streams.items() if not isinstance(stream, Output | None)}
     for name, output in guarded.items():
         setattr(sys, name, output)
+    formats, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         yield
     finally:
+        warnings.formatwarning = formats
         for name, output in guarded.items():
             output.flush()  # Python's own flush at the end would report a reader that has gone
             if getattr(sys, name) is output:

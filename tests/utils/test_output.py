@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -126,3 +127,18 @@ def test_nothing_is_said_by_python_of_a_reader_that_ended_first(lines, show):
         child.stdin.close()
         note = b"standard output takes no more text (Broken pipe); going on without it\n"
         assert (child.wait(), child.stderr.read()) == (0, b"" if show == "show" else note)
+
+
+def test_warnings_of_the_package_are_a_line_and_others_are_pythons(capsys):
+    package, ours = Output.__init__.__code__.co_filename, "the adapter has no base"
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with guarded_output():
+            warnings.showwarning = lambda *args: sys.stderr.write(warnings.formatwarning(*args[:4]))
+            warnings.warn_explicit(ours, UserWarning, package, 7)
+            warnings.warn_explicit("slow", UserWarning, "/site-packages/other.py", 7)
+            warnings.warn_explicit("old", DeprecationWarning, package, 7)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"warning: {ours}" and lines[1] == "/site-packages/other.py:7: UserWarning: slow"
+    assert f"{package}:7: DeprecationWarning: old" in lines and warnings.formatwarning is before

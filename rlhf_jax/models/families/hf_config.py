@@ -22,14 +22,14 @@ MOST_LAYERS = 10_000  # the tensor table has rows for each, made before any file
 # Keys that the config classes declare or take and that say nothing about the function of a decoder.
 HARMLESS = frozenset(
     "architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id "
-    "cache_implementation chunk_size_feed_forward classifier_dropout diversity_penalty do_sample dtype "
+    "cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id diversity_penalty do_sample dtype "
     "early_stopping eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id "
-    "forced_eos_token_id id2label is_decoder keys_to_ignore_at_inference label2id length_penalty max_length "
-    "min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences "
+    "forced_eos_token_id id2label is_decoder keys_to_ignore_at_inference label2id length_penalty mask_token_id "
+    "max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences "
     "output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type "
     "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
     "temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
-    "transformers_version typical_p use_bfloat16 use_cache".split()
+    "transformers_version typical_p unk_token_id use_bfloat16 use_cache".split()
 )
 # Keys that transformers' masks, caches, rotary embeddings and loading of weights read from any config, and all that
 # begin with "rope_".

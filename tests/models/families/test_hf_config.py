@@ -155,7 +155,7 @@ PUBLISHED = {
     ),
     "SmolLM2 before its release": (
         llama(30, 576, 9, 3, 1536, 49152, **SMOLLM2, _model_name_or_path="Smollm2 135M", unk_token_id=0),
-        *(134_515_008, 1e5, "is_llama_config, unk_token_id"),
+        *(134_515_008, 1e5, "is_llama_config"),
     ),
     "TinyLlama-1.1B": (llama(22, 2048, 32, 4, 5632, 32000, max_position_embeddings=2048), 1_100_048_384, 1e4, ""),
     "Mistral-7B-v0.1": (
