@@ -250,7 +250,7 @@ def train_stage(
         warnings = batch_sizes.check_rows(config, stage.rows)
         stage.train_data.batch(config.seed, 0, stage.rows_per_update)  # refuses too few rows
         inputs = multihost.from_first(stage.inputs)
-        run_folder = run_folders.RunFolder.open(*claim, inputs, surroundings)
+        run_folder = run_folders.RunFolder.open(*claim, inputs=inputs, environment=surroundings)
         stack.callback(run_folder.close)
         callbacks = (*callbacks, *trackers.callbacks_of(config.report_to))
         for callback in reversed(callbacks):

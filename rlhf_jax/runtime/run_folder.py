@@ -123,6 +123,7 @@ class RunFolder:
         resume: str = "auto",
         may_differ: Collection[str] | None = None,
         override: bool = False,
+        *,
         inputs: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
     ) -> RunFolder:

@@ -84,7 +84,7 @@ def show(text: str) -> None:
 
 
 def is_lost() -> bool:
-    """Whether standard output or error loses what is printed."""
+    """Whether text that is printed to standard output or error is dropped."""
     return any(isinstance(stream, Output) and stream.loses for stream in (sys.stdout, sys.stderr))
 
 

@@ -18,6 +18,7 @@ from rlhf_jax.metrics import logger as metrics_logger
 from rlhf_jax.metrics.logger import MetricLogger, read_metrics
 from rlhf_jax.runtime.progress import TerminalLines
 from rlhf_jax.utils.output import guarded_output
+from tests.helpers.full_disk import Disk
 
 
 def lines(path):
@@ -51,14 +52,6 @@ def test_metrics_are_read_one_update_late(folder, monkeypatch):
 
 
 def test_text_that_standard_output_does_not_take_is_an_alarm_until_it_does_again(folder, monkeypatch):
-    class Disk(io.StringIO):
-        full = True
-
-        def write(self, text):
-            if self.full:
-                raise OSError(28, "No space left on device")
-            return super().write(text)
-
     disk = Disk()
     monkeypatch.setattr(sys, "stdout", disk)
     monkeypatch.setattr(sys, "stderr", io.StringIO())

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-import rlhf_jax.config  # noqa: F401  its classes are the options that there are
+import rlhf_jax.config  # noqa: F401  registers the options
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.run_folder import RunFolder

@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from rlhf_jax.utils.output import Output, guarded_output
+from tests.helpers.full_disk import Disk
 
 TEXT = "caf\xe9 \U0001f600 \u2502 \ud800"
 
@@ -76,15 +77,7 @@ def test_what_is_lost_is_said_once_on_the_other_stream(monkeypatch, lost, kept, 
 
 
 def test_a_disk_that_has_room_again_gets_text_again(monkeypatch):
-    class Sometimes(io.StringIO):
-        full = True
-
-        def write(self, text):
-            if self.full:
-                raise OSError(28, "No space left on device")
-            return super().write(text)
-
-    stream = Sometimes()
+    stream = Disk()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with guarded_output():
