@@ -21,23 +21,30 @@ def get_config(variant: str | None = None) -> Pipeline:
         "temperature": 0.7,  # for sampling and log-probabilities
         "total_episodes": 3072,  # responses
         "batch_size": 64,  # responses an update
-        "learning_rate": 2e-4 if variant == "lora" else 5e-6,  # linear decay to 0
+        "learning_rate": 2e-4 if variant in ("lora", "ppo") else 5e-6,  # linear decay to 0
         "max_eval_samples": 256,  # held-out rows
         "eval_steps": 24,  # updates
         "save_steps": 24,  # updates
     }
-    adapters = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0} if variant == "lora" else {}
+    adapters = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
     groups = {
         **policy,
         "num_generations": 8,  # responses to each prompt: 8 prompts an update
         "num_generations_eval": 1,  # responses to each held-out prompt
         "beta": 0.0,  # no KL penalty: a verifier cannot be exploited
     }
+    critic = {
+        "value_model": "shared_backbone",  # a head on the policy
+        "value_learning_rate": 2e-3,  # of that head
+        "num_ppo_epochs": 1,  # passes over an update's responses
+        "lam": 1.0,  # of GAE: returns are the rewards
+        "kl_coef": 0.0,  # as beta
+    }
     stages = {
         "lora": {"grpo": GRPOConfig(**groups, **adapters)},
         "full": {"grpo": GRPOConfig(**groups)},
         "rloo": {"rloo": RLOOConfig(**groups)},
-        "ppo": {"ppo": PPOConfig(**policy, kl_coef=0.0)},  # its value model starts from the policy
+        "ppo": {"ppo": PPOConfig(**policy, **critic, **adapters)},
     }
     return Pipeline(
         run_dir=f"runs/quickstart_smollm2_{variant}",  # folder, with the stage in it

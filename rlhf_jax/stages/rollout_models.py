@@ -28,6 +28,9 @@ from rlhf_jax.types import Params, TrainState
 LONGEST = "--query_length + --response_length"
 """The options of the longest sequence."""
 
+VALUE_HEAD_STD = 0.0
+"""Of a new value head: random values vary more than the rewards, and advantages would be their noise."""
+
 # --- models without params
 
 
@@ -287,7 +290,7 @@ def load_models(
         base = {"policy": context.cast_frozen(opened.policy, frozen)}
     trained = {"policy": trained_policy(context, opened, policy)}
     if algorithm.has_value_model and opened.value is None:
-        trained["policy"] = {**trained["policy"], "score": new_score_head(context, opened.policy)}
+        trained["policy"] = {**trained["policy"], "score": new_score_head(context, opened.policy, VALUE_HEAD_STD)}
     elif algorithm.has_value_model and opened.value.lora is not None:
         trained["value"], value_base = adapted_value(context, opened, policy, reward_models, reward_params)
         if value_base is not None:
@@ -375,11 +378,11 @@ def full_value(
     config, value = context.config, opened.value
     if config.value_model_path is not None:
         source = Source(config.value_model_path)
-        return open_models.load_params(context, value, source, "scalar")
+        return open_models.load_params(context, value, source, "scalar", score_std=VALUE_HEAD_STD)
     if reward_params:
         return context.weights.copy(value, reward_params[0])
     backbone = context.weights.copy(value, {"backbone": policy["backbone"]})
-    return {**backbone, "score": new_score_head(context, value)}
+    return {**backbone, "score": new_score_head(context, value, VALUE_HEAD_STD)}
 
 
 def value_source(config: PolicyConfig, models: Models, policy_base: Source | None) -> Source:
@@ -401,12 +404,14 @@ def adapted_value(
     """(a new adapter and the head of the value model, its base params; None where they are the policy's)."""
     config, value = context.config, opened.value
     if config.lora_value == "shared":
-        head = {"score": new_score_head(context, value)}
+        head = {"score": new_score_head(context, value, VALUE_HEAD_STD)}
         return {**adapters.new_adapter(context, value, policy, 1), **head}, None
     if config.value_model_path is not None:
         cast_on_load = None if value.lora.modules_to_save else adapters.cast_base_fn(context, value)
         source = Source(config.value_model_path)
-        start = open_models.load_params(context, value, source, "scalar", cast_on_load=cast_on_load)
+        start = open_models.load_params(
+            context, value, source, "scalar", cast_on_load=cast_on_load, score_std=VALUE_HEAD_STD
+        )
         base = adapters.cast_base(context, value, start)
     else:
         start = reward_params[0]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 
 import jax
@@ -87,12 +86,6 @@ def update(
     return ppo.update(networks, state, experience, config=CONFIG, optimizer=optimizer, key=key)
 
 
-def new_score_head(model: models.Model, seed: int) -> Params:
-    """A scalar head drawn from N(0, 1 / (D + 1))."""
-    width, key = model.config.hidden_size, jax.random.fold_in(jax.random.key(seed), 7)
-    return {"kernel": 1.0 / math.sqrt(width + 1) * jax.random.normal(key, (width, 1))}
-
-
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     """Trains by command-line arguments. Returns the metrics of each update."""
     parser = argparse.ArgumentParser(description="PPO: the whole training loop.")
@@ -104,7 +97,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     args = parser.parse_args(argv)
 
     # Policy, reference (its frozen copy), reward model and value model. The value model starts from the reward model,
-    # or else from the policy with a new head. Each has buffers of its own, since updates overwrite the trained ones.
+    # or else from the policy with a head of zeros. Each has buffers of its own: updates overwrite the trained ones.
     if args.model:
         model, policy = hf.load(args.model, kind="causal")
         tokenizer = data.load_tokenizer(args.model, vocab_size=model.config.vocab_size)
@@ -116,7 +109,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
         value_model, reward_params = hf.load(args.reward_model, kind="scalar")
         value = reward_params
     else:
-        value_model, value = model, {"backbone": policy["backbone"], "score": new_score_head(model, args.seed)}
+        head = {"kernel": jnp.zeros((model.config.hidden_size, 1))}
+        value_model, value = model, {"backbone": policy["backbone"], "score": head}
     trained, reference = jax.tree.map(jnp.array, ({"policy": policy, "value": value}, policy))
     networks = Models(policy=Network(model), reference=Network(model, reference), value=Network(value_model))
 
