@@ -52,15 +52,15 @@ def _lines_of(entry: Entry) -> dict[str, bytes]:
 class JsonLines:
     """metrics.jsonl and timings.jsonl of a run's folder.
 
-    Lines that a full disk refuses are kept and written once it takes them.
+    Lines that a full disk refuses are kept and written once it takes them. A file that is removed during the run is
+    written again, whole.
     """
 
     def __init__(self, folder: str):
         """Opens both files for appending."""
         os.makedirs(folder, exist_ok=True)
         self._paths = {name: os.path.join(folder, f"{name}.jsonl") for name in ("metrics", "timings")}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._files = {name: os.open(path, flags, 0o666) for name, path in self._paths.items()}
+        self._files = {name: self._open(name) for name in self._paths}
         self._unwritten = dict.fromkeys(self._paths, b"")
         self._failed: set[str] = set()
 
@@ -72,11 +72,12 @@ class JsonLines:
 
     def _append(self) -> None:
         # Whole lines in one write: a process that is killed leaves at most a torn last line.
-        for name, lines in self._unwritten.items():
+        for name in self._paths:
+            written = 0
             try:
-                written = os.write(self._files[name], lines)
+                self._put_back(name)
+                written = os.write(self._files[name], self._unwritten[name])
             except OSError as error:
-                written = 0
                 if name not in self._failed:
                     print(
                         f"warning: cannot write to {self._paths[name]} ({error.strerror}); its lines are kept in "
@@ -85,9 +86,23 @@ class JsonLines:
                         flush=True,
                     )
                     self._failed.add(name)
-            self._unwritten[name] = lines[written:]
+            self._unwritten[name] = self._unwritten[name][written:]
             if not self._unwritten[name]:
                 self._failed.discard(name)
+
+    def _open(self, name: str) -> int:
+        return os.open(self._paths[name], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def _put_back(self, name: str) -> None:
+        """Makes a file again that was removed or moved: the open one still has its lines."""
+        path, old = self._paths[name], self._files[name]
+        if os.path.exists(path):
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._files[name] = self._open(name)
+        self._unwritten[name] = os.pread(old, os.fstat(old).st_size, 0) + self._unwritten[name]
+        os.close(old)
+        print(f"warning: {path} was removed during the run; it is written again", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Closes the files.

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,14 +125,14 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise UserError(f"--save_total_limit {keep}: keep at least 1 checkpoint, or None for all")
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        threading.excepthook = _ignore_orbax_threads
+        threading.excepthook, sys.unraisablehook = _ignore_orbax_threads, _ignore_late_reports
+        logging.getLogger("asyncio").addFilter(_is_no_orbax_task)
         self.folder = os.path.abspath(folder)
         self._shown, self._shared = shown_as or self.folder, shown_as is None
         self._saved = saved or self._on_disk
         self.warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
         self._keep = Keep(keep, greater_is_better)
         self._saving: int | None = None
-        self._quiet = contextlib.ExitStack()
         self._manager = self._open()
         for step in self.steps():
             self._keep.scores[step] = self._score(step)
@@ -334,7 +334,6 @@ class Checkpoints:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         error = None
-        self._quiet.enter_context(_no_late_errors())
         try:
             state = self._manager.restore(step, args=items)["state"]
         except jax.errors.JaxRuntimeError:
@@ -408,39 +407,12 @@ class Checkpoints:
         """Waits for the last save and closes orbax's manager."""
         self.wait()
         self._manager.close()
-        self._quiet.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def _no_late_errors() -> Iterator[None]:
-    """Within it, what a failed restore leaves behind prints nothing: it ends at one array, and the tasks of the others
-    then fail unheard, or report to an event loop that has ended."""
-    before, logger = sys.unraisablehook, logging.getLogger("asyncio")
-
-    def hook(unraisable: Any) -> None:
-        frames = traceback.extract_tb(unraisable.exc_traceback)
-        late = issubclass(unraisable.exc_type, RuntimeError) and frames and frames[0].name == "call_soon_threadsafe"
-        if not late:
-            before(unraisable)
-
-    def passes(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return not ("never retrieved" in message and "orbax" in message)
-
-    sys.unraisablehook = hook
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
-        if sys.unraisablehook is hook:
-            sys.unraisablehook = before
 
 
 def restore_newest(checkpoints: Any, like: Any) -> tuple[Any, dict[str, Any], int] | None:
@@ -474,10 +446,27 @@ def _size(count: int) -> str:
     return f"{count / 2**unit:.1f} {'GiB' if unit == 30 else 'MiB'}"
 
 
+# What a failed save or restore leaves behind: it ends at one array, and the tasks of the others then fail unheard, or
+# report to an event loop that has ended, whenever Python collects them.
+
+
 def _ignore_orbax_threads(args: Any) -> None:
     """A thread excepthook without orbax's threads, whose errors are raised in the thread that waits for the save."""
     if not type(args.thread).__module__.startswith("orbax."):
-        _default_hook(args)
+        _thread_hook(args)
 
 
-_default_hook = threading.excepthook
+def _ignore_late_reports(unraisable: Any) -> None:
+    """An unraisablehook without reports to an event loop that has ended."""
+    frames = traceback.extract_tb(unraisable.exc_traceback)
+    if not (issubclass(unraisable.exc_type, RuntimeError) and frames and frames[0].name == "call_soon_threadsafe"):
+        _unraisable_hook(unraisable)
+
+
+def _is_no_orbax_task(record: logging.LogRecord) -> bool:
+    """A filter of asyncio's log without failed tasks of orbax."""
+    message = record.getMessage()
+    return not ("never retrieved" in message and ("orbax" in message or "OCDBT" in message))
+
+
+_thread_hook, _unraisable_hook = threading.excepthook, sys.unraisablehook

@@ -258,6 +258,7 @@ class Loop:
         would hide that they are missing."""
         self.logger.flush()
         if not storage.is_remote(self.folder.path):
+            self.folder.put_back()
             return True
         error = None
         try:

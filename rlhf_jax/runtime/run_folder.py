@@ -67,6 +67,7 @@ class RunFolder:
 
     path: str
     lock: Lock | Lease = dataclasses.field(init=False, compare=False, repr=False)
+    _texts: dict[str, str] = dataclasses.field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "lock", Lease(self.path) if storage.is_remote(self.path) else Lock(self.path))
@@ -151,9 +152,8 @@ class RunFolder:
                     environments = folder.environments()
                     if environment is not None and environment not in environments[-1:]:
                         environments.append(environment)
-                    write_atomically(folder.config, json_text(config, indent=2) + "\n")
-                    content = {**(inputs or {}), ENVIRONMENTS: environments}
-                    write_atomically(folder.inputs, json_text(content, indent=2) + "\n")
+                    folder._write(folder.config, config)
+                    folder._write(folder.inputs, {**(inputs or {}), ENVIRONMENTS: environments})
                     if storage.exists(folder.finished_file):  # a finished run continues with other options
                         storage.remove(folder.finished_file)
                     probe = folder._write_probe()
@@ -315,7 +315,21 @@ class RunFolder:
         """Writes recipe.json, {"config": name, "options"}, when a run begins; resumes do not overwrite it."""
         path = os.path.join(self.path, "recipe.json")
         if is_main() and not (storage.exists(path) and self.has_progress()):
-            write_atomically(path, json_text({"config": name, "options": options}, indent=2) + "\n")
+            self._write(path, {"config": name, "options": options})
+
+    def _write(self, path: str, content: dict[str, Any]) -> None:
+        self._texts[path] = json_text(content, indent=2) + "\n"
+        write_atomically(path, self._texts[path])
+
+    def put_back(self) -> None:
+        """Writes again what this process wrote at the start, where the folder was removed since: checkpoints alone are
+        no run. Not for buckets."""
+        if is_main():
+            for path, text in self._texts.items():
+                if not os.path.exists(path):
+                    with contextlib.suppress(OSError):  # what follows cannot be written either, and says so
+                        os.makedirs(self.path, exist_ok=True)
+                        write_atomically(path, text)
 
     def recipe(self) -> str | None:
         """The config that recipe.json names; None without one."""

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import resource
+import shutil
 import sys
 
 import jax
@@ -228,6 +229,22 @@ def test_a_full_disk_loses_no_line(tmp_path, capsys):
     logger.log(4, {"loss": 4.0})
     logger.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(str(path))] == [(n, n) for n in range(1, 5)]
+
+
+def test_a_file_that_is_removed_during_a_run_is_written_again_whole(tmp_path, capsys):
+    folder = tmp_path / "run"
+    logger = MetricLogger.open(str(folder))
+    for step in (1, 2):
+        logger.log(step, {"loss": float(step)})
+    logger.flush()
+    shutil.rmtree(folder)
+    logger.log(3, {"loss": 3.0})
+    logger.flush()
+    assert capsys.readouterr().err.count(f"{folder / 'metrics.jsonl'} was removed during the run") == 1
+    logger.close()
+    for name in ("metrics", "timings"):
+        assert [line["step"] for line in read_metrics(str(folder / f"{name}.jsonl"))] == [1, 2, 3]
+    assert capsys.readouterr().err == ""
 
 
 def test_lines_that_never_reach_the_disk_are_an_error(tmp_path, capsys):

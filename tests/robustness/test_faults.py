@@ -151,6 +151,35 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, damage):
         assert line.startswith("warning: checkpoint") and "resuming from update 2" in line
 
 
+FAILED_SAVE = """
+import shutil, sys, threading
+import jax.numpy as jnp
+from rlhf_jax.runtime.checkpoint import Checkpoints
+
+def remove():
+    while not ended.is_set():
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    ended = threading.Event()
+    checkpoints.save(1, {str(number): jnp.ones((64, 64)) for number in range(60)})
+    remover = threading.Thread(target=remove)
+    remover.start()
+    checkpoints.wait()
+    ended.set()
+    remover.join()
+"""
+
+
+def test_the_tasks_of_a_save_that_fails_print_nothing(tmp_path):
+    for _ in range(3):  # as above
+        command = [sys.executable, "-c", FAILED_SAVE, str(tmp_path / "saved")]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert found.returncode == 0, found.stderr
+        assert found.stderr.startswith("warning: checkpoint") and "could not be written" in found.stderr
+        assert "Event loop is closed" not in found.stderr and "never retrieved" not in found.stderr
+
+
 # --- models
 
 CONFIGS = {

@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import shutil
 
 import pytest
 
-import rlhf_jax.config  # noqa: F401  registers the options
+import rlhf_jax
+from rlhf_jax.config import RLOOConfig
 from rlhf_jax.errors import UserError
 from rlhf_jax.runtime import run_folder
 from rlhf_jax.runtime.run_folder import RunFolder
+from tests.helpers import tiny_rloo
 
 CONFIG = {"stage": "ppo", "seed": 1, "kl_coef": 0.05, "report_to": ("tensorboard",), "save_steps": 10, "run_dir": "x"}
 
@@ -309,3 +312,24 @@ def test_other_processes_only_get_the_paths(run_dir, monkeypatch):
     run.write_completions(1, [{"a": 1}])
     run.cut(0)
     assert not os.path.exists(run_dir)
+
+
+def test_a_folder_that_is_removed_during_a_run_is_the_runs_again(tmp_path):
+    calls = []
+
+    def first_token(completion_ids, **_):
+        calls.append(len(completion_ids))
+        if len(calls) == 2:
+            shutil.rmtree(tmp_path / "removed")
+        return tiny_rloo.first_token(completion_ids)
+
+    options = {**tiny_rloo.CONFIG, "save_steps": 2}
+    finished = {}
+    for name, reward in (("whole", tiny_rloo.first_token), ("removed", first_token)):
+        config = RLOOConfig(**options, run_dir=str(tmp_path / name))
+        finished[name] = rlhf_jax.run(config, reward_funcs=[reward])
+    for file in ("metrics.jsonl", "policy/model.safetensors"):
+        assert (tmp_path / "removed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    scored = len(calls)
+    assert rlhf_jax.run(config, reward_funcs=[first_token]).paths == finished["removed"].paths
+    assert len(calls) == scored  # the rerun finds a finished run
