@@ -60,6 +60,7 @@ from rlhf_jax.runtime.stopping import RESUME_HINT, Stopped, Stops
 from rlhf_jax.stages import disk, open_stage
 from rlhf_jax.stages.throughput import Throughput
 from rlhf_jax.utils.output import guarded_output
+from rlhf_jax.utils.text import bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,7 +393,7 @@ def write_errors(loop: Loop) -> Iterator[None]:
         then = f"only exports: update {loop.step} is saved" if saved else "continues from the newest checkpoint"
         raise UserError(
             f"{loop.stage.name}: the models could not be written to {loop.config.run_dir}: {reason_of(error)}. Free "
-            f"{disk.size(disk.exported_bytes(loop.stage))} there, and rerun the command, which {then}"
+            f"{bytes_text(disk.exported_bytes(loop.stage))} there, and rerun the command, which {then}"
         ) from error
 
 
@@ -487,11 +488,11 @@ def check_disk_space(checkpoints: Checkpoints | BucketCheckpoints, stage, later:
             saves = math.ceil(stage.total_steps / every)
             parts = disk.needs(stage, checkpoint, checkpoints.steps(), saves, later)
         if free is not None and free < (needed := sum(parts.values())):
-            what = ", ".join(f"{name} {disk.size(count)}" for name, count in parts.items())
+            what = ", ".join(f"{name} {bytes_text(count)}" for name, count in parts.items())
             raise UserError(
-                f"--run_dir {stage.config.run_dir}: the command writes up to {disk.size(needed)} ({what}), and "
-                f"{disk.size(free)} are free there. Free some space, give another --run_dir, or keep fewer checkpoints "
-                "(--save_total_limit, --save_steps)"
+                f"--run_dir {stage.config.run_dir}: the command writes up to {bytes_text(needed)} ({what}), and "
+                f"{bytes_text(free)} are free there. Free some space, give another --run_dir, or keep fewer "
+                "checkpoints (--save_total_limit, --save_steps)"
             )
 
     multihost.from_first(check)

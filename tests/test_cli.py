@@ -58,6 +58,8 @@ def test_configs_are_listed_with_variants_shown_and_copied(capsys, tmp_path, mon
     assert (tmp_path / "mine.py").read_text() == (ROOT / "configs" / "quickstart_rloo.py").read_text()
     assert cli.main(["train", "--config", "mine.py", "--help"]) == 0
     assert cli.main(["configs", "copy", "quickstart", "mine.py"]) == 2 and "mine.py exists" in capsys.readouterr().err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["configs", "copy", "quickstart", "~"]) == 0 and (tmp_path / "quickstart.py").exists()
     assert shipped.variants(ROOT / "configs" / "goldrush.py") is None
 
 

@@ -8,6 +8,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from rlhf_jax import storage
 from rlhf_jax.config.files import config_folder, load_config, shipped_config, shipped_configs, to_json
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import nearest
@@ -89,10 +90,10 @@ def copy(name: str, file: str | None = None) -> str:
     """Copies a config. Returns the path of the copy."""
     source = shipped_config(name)
     target = file or source.name
-    if os.path.isdir(target):
+    if os.path.isdir(storage.located(target)):
         target = os.path.join(target, source.name)
     try:
-        with open(target, "x", encoding="utf-8") as out:
+        with open(storage.located(target), "x", encoding="utf-8") as out:
             out.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
         raise UserError(f"{target} exists; give another name: rlhf-jax configs copy {name} FILE.") from None

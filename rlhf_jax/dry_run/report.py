@@ -17,8 +17,7 @@ from rlhf_jax.dry_run.compiling import Program
 from rlhf_jax.parallel import peaks, sharding
 from rlhf_jax.runtime import out_of_memory
 from rlhf_jax.stages import disk
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from rlhf_jax.utils.text import bytes_text
 
 
 def missing_start(config: StageConfig) -> str | None:
@@ -27,12 +26,6 @@ def missing_start(config: StageConfig) -> str | None:
     exports = [os.path.join(folder, *names) for names in (("sft", "policy"), ("reward", "reward_model"))]
     starts = [value for value in vars(config).values() if value in exports and not storage.exists(value)]
     return starts[0] if starts and stage == stage_name(config) else None
-
-
-def size(count: float) -> str:
-    """Bytes as text, '12.3 MiB'."""
-    unit = next((unit for unit in ("GiB", "MiB") if count >= UNITS[unit]), "KiB")
-    return f"{count / UNITS[unit]:,.1f} {unit}"
 
 
 def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> None:
@@ -51,10 +44,10 @@ def show_memory(config: StageConfig, mesh: Any, log: Callable[[str], None]) -> N
     limit = topologies.capacity(device)
     log(f"resident on each device ({device.device_kind}, {usable(device, limit)})")
     for name, count in resident.items():
-        log(f"  {name:<12} {size(count):>12}")
-    log(f"  {'total':<12} {size(sum(resident.values())):>12}")
+        log(f"  {name:<12} {bytes_text(count):>12}")
+    log(f"  {'total':<12} {bytes_text(sum(resident.values())):>12}")
     if isinstance(config, PolicyConfig):
-        log(f"  {'cache':<12} {size(memory.cache_bytes(stage)):>12} of keys and values, during generation")
+        log(f"  {'cache':<12} {bytes_text(memory.cache_bytes(stage)):>12} of keys and values, during generation")
     log(f"during each program, compiled for {device.device_kind}, which can take minutes")
     if topologies.described_tpu(device) and in_processes.can_compile(config):
         programs = in_processes.programs(config, lambda program: log(program_line(program)))
@@ -75,9 +68,9 @@ def program_line(program: Program) -> str:
     """A program's peak, or why the compiler refuses it."""
     if program.refused:
         return f"  {program.name:<12} {'':>12} refused by the compiler: {program.refused}"
-    own = size(program.temporary + program.outputs - program.aliased)
+    own = bytes_text(program.temporary + program.outputs - program.aliased)
     compiled = f"(compiled in {program.seconds:.0f} s)"
-    return f"  {program.name:<12} {size(program.peak):>12} peak, {own} of it the program's own {compiled}"
+    return f"  {program.name:<12} {bytes_text(program.peak):>12} peak, {own} of it the program's own {compiled}"
 
 
 def usable(device: Any, limit: int | None) -> str:
@@ -85,8 +78,9 @@ def usable(device: Any, limit: int | None) -> str:
     if limit is None:
         return "memory unknown"
     if (gpu := topologies.described_gpu(device)) is None:
-        return f"{size(limit)} of memory"
-    return f"{size(limit)} of memory: the {topologies.preallocated():g} of {size(gpu.memory)} that jax preallocates"
+        return f"{bytes_text(limit)} of memory"
+    share = f"the {topologies.preallocated():g} of {bytes_text(gpu.memory)} that jax preallocates"
+    return f"{bytes_text(limit)} of memory: {share}"
 
 
 def communication_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
@@ -101,8 +95,8 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
         sent: dict[str, float] = {}
         for collective in hlo.collectives(program.text, steps):
             sent[collective.kind] = sent.get(collective.kind, 0.0) + collective.sent * collective.times
-        kinds = ", ".join(f"{kind} {size(sent[kind])}" for kind in sorted(sent) if sent[kind] >= UNITS["KiB"])
-        lines.append(f"  {program.name:<12} {size(sum(sent.values())):>12}{': ' if kinds else ''}{kinds}")
+        kinds = ", ".join(f"{kind} {bytes_text(sent[kind])}" for kind in sorted(sent) if sent[kind] >= 2**10)
+        lines.append(f"  {program.name:<12} {bytes_text(sum(sent.values())):>12}{': ' if kinds else ''}{kinds}")
     return lines
 
 
@@ -164,9 +158,9 @@ def verdict(config: StageConfig, programs: Sequence[Program], limit: int | None)
     if refused is not None:
         problem = f"the compiler refuses {refused.name}"
     elif limit is None:
-        return f"memory: peak {size(highest.peak)} per device, in {highest.name}"
+        return f"memory: peak {bytes_text(highest.peak)} per device, in {highest.name}"
     else:
-        problem = f"peak {size(highest.peak)} of {size(limit)} per device, in {highest.name}"
+        problem = f"peak {bytes_text(highest.peak)} of {bytes_text(limit)} per device, in {highest.name}"
         if highest.peak <= limit:
             return f"memory: fits: {problem}"
     options = out_of_memory.lowers(config, highest.name) + ([] if config.use_peft else ["use_peft (now False)"])

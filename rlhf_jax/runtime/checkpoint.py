@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import multihost
 from rlhf_jax.runtime.checksums import checksums
+from rlhf_jax.utils.text import bytes_text
 
 # Errors of orbax and tensorstore for missing or broken files.
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, AttributeError)
@@ -235,7 +236,7 @@ class Checkpoints:
             return reason_of(error)
         needed, free = self.room(state)
         if free is not None and free < needed:
-            return f"it needs up to {_size(needed)}, but only {_size(free)} are free"
+            return f"it needs up to {bytes_text(needed)}, but only {bytes_text(free)} are free"
         return None
 
     def _finish_save(self) -> None:
@@ -439,11 +440,6 @@ def reason_of(error: Exception | None) -> str:
         return "it failed on another process"
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text if len(text) <= 300 else f"{text[:120]} ... {text[-170:]}"
-
-
-def _size(count: int) -> str:
-    unit = 30 if count >= 2**30 else 20
-    return f"{count / 2**unit:.1f} {'GiB' if unit == 30 else 'MiB'}"
 
 
 # What a failed save or restore leaves behind: it ends at one array, and the tasks of the others then fail unheard, or

@@ -55,8 +55,3 @@ def needs(
         state = 0 if config.use_peft else 3  # params and two moments
         parts[stage_name(config)] = models * model * (1 + state)
     return parts
-
-
-def size(count: float) -> str:
-    """Bytes as text: '1,234 MiB'."""
-    return f"{max(1, math.ceil(count / 2**20)):,} MiB"

@@ -103,6 +103,12 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{days}d{hours % 24:02d}h"
 
 
+def bytes_text(count: float) -> str:
+    """Bytes as text: '12.3 MiB'."""
+    unit = 30 if count >= 2**30 else 20 if count >= 2**20 else 10
+    return f"{count / 2**unit:,.1f} {'KMG'[unit // 10 - 1]}iB"
+
+
 def short_number(x: Any) -> str:
     """A number in at most 4 significant digits, for the terminal."""
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool):

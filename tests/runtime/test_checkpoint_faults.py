@@ -104,7 +104,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path, monkeypatc
         usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         assert not checkpoints.save(2, state_of(2))
-        assert "it needs up to 1.3 MiB, but only 0.1 MiB are free" in said[0]
+        assert "it needs up to 1.3 MiB, but only 97.7 KiB are free" in said[0]
         monkeypatch.undo()
         assert checkpoints.save(2, state_of(2))
 
