@@ -121,7 +121,7 @@ def test_the_quickstart_of_a_chat_model_learns_from_instructions_and_compares_be
     assert [row["name"] for row in compared["rows"]] == ["before", stage.upper()] and len(compared["samples"]) == 3
     assert all(0 <= row["rewards"]["instruction_reward"]["mean"] <= 1 for row in compared["rows"])
     assert "instructions/all" in lines(run_dir / stage)[0]
-    assert (run_dir / stage / "policy_adapter").is_dir() == (variant == "lora")
+    assert (run_dir / stage / "policy_adapter").is_dir() == (variant in ("lora", "ppo"))
 
 
 @pytest.mark.runs

@@ -1,6 +1,7 @@
 """A run that is stopped from outside saves at a safe point, says so by its exit code, and continues byte for byte."""
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -270,7 +271,8 @@ def time_limit():
 def interrupt():
     context = multiprocessing.get_context("fork")
     begun = context.Event()
-    child = context.Process(target=lambda: (begun.set(), time.sleep(60)))
+    # Python loses a KeyboardInterrupt that is raised in jax's callback of the garbage collector.
+    child = context.Process(target=lambda: (gc.disable(), begun.set(), time.sleep(60)))
     child.start()
     begun.wait()
     os.kill(child.pid, signal.SIGINT)
