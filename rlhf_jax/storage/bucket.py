@@ -4,6 +4,7 @@ the operation and the reason."""
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import time
@@ -74,6 +75,7 @@ def filesystem(scheme: str) -> Any:
         raise UserError(
             f"paths in {scheme}:// need the package {package}: pip install 'rlhf_jax[{extra}]' ({error})"
         ) from error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints a traceback for each request that we try again
     opened = FileSystem(**options)
     opened.retries = 1  # s3fs's own, around botocore's
     return opened

@@ -149,7 +149,7 @@ def test_calls_that_fail_at_first_are_repeated(folder, store, failures, monkeypa
     assert not storage.exists(folder)
 
 
-def test_a_call_that_always_fails_names_bucket_operation_and_reason(folder, store, monkeypatch):
+def test_a_call_that_always_fails_names_bucket_operation_and_reason(folder, store, monkeypatch, caplog):
     monkeypatch.setattr(bucket, "ATTEMPTS", 2)
     monkeypatch.setattr("asyncio.sleep", buckets.at_once)
     store[1].faults.failures = -1
@@ -157,6 +157,7 @@ def test_a_call_that_always_fails_names_bucket_operation_and_reason(folder, stor
         storage.write_atomically(f"{folder}/a", "a")
     assert f"{store[0]}: cannot write" in str(raised.value) and "2 times" in str(raised.value)
     assert isinstance(raised.value, OSError) and "\n" not in str(raised.value)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]  # no tracebacks
 
 
 def test_refused_access_is_not_repeated_and_is_one_line(folder, store):
