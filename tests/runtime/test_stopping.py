@@ -1,7 +1,7 @@
 """A run that is stopped from outside saves at a safe point, says so by its exit code, and continues byte for byte."""
 
 import dataclasses
-import gc
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -271,8 +271,7 @@ def time_limit():
 def interrupt():
     context = multiprocessing.get_context("fork")
     begun = context.Event()
-    # Python loses a KeyboardInterrupt that is raised in jax's callback of the garbage collector.
-    child = context.Process(target=lambda: (gc.disable(), begun.set(), time.sleep(60)))
+    child = context.Process(target=lambda: (begun.set(), time.sleep(60)))
     child.start()
     begun.wait()
     os.kill(child.pid, signal.SIGINT)
@@ -299,7 +298,10 @@ HABITS = (pool, pool_of_multiprocess, map_of_datasets, time_limit, interrupt, ch
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("habit", HABITS)
-def test_a_reward_function_may_have_children(habit, whole, tmp_path):
+def test_a_reward_function_may_have_children(habit, whole, tmp_path, request):
+    # A shell ignores SIGINT for what it runs in the background.
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run(RLOO, tmp_path / "rloo", Kills(first=habit))
     assert left(tmp_path / "rloo") == left(whole / "rloo")
 
