@@ -153,8 +153,9 @@ print(f"Python {platform.python_version()}", *(f"{name} {importlib.metadata.vers
 PYTHON
 
 if [ "$1" = short ]; then
-  mapfile -t files < <(find tests -name 'test_*.py' | sort | awk -v day="$(date +%j)" 'NR % 3 == day % 3')
-  attempt "tests, part $((10#$(date +%j) % 3 + 1)) of 3" .venv/bin/python -m pytest -q "${files[@]}"
+  part=$((10#$(date +%j) % 3)) # of the day of the year, which begins with zeros
+  mapfile -t files < <(find tests -name 'test_*.py' | sort | awk -v part="$part" 'NR % 3 == part')
+  attempt "tests, part $((part + 1)) of 3" .venv/bin/python -m pytest -q "${files[@]}"
 else
   attempt "tests" .venv/bin/python -m pytest -q
   attempt "tests: runs" .venv/bin/python -m pytest -q -m runs

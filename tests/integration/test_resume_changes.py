@@ -263,5 +263,5 @@ def test_save_minutes_saves_by_the_clock(tmp_path):
 
 def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_update(tmp_path, monkeypatch):
     monkeypatch.setattr(train.Checkpoints, "room", lambda *_: (3 << 20, 2 << 20))
-    with pytest.raises(UserError, match=r"--run_dir .*[23]\.\d MiB.*[12]\.\d MiB"):
+    with pytest.raises(UserError, match=r"--run_dir .*4 checkpoints 12\.0 MiB.* 2\.0 MiB are free"):
         run(tmp_path / "run")
