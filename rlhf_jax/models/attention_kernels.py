@@ -22,7 +22,7 @@ from rlhf_jax.types import Array
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platform of the devices that a kernel is for; blocked runs on all."""
 SPLASH_BLOCKS = (512, 256, 128)  # largest first; rows are padded to a multiple of the smallest
-CUDNN_MULTIPLE = 8  # of the tokens of a row: cuDNN's backward pass takes no mask of odd lengths
+CUDNN_MULTIPLE = 8  # of the tokens of a row: jax refuses odd lengths in cuDNN's backward pass
 
 
 def resolved(implementation: str, config: DecoderConfig, dtype: Any, device: jax.Device, *, dropout: bool) -> str:
@@ -105,11 +105,13 @@ def row_attention(
     window: Array | int | None = None,
     drop: Callable[[Array], Array] | None = None,
     segment_ids: Array | None = None,
+    start_at_0: bool = False,
 ) -> Array:
     """`attention.causal_attention` by the context's `attn_implementation`.
 
-    Arguments and result as there. What the implementation does not support was refused when the models were opened; an
-    argument of it that reaches this function raises an error of the kernel.
+    Arguments and result as there. `start_at_0`: the unmasked columns of each row are its first. What the
+    implementation does not support was refused when the models were opened; an argument of it that reaches this
+    function raises an error of the kernel.
     """
     score = context.config.score_function
     if context.attn_implementation == "blocked":
@@ -117,6 +119,12 @@ def row_attention(
         return causal_attention(query, key, value, mask, score, **options)
     assert drop is None, f"{context.attn_implementation} has no dropout"
     if context.attn_implementation == "cudnn":
+        if start_at_0 and query.shape[1] == key.shape[1] and not isinstance(window, jax.Array):
+
+            def unmasked(query: Array, key: Array, value: Array) -> Array:
+                return cudnn_attention(query, key, value, None, score, window=window)
+
+            return _on_each_device(context.layout, unmasked, (query, key, value), (), ())
 
         def cudnn(query: Array, key: Array, value: Array, mask: Array, segment_ids: Any, window: Any) -> Array:
             return cudnn_attention(query, key, value, mask, score, window=window, segment_ids=segment_ids)
@@ -171,7 +179,7 @@ def cudnn_attention(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array,
+    mask: Array | None,
     score: ScoreFunction,
     *,
     window: Array | int | None = None,
@@ -185,7 +193,9 @@ def cudnn_attention(
     gets a finite value without meaning.
 
     Args:
-      query, key, value, mask, score, window, segment_ids: as in `causal_attention`; bfloat16, no soft cap.
+      query, key, value, score, window, segment_ids: as in `causal_attention`; bfloat16, no soft cap.
+      mask: as there; None: Q = S, and a query sees all columns up to itself within a static window, which is right
+        where padding follows the tokens.
       implementation: of `jax.nn.dot_product_attention`.
 
     Returns:
@@ -193,6 +203,11 @@ def cudnn_attention(
     """
     queries, keys = query.shape[1], key.shape[1]
     padded_queries, padded_keys = _round_up(queries, CUDNN_MULTIPLE), _round_up(keys, CUDNN_MULTIPLE)
+    options = {"scale": score.scale, "is_causal": queries == keys, "implementation": implementation}
+    if mask is None:
+        size = None if window is None else (window - 1, 0)
+        padded = (jnp.pad(x, ((0, 0), (0, padded_keys - keys), (0, 0), (0, 0))) for x in (query, key, value))
+        return jax.nn.dot_product_attention(*padded, local_window_size=size, **options)[:, :queries]
     query = _pad_left(query, padded_queries)
     key, value, mask, segment_ids = (_pad_left(x, padded_keys) for x in (key, value, mask, segment_ids))
     out = jax.nn.dot_product_attention(
@@ -200,9 +215,7 @@ def cudnn_attention(
         key,
         value,
         mask=causal_mask(mask, padded_queries, padded_keys, window, segment_ids),
-        scale=score.scale,
-        is_causal=queries == keys,
-        implementation=implementation,
+        **options,
     )
     return out[:, padded_queries - queries :]
 

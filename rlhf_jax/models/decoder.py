@@ -206,6 +206,44 @@ def _outside_scan(context: Context, last: bool) -> dict[str, bool]:
     return {"first": one and context.lora is not None, "last": one and last}
 
 
+class _Rows(NamedTuple):
+    """Rows of tokens in one layout of their columns."""
+
+    context: Context
+    tokens: Array  # [B, S] int32
+    positions: Array  # [B, S] int32
+    mask: Array  # [B, S] bool
+    ropes: Ropes
+    segment_ids: Array | None = None  # [B, S] int32
+    start_at_0: bool = False  # whether each row's tokens start at column 0
+
+    def attend(self, query: Array, key: Array, value: Array, window: Any, drop: Callable | None = None) -> Array:
+        options = {"segment_ids": self.segment_ids, "start_at_0": self.start_at_0}
+        return row_attention(self.context, query, key, value, self.mask, window=window, drop=drop, **options)
+
+
+def _to_column_0(rows: _Rows) -> tuple[_Rows, Callable[[Array], Array]]:
+    """The rows as their attention computes them fastest, and a function that puts [B, S, ...] back into their layout.
+
+    cuDNN's kernel takes a mask [B, 1, Q, S] and reads all of it. Where a row's tokens start at column 0, causal
+    attention needs none: what follows them is padding.
+    """
+    context, mask = rows.context, rows.mask
+    if context.attn_implementation != "cudnn" or rows.segment_ids is not None:
+        return rows, lambda x: x
+    size, first = mask.shape[1], jnp.argmax(mask, axis=1)[:, None]
+    columns, inverse = ((jnp.arange(size)[None] + shift) % size for shift in (first, -first))
+
+    def take(x: Array, columns: Array) -> Array:
+        return jnp.take_along_axis(x, columns.reshape(*columns.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    tokens, positions, mask = (take(x, columns) for x in (rows.tokens, rows.positions, mask))
+    if context.dropout is not None:
+        context = dataclasses.replace(context, dropout=dataclasses.replace(context.dropout, positions=positions))
+    ropes = _ropes(context.config, positions)
+    return _Rows(context, tokens, positions, mask, ropes, start_at_0=True), lambda x: take(x, inverse)
+
+
 def hidden(
     context: Context,
     backbone: Params,
@@ -223,7 +261,7 @@ def hidden(
     Args:
       context: its `lora` expects params from `lora.with_lora`.
       backbone: stacked layers.
-      tokens, mask: masked positions return finite values without meaning.
+      tokens, mask: a row's unmasked columns are next to each other; masked ones return finite values without meaning.
       remat: as `scan_layers`.
       dropout_key: one key, or one a row; turns on the dropout of the config and of the adapters.
       last: return only so many last columns, [B, last, D]; on one device the last layer computes only query, key and
@@ -238,26 +276,28 @@ def hidden(
         context = dataclasses.replace(context, dropout=dropout)
     if segment_ids is not None:
         positions = positions_in_segments(positions, segment_ids)
-    ropes = _ropes(config, positions)
-    x = _embed(context, backbone, tokens, positions, features=features)
-    x = context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
+    given = _Rows(context, tokens, positions, mask, _ropes(config, positions), segment_ids)
+    rows, to_given = _to_column_0(given)
+    x = _embed(context, backbone, rows.tokens, rows.positions, features=features)
+    x = rows.context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
     drops_weights = dropout_key is not None and config.attention_dropout > 0
 
     def layer(x: Array, params: Params, index: Array, is_last: bool) -> Array:
-        at_layer = context.at_layer(index, last if is_last else None)
-        rope, window = _at_layer(config, ropes, index)
+        here, x = (given, to_given(x)) if is_last else (rows, x)
+        rope, window = _at_layer(config, here.ropes, index)
 
         def drop(weights: Array) -> Array:
             return context.dropout.weights(weights, index)
 
         def attend_fn(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            dropped = drop if drops_weights else None
-            options = {"window": window, "drop": dropped, "segment_ids": segment_ids}
-            return row_attention(context, query, key, value, mask, **options), None
+            return here.attend(query, key, value, window, drop if drops_weights else None), None
 
-        return Block(at_layer).apply({"params": params}, x, rope, attend_fn)[0]
+        block = Block(here.context.at_layer(index, last if is_last else None))
+        return block.apply({"params": params}, x, rope, attend_fn)[0]
 
-    x = scan_layers(layer, x, backbone["layers"], remat, **_outside_scan(context, last is not None))
+    outside = _outside_scan(context, last is not None)
+    x = scan_layers(layer, x, backbone["layers"], remat, **outside)
+    x = x if outside["last"] else to_given(x)
     return _final_norm(context, backbone, x if last is None else x[:, -last:])
 
 
@@ -283,19 +323,23 @@ def hidden_after_prompts(
     responses, positions = mask_tokens(responses, mask)
     lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
     positions = positions + lengths[:, None]
-    prompt_ropes, ropes = _ropes(config, prompt_positions), _ropes(config, positions)
+    given = _Rows(context, prompts, prompt_positions, prompt_mask, _ropes(config, prompt_positions))
+    rows, to_given = _to_column_0(given)
+    ropes = _ropes(config, positions)
 
     def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
-        prompt_rope, window = _at_layer(config, prompt_ropes, index)
+        here, to_prefix = (given, lambda x: x) if is_last else (rows, to_given)
+        prompt_rope, window = _at_layer(config, here.ropes, index)
         rope, _ = _at_layer(config, ropes, index)
 
         def attend_prompt(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
-            out = row_attention(context, query, key, value, prompt_mask, window=window)
-            return out, (key.swapaxes(1, 2), value.swapaxes(1, 2))
+            out = here.attend(query, key, value, window)
+            return out, (to_prefix(key).swapaxes(1, 2), to_prefix(value).swapaxes(1, 2))
 
+        prompt = to_given(streams[0]) if is_last else streams[0]
         at_layer = context.at_layer(index, 1 if is_last else None)
         prompt, (prefix_key, prefix_value) = Block(at_layer).apply(
-            {"params": params}, streams[0], prompt_rope, attend_prompt
+            {"params": params}, prompt, prompt_rope, attend_prompt
         )
 
         def attend_response(query: Array, key: Array, value: Array) -> tuple[Array, None]:
@@ -307,9 +351,11 @@ def hidden_after_prompts(
         response, _ = Block(context).apply({"params": params}, streams[1], rope, attend_response)
         return prompt, response
 
-    rows = ((prompts, prompt_positions, features), (responses, positions, None))
-    streams = tuple(_embed(context, backbone, *ids, features=images) for *ids, images in rows)
-    prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **_outside_scan(context, True))
+    prompt = _embed(context, backbone, rows.tokens, rows.positions, features=features)
+    streams = (prompt, _embed(context, backbone, responses, positions))
+    outside = _outside_scan(context, True)
+    prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **outside)
+    prompt = prompt if outside["last"] else to_given(prompt)
     return _final_norm(context, backbone, prompt[:, -1]), _final_norm(context, backbone, response)
 
 

@@ -16,7 +16,7 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.data.demonstrations import DemoData
 from rlhf_jax.models import custom_shape
 from tests.helpers.arrays import distance
-from tests.helpers.attention import use_splash_on_cpu
+from tests.helpers.attention import use_kernels_on_cpu
 
 
 @pytest.mark.parametrize("completion_only", [False, True])
@@ -76,7 +76,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_unpacked_ones(
     packed = data.pack(rows, 24, completion_only)
     wanted = mean_loss(model, params, rows.in_order(0, 6), completion_only)
     with pytest.MonkeyPatch.context() as patch:
-        use_splash_on_cpu(patch.setattr)
+        use_kernels_on_cpu(patch.setattr)
         found = mean_loss(
             dataclasses.replace(model, attn_implementation=implementation),
             params,

@@ -1,4 +1,7 @@
-"""Attention as its formula, differentiated by JAX; and splash attention in Pallas' interpreter."""
+"""Attention as its formula, differentiated by JAX; and kernels of accelerators on CPUs.
+
+Splash runs in Pallas' interpreter; cuDNN's arguments go to XLA's attention in its place.
+"""
 
 import functools
 import math
@@ -9,12 +12,14 @@ import jax.numpy as jnp
 from rlhf_jax.models import attention_kernels
 
 splash = functools.partial(attention_kernels.splash_attention, interpret=True)
+cudnn = functools.partial(attention_kernels.cudnn_attention, implementation="xla")
 
 
-def use_splash_on_cpu(setattr=setattr):
-    """Makes CPUs a platform of splash."""
-    setattr(attention_kernels, "PLATFORMS", {"splash": "cpu"})
+def use_kernels_on_cpu(setattr=setattr):
+    """Makes CPUs the platform of the kernels."""
+    setattr(attention_kernels, "PLATFORMS", dict.fromkeys(attention_kernels.PLATFORMS, "cpu"))
     setattr(attention_kernels, "splash_attention", splash)
+    setattr(attention_kernels, "cudnn_attention", cudnn)
 
 
 def plain_attention(query, key, value, keep):

@@ -1,6 +1,6 @@
 """Attention by kernels: the values and gradients of blocked attention, and refusals of what a kernel does not support.
 
-Splash runs in Pallas' interpreter here; cuDNN's arguments go to XLA's attention in its place.
+They run on CPUs here, see `tests.helpers.attention`.
 """
 
 import dataclasses
@@ -18,11 +18,9 @@ from rlhf_jax.models import attention, attention_kernels, custom_shape
 from rlhf_jax.models.decoder_context import Context, ScoreFunction
 from rlhf_jax.parallel import sharding, xla_flags
 from tests.helpers.arrays import distance, normal, value_and_vjp
-from tests.helpers.attention import splash, use_splash_on_cpu
+from tests.helpers.attention import cudnn, splash, use_kernels_on_cpu
 from tests.helpers.children import child, last_line
 from tests.helpers.models_common import padded_rows, random_params
-
-cudnn = functools.partial(attention_kernels.cudnn_attention, implementation="xla")
 
 
 def assert_equal_to_blocked(kernel, queries, keys, heads, own, size, *, window=None, softcap=None, segments=False):
@@ -114,16 +112,16 @@ def test_models_are_built_with_blocked_attention():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    use_splash_on_cpu(monkeypatch.setattr)
+    use_kernels_on_cpu(monkeypatch.setattr)
 
 
-def forward(model, params, tokens, mask, dtype=jnp.float32):
+def forward(model, params, tokens, mask, dtype=jnp.float32, dropout_key=None):
     """Everything that attends whole rows, and the gradient of the params."""
     width = tokens.shape[1]
 
     def loss(params):
-        hidden = model.hidden(params, tokens, mask, dtype=dtype)
-        last = model.hidden(params, tokens, mask, dtype=dtype, last=5)
+        hidden = model.hidden(params, tokens, mask, dtype=dtype, dropout_key=dropout_key)
+        last = model.hidden(params, tokens, mask, dtype=dtype, dropout_key=dropout_key, last=5)
         prompts = model.hidden_after_prompts(params, *rows, dtype=dtype)
         return sum(jnp.square(jnp.where(m[..., None], x, 0)).sum() for m, x in parts(hidden, last, prompts))
 
@@ -131,30 +129,68 @@ def forward(model, params, tokens, mask, dtype=jnp.float32):
         return (mask, hidden), (mask[:, -5:], last), (mask[:, -8:], prompts[1])
 
     rows = (tokens[:, : width - 8], mask[:, : width - 8], tokens[:, -8:], mask[:, -8:])
-    prefilled = model.prefill(model.unstack(params, dtype), tokens, mask, dtype)[0]
+    prefilled = model.prefill(model.unstack(params, dtype), *rows[:2], dtype)[0]
     return jax.value_and_grad(loss)(params), prefilled
 
 
-def test_a_model_is_the_same_with_splash(on_cpu):
-    model = custom_shape("llama:1x64x4x2", 61)
-    params, (tokens, mask) = random_params(model), padded_rows([20, 24], [4, 0], 24)
-    wanted = jax.jit(forward, static_argnums=0)(model, params, tokens, mask)
-    splashed = dataclasses.replace(model, attn_implementation="splash")
-    assert distance(jax.jit(forward, static_argnums=0)(splashed, params, tokens, mask), wanted) < 1e-5
+TWO_KINDS = ["sliding_attention", "full_attention"]
+MODELS = {
+    "splash": ("splash", "llama:1x64x4x2", {}),
+    "cudnn": ("cudnn", "llama:2x64x4x2", {}),
+    "cudnn, learned positions": ("cudnn", "gpt2:2x64x4", {}),
+    "cudnn, one window": ("cudnn", "mistral:2x64x4x2", {"sliding_window": 7}),
+    "cudnn, two windows": ("cudnn", "gemma3_text:2x64x4x2", {"sliding_window": 7, "layer_types": TWO_KINDS}),
+    "cudnn, dropout": ("cudnn", "3x64x4", {"hidden_dropout": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_the_same_with_a_kernel(name, on_cpu):
+    kernel, shape, fields = MODELS[name]
+    model = custom_shape(shape, 61, **fields)
+    params, (tokens, mask) = random_params(model), padded_rows([20, 22], [4, 0], 24)
+    key = jax.random.key(1) if "dropout" in name else None
+    run = jax.jit(forward, static_argnums=0)
+    expected = run(model, params, tokens, mask, dropout_key=key)
+    with_kernel = dataclasses.replace(model, attn_implementation=kernel)
+    assert distance(run(with_kernel, params, tokens, mask, dropout_key=key), expected) < 1e-5
+
+
+def test_cudnn_gets_a_mask_only_for_segments_windows_that_differ_and_the_last_columns(on_cpu, monkeypatch):
+    masks = []
+
+    def record(*arguments, **options):
+        masks.append(arguments[3] is not None)
+        return cudnn(*arguments, **options)
+
+    monkeypatch.setattr(attention_kernels, "cudnn_attention", record)
+    tokens, mask = padded_rows([20, 22], [4, 0], 24)
+
+    def calls(shape, fields=None, **options):
+        model = dataclasses.replace(custom_shape(shape, 61, **(fields or {})), attn_implementation="cudnn")
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        masks.clear()
+        jax.eval_shape(lambda params: model.hidden(params, tokens, mask, **options), params)
+        return set(masks)
+
+    assert calls("llama:2x64x4x2") == {False}
+    assert calls("llama:2x64x4x2", last=5) == {False, True}
+    assert calls("llama:2x64x4x2", segment_ids=jnp.zeros_like(tokens)) == {True}
+    assert calls("gemma3_text:2x64x4x2", {"layer_types": TWO_KINDS}) == {True}
 
 
 SHAPES = {"llama:2x64x4x2": (2, 2, 2), "2x64x2": (1, 1, 8)}  # copied heads; heads that do not divide: folded
 
 
-def on_mesh(shape, sizes, rows):
-    """How far a model with splash on a mesh is from one with blocked attention on one device."""
+def on_mesh(shape, sizes, rows, kernel):
+    """How far a model with a kernel on a mesh is from one with blocked attention on one device."""
     model, mesh = custom_shape(shape, 64), sharding.make_mesh(*sizes)
     params, (tokens, mask) = random_params(model), padded_rows([20] * rows, [4] * rows, 24)
     wanted = jax.jit(forward, static_argnums=0)(model, params, tokens, mask)
-    splashed = dataclasses.replace(model.on(mesh), attn_implementation="splash")
-    placed = sharding.place(params, sharding.shardings(params, splashed.param_rules, mesh))
+    with_kernel = dataclasses.replace(model.on(mesh), attn_implementation=kernel)
+    placed = sharding.place(params, sharding.shardings(params, with_kernel.param_rules, mesh))
     placed_rows = sharding.place((tokens, mask), sharding.replicated(mesh))
-    return distance(sharding.fetch(jax.jit(forward, static_argnums=0)(splashed, placed, *placed_rows)), wanted)
+    return distance(sharding.fetch(jax.jit(forward, static_argnums=0)(with_kernel, placed, *placed_rows)), wanted)
 
 
 @pytest.mark.processes
@@ -165,13 +201,13 @@ def test_devices_compute_their_rows_and_heads():
 # --- compiled for accelerators
 
 
-def gradients(kernel, model, rows, length):
+def gradients(kernel, model, rows, length, **options):
     """The program of attention and its gradient in bfloat16, and the shapes of its arguments."""
     config = model.family.decoder_config(model.config)
     context = Context(config, jnp.bfloat16, model.layout, attn_implementation=kernel)
 
     def program(query, key, value, mask):
-        attend = functools.partial(attention_kernels.row_attention, context, mask=mask)
+        attend = functools.partial(attention_kernels.row_attention, context, mask=mask, **options)
         out, pull = jax.vjp(lambda *qkv: attend(*qkv), query, key, value)
         return out, pull(out)
 
@@ -189,8 +225,17 @@ def test_splash_has_a_lowering_for_tpus(size):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes):
+@pytest.mark.parametrize(
+    "sizes, options, kernel",
+    [
+        ((1, 1, 1), {}, "ScaleBiasSoftmax"),
+        ((2, 2, 2), {}, "ScaleBiasSoftmax"),
+        ((1, 1, 1), {"start_at_0": True}, "Softmax"),
+        ((2, 2, 2), {"start_at_0": True, "window": 33}, "Softmax"),
+    ],
+    ids=str,
+)
+def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes, options, kernel):
     pytest.importorskip("jax_cuda13_plugin")
     try:
         devices = topologies.topology_devices(f"h100:{sizes[0] ** 3}")
@@ -202,17 +247,18 @@ def test_cudnn_compiles_for_gpus_with_odd_lengths_and_on_meshes(sizes):
     if importlib.util.find_spec("nvidia.cudnn") is None:
         pytest.skip(f"pip install nvidia-cudnn-cu13: {reason}")
     assert reason is None
-    program, shapes = gradients("cudnn", model, 8, 165)
+    program, shapes = gradients("cudnn", model, 8, 165, **options)
     split = sharding.batch_sharding(mesh)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in shapes]
     compiled = program.trace(*shapes).lower().compile(compiler_options=topologies.compiler_options(devices[0]))
-    assert "__cudnn$fmhaScaleBiasSoftmax" in compiled.as_text()
-    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in compiled.as_text()
+    assert f'"__cudnn$fmha{kernel}"' in compiled.as_text()
+    assert f'"__cudnn$fmha{kernel}Backward"' in compiled.as_text()
 
 
 if __name__ == "__main__":
-    use_splash_on_cpu()
-    print(json.dumps({f"{shape} {rows}": on_mesh(shape, SHAPES[shape], rows) for shape in SHAPES for rows in (8, 3)}))
+    use_kernels_on_cpu()
+    cases = [(shape, rows, "splash") for shape in SHAPES for rows in (8, 3)] + [("llama:2x64x4x2", 8, "cudnn")]
+    print(json.dumps({str(case): on_mesh(case[0], SHAPES[case[0]], *case[1:]) for case in cases}))
 
 
 class Device:
