@@ -87,7 +87,8 @@ class MetricLogger:
         self.last: dict[str, Any] = {}
         self.tokens = tokens
         self._restored: tuple[int, dict[str, Any]] = (-1, {})  # step, and what the monitor added to its line
-        self._clock = time.perf_counter()
+        self._clock = time.perf_counter()  # when the last update ended
+        self._logged_at: float | None = None  # when the pending update was logged, until its end is known
         self._output_lost = False
 
     @classmethod
@@ -146,8 +147,18 @@ class MetricLogger:
             return
         now = time.perf_counter()
         self.flush()
-        self._pending = (step, dict(metrics), {"time/step": now - self._clock, **timings})
-        self._clock = now
+        self._pending, self._logged_at = (step, dict(metrics), timings), now
+
+    def wait(self) -> None:
+        """Waits until the pending update has ended, and takes its time: what comes next belongs to the next update."""
+        if self._pending is None or self._logged_at is None:
+            return
+        _, metrics, timings = self._pending
+        computed = all(x.is_ready() for x in metrics.values() if isinstance(x, jax.Array))
+        jax.block_until_ready(metrics)
+        end = self._logged_at if computed else time.perf_counter()
+        timings.setdefault("time/step", end - self._clock)
+        self._clock, self._logged_at = end, None
 
     def text(self, step: int, name: str, markdown: str) -> None:
         """A text for the sinks that show texts (TensorBoard)."""
@@ -173,6 +184,7 @@ class MetricLogger:
         """
         if self._pending is None:
             return
+        self.wait()
         (step, metrics, timings), self._pending = self._pending, None
         tokens_before = self.tokens
         metrics, messages = self._with_all_tokens(_host_numbers(metrics)), []

@@ -158,6 +158,8 @@ class Loop:
     def finish_update(self) -> bool:
         """Evaluates, samples and saves as due after an update; whether the run is over."""
         last = "last" in self.due
+        if self.due != ["save"]:
+            self.logger.wait()
         if "evaluate" in self.due:
             self.tick()
             self.control.evaluate = False

@@ -8,6 +8,7 @@ import pathlib
 import resource
 import shutil
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,26 @@ def test_clocks_and_memory_stay_out_of_metrics_jsonl(folder):
     assert first["rollout"] == 0.25 and second["rollout"] == 0.5 and second["step"] == 2
     assert first["time/step"] >= 0 and first["wall_time"] > 1e9
     assert first["memory/peak_rss_mib"] > 10
+
+
+def test_each_update_has_its_own_seconds_where_the_host_runs_ahead(folder):
+    @jax.jit
+    def update(x):
+        return jax.lax.fori_loop(0, 100, lambda _, x: jnp.tanh(x @ x), x).sum()
+
+    x = jnp.ones((300, 300))
+    update(x).block_until_ready()
+    began = time.perf_counter()
+    update(x).block_until_ready()
+    seconds = time.perf_counter() - began
+    with MetricLogger.open(folder.path) as logger:
+        for step in range(1, 6):
+            logger.log(step, {"loss": update(x)})
+            if step == 3:
+                logger.wait()
+                time.sleep(2 * seconds)  # an evaluation counts for the update after it
+    taken = [line["time/step"] for line in lines(folder.timings)]
+    assert min(taken) > seconds / 4 and taken[3] > 2 * seconds
 
 
 def test_an_evaluation_joins_the_line_of_its_update(folder):
