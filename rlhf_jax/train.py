@@ -280,8 +280,7 @@ def train_stage(
             end = loop.step
             with write_errors(loop):
                 local = loop.export(stack.enter_context(export_folder(run_folder.path)))
-            final_metrics = stage.final_metrics(loop.state)
-        return finish(loop, callbacks, options, end=end, final_metrics=final_metrics, local=local, objects=objects)
+        return finish(loop, callbacks, options, end=end, local=local, objects=objects)
 
 
 def restored_loop(
@@ -403,7 +402,6 @@ def finish(
     options: dict[str, Any],
     *,
     end: int,
-    final_metrics,
     local,
     objects: dict[str, Any],
 ) -> Result:
@@ -412,7 +410,7 @@ def finish(
     stage, config, run_folder = loop.stage, loop.config, loop.folder
     paths = {model: os.path.join(config.run_dir, os.path.basename(path)) for model, path in local.items()}
     lines = multihost.from_first(lambda: metrics_logger.read_metrics(run_folder.metrics))
-    metrics = {**{k: v for line in lines for k, v in line.items() if k != "step"}, **final_metrics}
+    metrics = {k: v for line in lines for k, v in line.items() if k != "step"}
     if multihost.is_main():
         curves = {metric: [line[metric] for line in lines if metric in line] for metric in stage.progress}
         more = {"base_model": stage.base_model, "curves": curves, "recipe": run_folder.recipe()}

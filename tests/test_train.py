@@ -321,6 +321,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
     result = rlhf_jax.run(small, recipe=command_line.Recipe("mine.py", dataclasses.replace(small, run_dir="elsewhere")))
     out = capsys.readouterr().out
     assert set(result.stages) == {"sft", "reward", "ppo"} and "win rate" in out and "held-out" in out
+    assert "reward: before the export: the mean score of at most 8 texts of synthetic is computed" in out
     report = json.load(open(tmp_path / "run" / "ppo" / "comparison.json"))
     assert [row["name"] for row in report["rows"]] == ["demonstrations", "SFT", "PPO"]
     assert len(report["samples"]) == 3
@@ -336,6 +337,7 @@ def test_a_pipeline_runs_three_stages_and_compares(tmp_path, capsys):
         "learning_rate",
     } <= set(reward[0])
     assert "eval/accuracy" in reward[-1]
+    assert result.stages["reward"].metrics.keys() == {name for line in reward for name in line} - {"step"}
 
     # The same pipeline with RLOO at its end: what is finished is not run again, and RLOO's policy is compared.
     options = {key: value for key, value in vars(small.ppo).items() if key in vars(RLOOConfig()) and key != "run_dir"}

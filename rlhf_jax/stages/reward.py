@@ -33,17 +33,21 @@ class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
         return train_data, eval_sets, data.load_normalization_data(config, tokenizer)
 
     def start_messages(self, context: StageContext[RewardConfig]) -> list[str]:
-        """Lines on the head that training starts from; UserError where score_init_std would not be used."""
-        config = context.config
+        """Lines on the head that training starts from, and on what follows training; UserError where score_init_std
+        would not be used."""
+        config, lines = context.config, []
+        if config.normalize_dataset_name is not None:
+            texts = f"at most {config.normalize_samples} texts of {config.normalize_dataset_name}"
+            lines.append(f"before the export: the mean score of {texts} is computed, and subtracted from all scores")
         if config.scratch_model:
-            return []
+            return lines
         source = Source(config.model_name_or_path, config.model_revision)
         if config.score_init_std is not None and context.weights.has_scalar_head(source.path, source.revision):
             raise UserError(
                 f"score_init_std {config.score_init_std} would not be used: {source.name} has a score head, which is "
                 "trained further. Leave the option out, or start from a model without a score head."
             )
-        return [score_head_message(context, source)]
+        return [score_head_message(context, source), *lines]
 
     def build_measure(self, stage: SupervisedStage):
         """(params, pairs, tick) -> (accuracy, margin, loss and rewards; margins [N])."""
@@ -129,6 +133,5 @@ register_algorithm(
         reward_model.update,
         progress=("loss", "accuracy", "eval/accuracy", "margin", "learning_rate"),
         head="scalar",
-        measures_training_data=True,
     )
 )

@@ -64,10 +64,6 @@ class Stage:
         """Metrics of every evaluation set; empty without one."""
         raise NotImplementedError
 
-    def final_metrics(self, state: TrainState) -> dict[str, float]:
-        """Metrics that are computed once, at the end."""
-        return {}
-
     def samples(self, state: TrainState, tick: Tick = no_tick) -> Completions:
         """Sample completions for completions/STEP.jsonl; empty where the stage has none."""
         return [], []

@@ -45,12 +45,10 @@ class SupervisedAlgorithm(Algorithm, Generic[ConfigT]):
 
     Attributes beside those of `Algorithm`:
       head: 'causal' or 'scalar'.
-      measures_training_data: whether the training data is measured at the end.
     """
 
     KIND_OF_CONFIG = SupervisedConfig
     head: str = "causal"
-    measures_training_data: bool = False
 
     def load_rows(self, config: ConfigT, train_dataset) -> Any:
         """Training rows, for `load_data`."""
@@ -284,13 +282,6 @@ class SupervisedStage(Stage):
                 self._margins[name] = margins
             metrics.update({eval_name(name, key): value for key, value in values.items()})
         return metrics
-
-    def final_metrics(self, state: TrainState) -> dict[str, float]:
-        """The algorithm's metrics on the training data where it has them, as `train/...`."""
-        if not self.algorithm.measures_training_data:
-            return {}
-        values, _ = self.measure(state.params["model"], self.train_data, no_tick)
-        return {f"train/{name}": value for name, value in values.items()}
 
     def calibration(self) -> list[dict[str, Any]]:
         """As `Stage.calibration`: `calibration.reliability` of each set of pairs, with the set's name."""
