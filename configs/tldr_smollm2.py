@@ -6,22 +6,23 @@ POSTS, PAIRS = "trl-lib/tldr", "trl-lib/tldr-preference"  # hub names
 VARIANTS = ("ppo", "rloo", "ppo_cpu", "rloo_cpu")
 GPU = {"dtype": "bfloat16", "micro_batch_size": 4}  # rows a micro-batch, for 24 GB
 ADAPTERS = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+CRITIC = {"num_ppo_epochs": 1, "value_model": "shared_backbone", "value_learning_rate": 2e-3, "lam": 1.0}
 # Tokens of post and summary; rows an update, updates and learning rates of the three stages; options of every stage.
 SIZES = {
     "gpu": (512, 53, (32, 64, 64), (300, 300, 150), (5e-5, 2e-5, 1e-5), GPU),
-    "cpu": (256, 32, (8, 8, 32), (190, 98, 40), (2e-4, 1e-4, 1e-4), ADAPTERS),
+    "cpu": (256, 32, (8, 8, 32), (100, 98, 24), (3e-4, 3e-4, 2e-4), ADAPTERS),
 }
 
 
 def get_config(variant: str | None = None) -> Pipeline:
     """The config of one variant (default ppo)."""
-    variant = variant or "ppo"
-    algorithm, _, cpu = variant.partition("_")
+    algorithm, _, cpu = (variant or "ppo").partition("_")
     query, response, rows, updates, rates, options = SIZES[cpu or "gpu"]
     shared = {
         **options,
         "query_length": query,  # tokens of the post
         "max_eval_samples": 176,  # held-out rows
+        "save_steps": 10,  # updates
         "max_grad_norm": 1.0,  # gradient clipping
     }
     supervised = {
@@ -29,7 +30,6 @@ def get_config(variant: str | None = None) -> Pipeline:
         "lr_scheduler_type": "cosine",  # decay to 0
         "warmup_steps": 10,  # updates
         "eval_steps": 50,  # updates
-        "save_steps": 25,  # updates
     }
     policy = {
         **shared,
@@ -43,13 +43,13 @@ def get_config(variant: str | None = None) -> Pipeline:
         "temperature": 0.7,  # for sampling and log-probabilities
         "stop_token": "eos",  # the tokenizer's eos
         "missing_eos_penalty": 1.0,  # subtracted from the score of a response without eos
-        "eval_steps": 10,  # updates
-        "save_steps": 10,  # updates
+        "eval_steps": updates[2] // 2,  # updates
+        "num_sample_generations": 4,  # tables of responses
     }
-    ppo = {"num_ppo_epochs": 2, "kl_coef": 0.05, **({"lora_value": "own"} if cpu else {})}
-    rloo = {"num_generations": 4, "num_generations_eval": 1, "num_iterations": 2, "num_mini_batches": 1, "beta": 0.05}
+    ppo = {"num_ppo_epochs": 2, "kl_coef": 0.05, **(CRITIC if cpu else {})}
+    rloo = {"num_generations": 4, "num_generations_eval": 1, "num_iterations": 1 if cpu else 2, "beta": 0.05}
     return Pipeline(
-        run_dir=f"runs/tldr_smollm2_{variant}",  # folder, with sft, reward and ppo or rloo in it
+        run_dir=f"runs/tldr_smollm2_{variant or algorithm}",  # folder, with sft, reward and ppo or rloo in it
         sft=SFTConfig(
             **shared,
             **supervised,
