@@ -119,17 +119,15 @@ def row_attention(
         return causal_attention(query, key, value, mask, score, **options)
     assert drop is None, f"{context.attn_implementation} has no dropout"
     if context.attn_implementation == "cudnn":
-        if start_at_0 and query.shape[1] == key.shape[1] and not isinstance(window, jax.Array):
+        traced = window if isinstance(window, jax.Array) else None
+        if start_at_0 and query.shape[1] == key.shape[1] and traced is None:
+            mask = None
 
-            def unmasked(query: Array, key: Array, value: Array) -> Array:
-                return cudnn_attention(query, key, value, None, score, window=window)
+        def cudnn(query: Array, key: Array, value: Array, mask: Any, segment_ids: Any, traced: Any) -> Array:
+            size = window if traced is None else traced
+            return cudnn_attention(query, key, value, mask, score, window=size, segment_ids=segment_ids)
 
-            return _on_each_device(context.layout, unmasked, (query, key, value), (), ())
-
-        def cudnn(query: Array, key: Array, value: Array, mask: Array, segment_ids: Any, window: Any) -> Array:
-            return cudnn_attention(query, key, value, mask, score, window=window, segment_ids=segment_ids)
-
-        return _on_each_device(context.layout, cudnn, (query, key, value), (mask, segment_ids), (window,))
+        return _on_each_device(context.layout, cudnn, (query, key, value), (mask, segment_ids), (traced,))
 
     def splash(query: Array, key: Array, value: Array, mask: Array, segment_ids: Any) -> Array:
         return splash_attention(query, key, value, mask, score, window=window, segment_ids=segment_ids)

@@ -276,14 +276,14 @@ def hidden(
         context = dataclasses.replace(context, dropout=dropout)
     if segment_ids is not None:
         positions = positions_in_segments(positions, segment_ids)
-    given = _Rows(context, tokens, positions, mask, _ropes(config, positions), segment_ids)
-    rows, to_given = _to_column_0(given)
+    padded = _Rows(context, tokens, positions, mask, _ropes(config, positions), segment_ids)
+    rows, to_padded = _to_column_0(padded)
     x = _embed(context, backbone, rows.tokens, rows.positions, features=features)
     x = rows.context.at_layer(config.num_hidden_layers).drop(x, DropoutSite.EMBEDDING)
     drops_weights = dropout_key is not None and config.attention_dropout > 0
 
     def layer(x: Array, params: Params, index: Array, is_last: bool) -> Array:
-        here, x = (given, to_given(x)) if is_last else (rows, x)
+        here, x = (padded, to_padded(x)) if is_last else (rows, x)
         rope, window = _at_layer(config, here.ropes, index)
 
         def drop(weights: Array) -> Array:
@@ -297,7 +297,7 @@ def hidden(
 
     outside = _outside_scan(context, last is not None)
     x = scan_layers(layer, x, backbone["layers"], remat, **outside)
-    x = x if outside["last"] else to_given(x)
+    x = x if outside["last"] else to_padded(x)
     return _final_norm(context, backbone, x if last is None else x[:, -last:])
 
 
@@ -323,12 +323,12 @@ def hidden_after_prompts(
     responses, positions = mask_tokens(responses, mask)
     lengths = jnp.repeat(prompt_mask.sum(axis=1), responses.shape[0] // prompts.shape[0])
     positions = positions + lengths[:, None]
-    given = _Rows(context, prompts, prompt_positions, prompt_mask, _ropes(config, prompt_positions))
-    rows, to_given = _to_column_0(given)
+    padded = _Rows(context, prompts, prompt_positions, prompt_mask, _ropes(config, prompt_positions))
+    rows, to_padded = _to_column_0(padded)
     ropes = _ropes(config, positions)
 
     def layer(streams: tuple[Array, Array], params: Params, index: Array, is_last: bool) -> tuple[Array, Array]:
-        here, to_prefix = (given, lambda x: x) if is_last else (rows, to_given)
+        here, to_prefix = (padded, lambda x: x) if is_last else (rows, to_padded)
         prompt_rope, window = _at_layer(config, here.ropes, index)
         rope, _ = _at_layer(config, ropes, index)
 
@@ -336,7 +336,7 @@ def hidden_after_prompts(
             out = here.attend(query, key, value, window)
             return out, (to_prefix(key).swapaxes(1, 2), to_prefix(value).swapaxes(1, 2))
 
-        prompt = to_given(streams[0]) if is_last else streams[0]
+        prompt = to_padded(streams[0]) if is_last else streams[0]
         at_layer = context.at_layer(index, 1 if is_last else None)
         prompt, (prefix_key, prefix_value) = Block(at_layer).apply(
             {"params": params}, prompt, prompt_rope, attend_prompt
@@ -355,7 +355,7 @@ def hidden_after_prompts(
     streams = (prompt, _embed(context, backbone, responses, positions))
     outside = _outside_scan(context, True)
     prompt, response = scan_layers(layer, streams, backbone["layers"], remat, **outside)
-    prompt = prompt if outside["last"] else to_given(prompt)
+    prompt = prompt if outside["last"] else to_padded(prompt)
     return _final_norm(context, backbone, prompt[:, -1]), _final_norm(context, backbone, response)
 
 
