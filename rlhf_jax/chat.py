@@ -58,6 +58,8 @@ class ChatOptions(Options):
     repetition_penalty: PositiveFloat = option(1.0, like=SamplingOptions)
     stop: tuple[str, ...] = ()
     """Texts that end a response, which is cut before them."""
+    regex: str | None = None
+    """Regular expression that each response matches, as structured_outputs_regex of training."""
     seed: NonNegativeInt = 0
     """Seed of the first response; each further one adds 1."""
     system: str | None = None
@@ -131,7 +133,7 @@ def converse(policy: inference.Policy, options: ChatOptions) -> None:
     print(f"{policy.path}: {mode}. {ends}{HELP}", file=sys.stderr)
     sampling: dict[str, Any] = {
         name: getattr(options, name)
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop")
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop", "regex")
     }
     for text in questions(options.multiline):
         if text == "/quit":

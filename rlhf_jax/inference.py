@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,8 +18,10 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.chat import ChatTemplate, conversation_fault, text_messages
 from rlhf_jax.data.images import ImageProcessor, read_row
 from rlhf_jax.data.row_texts import string_fault
+from rlhf_jax.data.token_bytes import token_bytes
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import Sampling, generate_unstacked
+from rlhf_jax.generate.guided import Automaton, Guide, token_automaton
 from rlhf_jax.models.io import hf, peft
 from rlhf_jax.models.io.generation_config import resolve_stop_ids
 from rlhf_jax.models.placement import Weights
@@ -152,8 +154,12 @@ class Policy:
             self._unstacked = (unstack if self.mesh.size == 1 else jax.jit(unstack))(self._params)
         return self._unstacked
 
-    def _pure_sample(self, layers, prompts, seed, rows, limit, numbers, *, length, greedy, top_k, suppress_ids, group):
+    def _pure_sample(
+        self, layers, prompts, seed, rows, limit, numbers, automaton, *, length, greedy, top_k, suppress_ids, group
+    ):
         options = {"group": group, "rows": rows, "dtype": self.dtype, "limits": jnp.full(rows.shape, limit)}
+        if automaton is not None:
+            options["guide"] = Guide(automaton, jnp.repeat(prompts.start, group))
         numbers = {name: value for name, value in numbers.items() if value is not None}
         numbers |= {"temperature": 0.0} if greedy else {}
         suppress_ids = (*self.model.suppress_ids, *suppress_ids)
@@ -170,17 +176,20 @@ class Policy:
         group: int = 1,
         rows: np.ndarray | None = None,
         length: int | None = None,
+        automaton: Automaton | None = None,
     ) -> Rollout:
         """`group` responses to each prompt of a batch.
 
         Args:
-          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P], images; P divides over the devices.
+          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P], images, with an automaton start [P]; P divides
+            over the devices.
           seed: together with a row's number, it determines the response.
           sampling: options.
           group: responses per prompt, G.
           rows: [P * G] int32, row numbers; default: 0, 1, ...
           length: columns of the responses, at least `sampling.max_new_tokens`, which is the default. The program is
             compiled for it; numbers that are not 0 or off are arguments of the program.
+          automaton: of the texts that responses may have; None: any.
 
         Returns:
           Rollout of P * G rows on the devices.
@@ -201,6 +210,7 @@ class Policy:
             rows,
             np.int32(sampling.max_new_tokens),
             numbers,
+            automaton,
             length=length or sampling.max_new_tokens,
             greedy=sampling.temperature == 0,
             top_k=sampling.top_k,
@@ -222,6 +232,7 @@ class Policy:
         repetition_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | str | None = None,
+        regex: str | None = None,
         seed: int = 0,
         batch_size: int = 32,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -241,6 +252,8 @@ class Policy:
           stop: texts that end a response, in addition to the tokenizer's eos; the response is cut before them.
           stop_token_ids: ids that end a response in place of the tokenizer's eos, or 'generation_config': those of the
             checkpoint's generation_config.json.
+          regex: responses match this regular expression (Python's syntax) from their first to their last character;
+            `max_new_tokens` must leave room for a match.
           seed: 0 to 2^32 - 1.
           batch_size: responses at a time.
           chat_template_kwargs: for conversations.
@@ -249,7 +262,8 @@ class Policy:
           Responses in the order of `texts`, without prompt, special tokens or stop text.
 
         Raises:
-          UserError: an option is out of range, or a text is empty or too long for the model's context.
+          UserError: an option is out of range, a text is empty or too long for the model's context, or no response of
+            max_new_tokens tokens matches `regex`.
         """
         single = isinstance(texts, str)
         options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -264,6 +278,16 @@ class Policy:
         stop_ids = resolve_stop_ids(stop_token_ids, path=self.path, revision=self.revision, rows=rows)
         stop_ids = stop_ids or self.tokenizer.eos_ids
         sampling = Sampling(max_new_tokens, temperature=temperature, stop_ids=stop_ids, fill_id=stop_ids[0], **options)
+        automaton, start = None, 0
+        if regex is not None:
+            automaton, starts = token_automaton(
+                [regex],
+                self._token_bytes,
+                stop_ids=stop_ids,
+                excluded_ids=self.model.suppress_ids,
+                most_tokens=max_new_tokens,
+            )
+            start = int(starts[0])
         # One program for all of a class of lengths.
         length = min(_MIN_LENGTH * _next_power_of_2(-(-max_new_tokens // _MIN_LENGTH)), self._context)
         responses: list[str] = [""] * len(ids)
@@ -281,12 +305,17 @@ class Policy:
             images = None
             if tiles and self.processor is not None:
                 images = self.processor.batch([sources[i][0] for i in rows], tiles)
-            prompts = PromptBatch(left, lengths, rows, images)  # type: ignore[arg-type]  # numpy until it is sharded
-            rollout = self.sample(prompts, seed, sampling, rows=rows, length=length)
+            from_start: Any = None if automaton is None else np.full(len(rows), start, np.int32)
+            prompts = PromptBatch(left, lengths, rows, images, from_start)  # type: ignore[arg-type]  # until it is sharded
+            rollout = self.sample(prompts, seed, sampling, rows=rows, length=length, automaton=automaton)
             response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
                 responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
         return responses[0] if single else responses
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes | None]:
+        return token_bytes(self.tokenizer, self.model.config.vocab_size)
 
     @property
     def _context(self) -> int:

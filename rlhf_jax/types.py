@@ -34,6 +34,7 @@ class PromptBatch(flax.struct.PyTreeNode):
     rows: Array  # [B] int32, rows of the data set, for the columns that reward functions read; on the host all rows,
     # while tokens and lengths are those of the process' share
     images: Images | None = None  # of the prompts, as tokens; None: the prompts are text
+    start: Array | None = None  # [B] int32, where guided responses start (generate.guided); as tokens
 
 
 class Rollout(flax.struct.PyTreeNode):
@@ -46,6 +47,7 @@ class Rollout(flax.struct.PyTreeNode):
     ended: Array  # [B] bool: a stop token was sampled (False: truncated at T)
     logprobs: Array  # [B, T] float32 of the sampler, at its temperature; 0 after the end
     response_mask: Array  # [B, T] bool: response columns that may be attended
+    start: Array | None = None  # [B] int32, where guided responses start (generate.guided)
 
 
 class ScoredRollout(flax.struct.PyTreeNode):
@@ -83,6 +85,8 @@ class Experience(flax.struct.PyTreeNode):
     ref_logprobs: Array | None = None  # [P, G, T] float32, where the loss has the KL to the reference
     sampler_logprobs: Array | None = None  # [P, G, T] float32, where the loss compares sampler and policy
     selected: Array | None = None  # [P, G, T] bool, tokens that the policy's loss is of; None: all that are trained on
+    states: Array | None = None  # [P, G, T] int32, of the automaton before each token, where log-probabilities are of
+    # the tokens that a guided response may have; None: of all tokens
     dropout_keys: Array | None = None  # [P] typed keys; None: no dropout
     images: Images | None = None  # [P, ...] of the prompts; None: they are text
 

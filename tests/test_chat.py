@@ -1,6 +1,7 @@
 """`rlhf-jax chat`: the answers of `load_policy(...).generate`, line by line."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_chat_tells_an_empty_answer_from_a_hang(monkeypatch, capsys, checkpoint,
     arguments = ["--model", checkpoint, "--max_new_tokens", 5, "--temperature", 0.0, "--stop", begins]
     status, said, told = chat(monkeypatch, capsys, f"{TEXTS[-1]}\n", *arguments)
     assert status == 0 and said == "\n" and "(empty response)" in told
+
+
+def test_chat_answers_in_the_form_of_a_regular_expression(monkeypatch, capsys, checkpoint):
+    arguments = ["--model", checkpoint, "--max_new_tokens", 5, "--regex", "( anna| omar){2}"]
+    status, said, _ = chat(monkeypatch, capsys, f"{TEXTS[-1]}\n", *arguments)
+    assert status == 0 and re.fullmatch("( anna| omar){2}\n", said)
+    status, said, told = chat(monkeypatch, capsys, "i\n", *arguments[:-1], "(")
+    assert said == "" and "error: '(' is no regular expression" in told
 
 
 def test_chat_says_what_is_wrong(monkeypatch, capsys, checkpoint):

@@ -1,6 +1,7 @@
 """load_policy and generate: the same responses whatever the batch, stops, errors."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -127,6 +128,20 @@ def test_ten_turns_at_three_temperatures_compile_a_program_for_each_width(checkp
         answer = policy.generate(text, max_new_tokens=4, temperature=(0.3, 0.7, 1.1)[turn % 3], seed=turn)
         text = f"{text} anna and {answer}"
     assert len(widths) == policy._sample._cache_size() == 2
+
+
+def test_a_response_matches_a_regular_expression(checkpoint):
+    """Tables are arguments of the program: expressions of one size share it."""
+    policy = rlhf_jax.load_policy(checkpoint)
+    for form in (r"( met| lost)( anna| omar){2,3}\.", r"( felt| ate)( sad| soup){2,3}\."):
+        for temperature in (0.0, 1.0):
+            answers = policy.generate(TEXTS, regex=form, max_new_tokens=6, temperature=temperature, top_k=3)
+            assert all(re.fullmatch(form, answer) for answer in answers), answers
+    assert policy._sample._cache_size() == 4  # greedy or not, two widths of prompts
+    with pytest.raises(UserError, match="needs at least 5 tokens; a response has at most 4"):
+        policy.generate(TEXTS, regex="( anna){5}", max_new_tokens=4)
+    with pytest.raises(UserError, match="has a look-around"):
+        policy.generate(TEXTS, regex="(?=a)", max_new_tokens=4)
 
 
 def test_no_response_is_longer_than_asked(policy):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
+from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.types import Array, Experience, Images, Rollout
 
 
@@ -15,7 +16,12 @@ def group_rows(x: Array, group_size: int) -> Array:
 
 
 def group_rollout(
-    rollout: Rollout, group_size: int = 1, *, trained_mask: Array | None = None, images: Images | None = None
+    rollout: Rollout,
+    group_size: int = 1,
+    *,
+    trained_mask: Array | None = None,
+    images: Images | None = None,
+    automaton: Automaton | None = None,
 ) -> Experience:
     """The rows of a rollout by groups, with the sampler's log-probabilities and without advantages.
 
@@ -24,9 +30,13 @@ def group_rollout(
       group_size: G.
       trained_mask: [B, T] bool; None: all tokens of the response.
       images: [P, ...] of the prompts.
+      automaton: of guided responses whose log-probabilities are of the tokens that it allows.
     """
     if trained_mask is None:
         trained_mask = adv.response_mask(rollout.lengths, rollout.response.shape[1])
+    states = None
+    if automaton is not None:
+        states = group_rows(automaton.states(rollout.start, rollout.response)[:, :-1], group_size)
     return Experience(
         prompt_tokens=rollout.prompt_tokens[::group_size],
         prompt_lengths=rollout.prompt_lengths[::group_size],
@@ -35,6 +45,7 @@ def group_rollout(
         trained_mask=group_rows(trained_mask, group_size),
         lengths=group_rows(rollout.lengths, group_size),
         logprobs=group_rows(rollout.logprobs, group_size),
+        states=states,
         images=images,
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import flax
 
+from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.types import Params
 
 
@@ -15,6 +16,7 @@ class Network(flax.struct.PyTreeNode):
     model: Any = flax.struct.field(pytree_node=False)  # static: its config and functions
     params: Params | None = None
     base: Params | None = None  # frozen params that adapters, or the trained part, are put into; None: trained in full
+    automaton: Automaton | None = None  # of guided responses, whose log-probabilities are of the tokens that it allows
 
     def with_trained(self, trained: Params) -> Network:
         """The same with whole params: those that are trained, put into the base where there is one."""
@@ -58,6 +60,11 @@ class Models(flax.struct.PyTreeNode):
 
         value = on(self.value, base.get("value", policy))
         return self.replace(policy=on(self.policy, policy), reference=on(self.reference, policy), value=value)
+
+    def with_automaton(self, automaton: Automaton | None) -> Models:
+        """The same with log-probabilities of the tokens that an automaton allows; None: of all tokens."""
+        reference = None if self.reference is None else self.reference.replace(automaton=automaton)
+        return self.replace(policy=self.policy.replace(automaton=automaton), reference=reference)
 
     def with_trained(self, trained: Params) -> Models:
         """The same with whole params of all models.

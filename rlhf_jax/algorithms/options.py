@@ -162,6 +162,9 @@ class PolicyGradientOptions(
     """Optimizer steps per epoch."""
     old_logprobs: Literal["forward", "sampler"] = option("forward", rare=True)
     """Behavior-policy log-probs: from a forward pass, or from the sampler."""
+    structured_outputs_logprobs: Literal["unconstrained", "constrained"] = option("unconstrained", rare=True)
+    """Log-probs of responses that match structured_outputs_regex: of all tokens (TRL), or of the tokens that may
+    follow, from which they were sampled."""
     target_kl: PositiveFloat | None = None
     """Skip the rest of an update's optimizer steps once policy/approxkl of a minibatch exceeds 1.5 times this; None:
     never."""
@@ -234,6 +237,15 @@ class PolicyGradientOptions(
             yield (
                 "kv_cache_dtype int8 samples from another distribution than the policy that is trained: GRPO corrects "
                 "for that with importance_sampling_correction true; else use kv_cache_dtype auto."
+            )
+        constrained = self.structured_outputs_logprobs == "constrained"
+        if constrained and not self.guided:
+            yield "structured_outputs_logprobs constrained needs structured_outputs_regex."
+        if self.guided and not constrained and (self.old_logprobs == "sampler" or self.importance_sampling_correction):
+            which = "old_logprobs sampler" if self.old_logprobs == "sampler" else "importance_sampling_correction true"
+            yield (
+                f"structured_outputs_regex with {which}: the sampler's log-probabilities are of the tokens that may "
+                "follow, so the learner's must be too: set structured_outputs_logprobs constrained."
             )
         if self.rollout_max_steps is not None:
             if self.old_logprobs != "sampler":

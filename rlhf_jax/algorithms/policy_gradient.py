@@ -151,7 +151,9 @@ def make_experience(
         masked = ~rollout.ended & present
     trained_mask = response_mask & ~masked[:, None]
 
-    experience = group_rollout(rollout, group_size, trained_mask=trained_mask, images=scored.images)
+    experience = group_rollout(
+        rollout, group_size, trained_mask=trained_mask, images=scored.images, automaton=models.policy.automaton
+    )
     logprobs, ref_logprobs, values = compute_logprobs(models, experience, config, needs)
     if config.old_logprobs == "sampler" or logprobs is None:
         logprobs = rollout.logprobs

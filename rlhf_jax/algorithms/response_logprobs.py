@@ -10,6 +10,7 @@ from rlhf_jax.algorithms import groups
 from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.options import PolicyGradientOptions
 from rlhf_jax.generate import map_in_chunks
+from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, Experience, Images, Params, Rollout
 
@@ -41,12 +42,22 @@ def response_logprobs(
 
     Returns:
       (log-probabilities, entropies, values or None), each [P, G, T] float32, at `temperature`; undefined outside the
-      responses.
+      responses. Where `rows` have states, of the tokens that the network's automaton allows.
     """
     hidden = response_hidden(network, rows, config, dropout_keys)
     response = rows.response.reshape(hidden.shape[:2])
+    mask = None
+    if rows.states is not None:
+        left = config.response_length - 1 - jnp.arange(response.shape[1])
+        mask = (network.automaton, rows.states.reshape(response.shape), jnp.broadcast_to(left, response.shape))
     logprobs, entropy = logprobs_from_hidden(
-        network.model, network.params, hidden, response, config.temperature, entropy_gradient=entropy_gradient
+        network.model,
+        network.params,
+        hidden,
+        response,
+        config.temperature,
+        entropy_gradient=entropy_gradient,
+        mask=mask,
     )
     values = None
     if critic is not None:
@@ -92,13 +103,20 @@ def token_kl(models: Models, rollout: Rollout, config: PolicyGradientOptions, im
     Returns:
       [B, T] float32, 0 outside the response.
     """
-    rows = groups.group_rollout(rollout, images=images)
+    rows = groups.group_rollout(rollout, images=images, automaton=models.policy.automaton)
     logprobs, ref_logprobs = (response_logprobs(x, rows, config)[0] for x in (models.policy, models.reference))
     return jnp.where(rows.trained_mask, logprobs - ref_logprobs, 0.0)[:, 0]
 
 
 def logprobs_from_hidden(
-    model, params: Params, hidden: Array, response: Array, temperature: float, *, entropy_gradient: bool = False
+    model,
+    params: Params,
+    hidden: Array,
+    response: Array,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    mask: tuple[Automaton, Array, Array] | None = None,
 ):
     """Log-probabilities of the response and the entropy of each position, at `temperature`.
 
@@ -108,22 +126,28 @@ def logprobs_from_hidden(
       response: [b, T] int32.
       temperature: logits are divided by temperature + 1e-7 (TRL ppo_trainer.py:713).
       entropy_gradient: whether the entropies have a gradient.
+      mask: (automaton, states [b, T], tokens that are left after each [b, T]) of guided responses: only the tokens that
+        it allows have a probability; None: all.
 
     Returns:
       (log-probabilities [b, T] float32, entropies [b, T] float32)
     """
+    automaton, *places = mask or (None,)
 
     def of_chunk(params, rows):
-        hidden, response = rows
+        hidden, response, *places = rows
         if hidden.dtype == jnp.float32 and model.linear_logits:
             # Divides the few hidden states, not the many logits; in half precision that would round them once more.
             logits = model.logits(params, hidden / (temperature + 1e-7))
         else:
             logits = model.logits(params, hidden) / (temperature + 1e-7)
+        if automaton is not None:
+            # Finite, since the columns after a response may hold any token.
+            logits = automaton.mask(logits, *places, excluded=-1e30)
         logprobs = losses.logprobs_from_logits(logits, response)
         return logprobs, losses.entropy_from_logits(logits if entropy_gradient else jax.lax.stop_gradient(logits))
 
-    return map_logit_chunks(of_chunk, model, params, (hidden, response))
+    return map_logit_chunks(of_chunk, model, params, (hidden, response, *places))
 
 
 def logit_block(rows: int, positions: int, model) -> tuple[int, int]:

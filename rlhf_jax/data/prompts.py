@@ -46,6 +46,8 @@ class PromptData(batches.Batched[PromptBatch]):
     shares: batches.Order | None = None
     images: image_rows.DataImages | None = None
     """None: the prompts are text."""
+    starts: np.ndarray | None = None
+    """int32 of each row: where its responses start (`generate.guided`); None: responses are not guided."""
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,)
@@ -57,7 +59,8 @@ class PromptData(batches.Batched[PromptBatch]):
         width = batches.bucket(self.report.longest, self.buckets)
         images = None if self.images is None else self.images.batch(rows[local])
         tokens = batches.pad_left(chosen, width, self.pad_id)
-        return PromptBatch(tokens, batches.lengths_of(chosen), rows.astype(np.int32), images)
+        start = None if self.starts is None else self.starts[rows[local]]
+        return PromptBatch(tokens, batches.lengths_of(chosen), rows.astype(np.int32), images, start)
 
     @property
     def fingerprint(self) -> str:

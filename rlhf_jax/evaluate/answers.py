@@ -17,6 +17,7 @@ from rlhf_jax.config import PPOConfig
 from rlhf_jax.data import PromptData, batches, conversation_forms, row_texts
 from rlhf_jax.data.chat import text_of
 from rlhf_jax.errors import UserError
+from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.inference import Policy
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
@@ -86,6 +87,7 @@ class Sampler:
       samples: answers to each prompt by the evaluated policy.
       eos_ids: of the evaluated policy's tokenizer, which all policies share.
       suppress_ids: ids that are never sampled.
+      automaton: of the texts that responses may have; None: any.
       seed, batch_size: options of the command.
       greedy: greedy decoding, without KL.
       ref: reference policy of the KL with its weights loaded, or None.
@@ -100,6 +102,7 @@ class Sampler:
         *,
         eos_ids: tuple[int, ...],
         suppress_ids: tuple[int, ...],
+        automaton: Automaton | None,
         seed: int,
         batch_size: int,
         greedy: bool = False,
@@ -108,6 +111,7 @@ class Sampler:
     ):
         self._config, self._source, self._samples, self._on_progress = config, source, samples, on_progress
         self._seed, self._batch_size, self._greedy = seed, batch_size, greedy
+        self._automaton = automaton
         self._ref = None if greedy else ref
         self._sampling = sampling_of(config, eos_ids, 0.0 if greedy else None, suppress_ids)
 
@@ -122,7 +126,7 @@ class Sampler:
         for prompts, real in iterate_batches(self._source, size):
             start = len(texts)
             rows = np.arange(start * group, (start + size) * group, dtype=np.int32)
-            rollout = policy.sample(prompts, seed, sampling, group, rows)
+            rollout = policy.sample(prompts, seed, sampling, group, rows, automaton=self._automaton)
             kl = None
             if compute_kl is not None:
                 images = self._images(prompts, policy)

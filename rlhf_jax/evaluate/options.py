@@ -86,6 +86,8 @@ class EvaluateConfig(ProcessOptions):
     min_p: Fraction | None = option(None, like=SamplingOptions)
     repetition_penalty: PositiveFloat | None = option(None, like=SamplingOptions)
     stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = option(None, like=SamplingOptions)
+    structured_outputs_regex: str | None = option(None, like=SamplingOptions)
+    structured_outputs_regex_column: str | None = option(None, like=SamplingOptions)
     seed: Seed = 42
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64

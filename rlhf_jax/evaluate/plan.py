@@ -217,6 +217,8 @@ def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Che
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         if name in options and base.get("generation_kwargs"):
             base["generation_kwargs"] = {k: v for k, v in base["generation_kwargs"].items() if k != name}
+    if {"structured_outputs_regex", "structured_outputs_regex_column"} & options.keys():
+        base |= {"structured_outputs_regex": None, "structured_outputs_regex_column": None}
     if "stop_token_ids" in options:
         base["stop_token_id"] = None
     if {"reward_model_path", "reward_funcs", "reward_server"} & options.keys() and "reward_weights" not in options:

@@ -31,7 +31,9 @@ from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.rewards import scorer as scoring
 from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import open_models
+from rlhf_jax.stages.guide import open_guide
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.programs import sampling_of
 from rlhf_jax.stages.rollout_models import suppressed_ids
 from rlhf_jax.storage import write_atomically
 from rlhf_jax.utils.strict_json import json_text
@@ -69,6 +71,14 @@ class PolicyEvaluation:
             max((policy.model for policy in policies), key=lambda model: model.config.vocab_size),
             () if self.scorer is None else self.scorer.models,
             reference=None if self.ref is None else self.ref.model,
+        )
+        self.automaton, (self.source,) = open_guide(
+            plan.prompts,
+            [self.source],
+            tokenizer,
+            rows=max(policy.model.config.vocab_size for policy in policies),
+            stop_ids=sampling_of(plan.prompts, self.eos_ids).stop_ids,
+            excluded_ids={*self.suppress_ids, *(i for policy in policies for i in policy.model.suppress_ids)},
         )
         if self.scorer is not None:
             self.messages += self.scorer.type_notes(self.source.some_raw())
@@ -222,6 +232,8 @@ class PolicyEvaluation:
             **{name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
             "suppress_unused_ids": config.suppress_unused_ids,
             "generation_kwargs": config.generation_kwargs,
+            "structured_outputs_regex": config.structured_outputs_regex,
+            "structured_outputs_regex_column": config.structured_outputs_regex_column,
             "response_length": config.response_length,
             "stop_token_ids": list(self.eos_ids) if config.stop_token_ids is not None else None,
             "query_length": config.query_length,
@@ -245,6 +257,7 @@ class PolicyEvaluation:
             self.plan.samples,
             eos_ids=self.eos_ids,
             suppress_ids=self.suppress_ids,
+            automaton=self.automaton,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             greedy=self.plan.greedy,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rlhf_jax.errors import UserError
+from rlhf_jax.generate.regex import compile_regex
 from rlhf_jax.option import (
     Fraction,
     NonNegativeInt,
@@ -54,6 +55,12 @@ class SamplingOptions(Options):
     stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = None
     """Stop at any of these token ids, which count as eos in place of the tokenizer's; generation_config: those of the
     policy's generation_config.json. None: see stop_token."""
+    structured_outputs_regex: str | None = option(None, rare=True)
+    """Responses match this regular expression (Python's syntax) from their first to their last character: tokens after
+    which they could not are never sampled (docs/guided_decoding.md)."""
+    structured_outputs_regex_column: str | None = option(None, rare=True)
+    """Column of the data set with the regular expression of each row, in place of structured_outputs_regex; where it is
+    empty the response may be any text."""
 
     def sampling(self) -> dict[str, Any]:
         """temperature, top_k, top_p, min_p and repetition_penalty, with generation_kwargs applied."""
@@ -73,9 +80,26 @@ class SamplingOptions(Options):
             yield f"stop_token_ids {ids} and stop_token_id {self.stop_token_id} exclude each other: give only one."
         elif ids is not None and ids != "generation_config" and (not ids or min(ids) < 0):
             yield f"stop_token_ids is {ids}; it must be at least one token id, each at least 0."
+        yield from self._structured_outputs_problems()
         for name, value in (self.generation_kwargs or {}).items():
             if (error := self._generation_kwarg_error(name, value)) is not None:
                 yield error
+
+    @property
+    def guided(self) -> bool:
+        """Whether responses match a regular expression."""
+        return self.structured_outputs_regex is not None or self.structured_outputs_regex_column is not None
+
+    def _structured_outputs_problems(self) -> Iterator[str]:
+        if self.structured_outputs_regex is not None and self.structured_outputs_regex_column is not None:
+            yield "structured_outputs_regex and structured_outputs_regex_column exclude each other: give only one."
+        if self.guided and self.stop_token is None and self.stop_token_id is None and self.stop_token_ids is None:
+            yield "structured_outputs_regex needs a token that ends responses: set stop_token eos."
+        if self.structured_outputs_regex is not None:
+            try:
+                compile_regex(self.structured_outputs_regex)
+            except UserError as error:
+                yield f"structured_outputs_regex: {error}."
 
     def _generation_kwarg_error(self, name: str, value: Any) -> str | None:
         option = f"generation_kwargs[{name!r}]"

@@ -7,12 +7,14 @@ batch, nor on slots, chunks or the number of devices.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
+from rlhf_jax.generate.guided import Guide
 from rlhf_jax.generate.sampling import Sampling, is_on, sample
 from rlhf_jax.generate.slots import Decoding, Prompts, Rows, decode_rows, mark_seen, take_rows
 from rlhf_jax.types import Array, Params, PromptBatch, Rollout, Unfinished
@@ -61,6 +63,7 @@ def generate_unstacked(
     expected: Array | None = None,
     keys: Array | None = None,
     unfinished: Unfinished | None = None,
+    guide: Guide | None = None,
     return_steps: bool = False,
 ):
     """`generate` with params from `model.unstack`, for a rollout of several chunks that unstacks only once.
@@ -79,6 +82,7 @@ def generate_unstacked(
       expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
       keys: [B] typed keys of the rows, in place of those that `key` and `rows` give.
       unfinished: responses of an earlier call with `decoding.max_steps`; where it holds a prompt they go on.
+      guide: which texts each of the B rows may have; None: any.
       return_steps: whether to return what decoding took.
 
     Returns:
@@ -94,7 +98,7 @@ def generate_unstacked(
     slots = decoding.slots or b
     at_once = largest_divisor(b // group, slots // group)
     token, logprob, prefix = first_tokens(
-        model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype
+        model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype, guide=guide, limits=limits
     )
     queue = Rows(
         response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
@@ -104,6 +108,7 @@ def generate_unstacked(
         keys=keys,
         limits=limits,
         expected=expected,
+        state=None,
     )
     queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
     for stop in sampling.stop_ids:
@@ -113,15 +118,21 @@ def generate_unstacked(
         names = ("response", "logprobs", "lengths", "ended")
         going_on = {name: take_rows(held, getattr(unfinished, name), getattr(queue, name)) for name in names}
         queue = queue._replace(**going_on)
+    automaton = None if guide is None else guide.automaton
+    if guide is not None:
+        states = guide.automaton.states(guide.start, queue.response)
+        queue = queue._replace(state=jnp.take_along_axis(states, queue.lengths[:, None], axis=1)[:, 0])
 
-    def decode(model, unstacked, work):
+    def decode(model, weights, work):
+        unstacked, automaton = weights
         shards = b // work[1].lengths.shape[0]
         own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
         started = unfinished is not None
-        return decode_rows(model, unstacked, *work, sampling=sampling, decoding=own, dtype=dtype, started=started)
+        options = {"sampling": sampling, "decoding": own, "dtype": dtype, "automaton": automaton, "started": started}
+        return decode_rows(model, unstacked, *work, **options)
 
     work = (Prompts(prompts.tokens, prompts.lengths, prefix), queue)
-    queue, steps = model.map_row_shards(decode, unstacked, work, units=prompts.tokens.shape[0])
+    queue, steps = model.map_row_shards(decode, (unstacked, automaton), work, units=prompts.tokens.shape[0])
     rollout = Rollout(
         prompt_tokens=jnp.repeat(prompts.tokens, group, axis=0),
         prompt_lengths=jnp.repeat(prompts.lengths, group),
@@ -130,12 +141,23 @@ def generate_unstacked(
         ended=queue.ended,
         logprobs=queue.logprobs,
         response_mask=jnp.ones((b, t_max), bool),
+        start=None if guide is None else guide.start,
     )
     return (rollout, steps) if return_steps else rollout
 
 
 def first_tokens(
-    model, unstacked, prompts: PromptBatch, keys: Array, sampling: Sampling, *, group: int, at_once: int, dtype
+    model,
+    unstacked,
+    prompts: PromptBatch,
+    keys: Array,
+    sampling: Sampling,
+    *,
+    group: int,
+    at_once: int,
+    dtype,
+    guide: Guide | None,
+    limits: Array,
 ) -> tuple[Array, Array, Any]:
     """Prefill, and the first token of each row.
 
@@ -160,10 +182,12 @@ def first_tokens(
         seen = jnp.repeat(prompt_tokens_seen(prompts.tokens, prompt_mask, model.config.vocab_size), group, axis=0)
 
     def first(part):
-        hidden, keys, seen = part
-        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling)
+        hidden, keys, seen, start, limits = part
+        mask = None if guide is None else partial(guide.automaton.mask, state=start, left=limits - 1)
+        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling, mask)
 
-    rows = (jnp.repeat(hidden, group, axis=0), keys, seen)
+    start = (None, None) if guide is None else (guide.start, limits)
+    rows = (jnp.repeat(hidden, group, axis=0), keys, seen, *start)
     token, logprob = map_in_chunks(first, rows, at_once * group)
     return token, logprob, prefix
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,16 @@ def process_logits(logits: Array, seen: Array | None, sampling: Sampling) -> Arr
     return logits
 
 
-def sample(model, params, hidden: Array, keys: Array, t: Array, seen: Array | None, sampling: Sampling):
+def sample(
+    model,
+    params,
+    hidden: Array,
+    keys: Array,
+    t: Array,
+    seen: Array | None,
+    sampling: Sampling,
+    mask: Callable[[Array], Array] | None = None,
+):
     """A token of each row, with the key `fold_in(key, t)`.
 
     Args:
@@ -118,11 +128,13 @@ def sample(model, params, hidden: Array, keys: Array, t: Array, seen: Array | No
       t: [R] int32, the token's place in its response.
       seen: [R, V] bool; None when there is no repetition penalty.
       sampling: the options.
+      mask: sets the logits [R, V] of tokens that must not follow to -inf, in sampling and log-probabilities.
 
     Returns:
       (tokens [R] int32, their log-probabilities [R] float32)
     """
     raw = model.next_logits(params, hidden)
+    raw = raw if mask is None else mask(raw)
     logits = process_logits(suppress(raw, sampling), seen, sampling)
     if is_on(sampling.temperature, 0.0):
         token = draw(jax.vmap(jax.random.fold_in)(keys, t), logits)

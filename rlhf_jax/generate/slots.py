@@ -12,12 +12,15 @@ in a step (1, or 1 and drafts).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.generate.drafts import ngram_drafts
+from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.generate.sampling import Sampling, is_on, sample
 from rlhf_jax.types import Array, Params
 
@@ -77,6 +80,7 @@ class Rows(NamedTuple):
     keys: Array  # [N] typed
     limits: Array  # [N] int32, most tokens
     expected: Array  # [N] float32, expected tokens: the longest first
+    state: Array | None  # [N] int32, of the automaton after the tokens so far; None: responses are not guided
 
 
 class Steps(NamedTuple):
@@ -111,6 +115,7 @@ def decode_rows(
     sampling: Sampling,
     decoding: Decoding,
     dtype: Any,
+    automaton: Automaton | None = None,
     started: bool = False,
 ) -> tuple[Rows, Steps]:
     """Decodes rows until each has ended, or for `decoding.max_steps` steps.
@@ -122,12 +127,13 @@ def decode_rows(
       rows: the queue.
       sampling, decoding: the options.
       dtype: compute dtype.
+      automaton: where rows have states.
       started: whether rows may have more than one token, whose keys and values are computed again.
 
     Returns:
       (rows, steps)
     """
-    decoder = _Decoder(model, params, prompts, rows.lengths.shape[0], sampling, decoding, dtype, started)
+    decoder = _Decoder(model, params, prompts, rows.lengths.shape[0], sampling, decoding, dtype, automaton, started)
     return decoder.run(rows)
 
 
@@ -140,6 +146,7 @@ class _Decoder:
     sampling: Sampling
     decoding: Decoding
     dtype: Any
+    automaton: Automaton | None
     started: bool
 
     def __post_init__(self):
@@ -312,7 +319,12 @@ class _Decoder:
             self.dtype,
             end=end,
         )
-        sampled, logprobs = self._sample(hidden, rows.keys[own], t, tokens, slots.seen)
+        mask = state = None
+        if rows.state is not None:
+            state = rows.state[own]
+            states, left = self.automaton.states(state, tokens[:, 1:]), rows.limits[own][:, None] - t - 1
+            mask = partial(self.automaton.mask, state=states.reshape(-1), left=left.reshape(-1))
+        sampled, logprobs = self._sample(hidden, rows.keys[own], t, tokens, slots.seen, mask)
 
         # A token counts if the drafts before it are what was sampled, and none of them ended the row.
         right = jnp.cumprod(tokens[:, 1:] == sampled[:, :-1], axis=1, dtype=jnp.int32)
@@ -332,6 +344,9 @@ class _Decoder:
             lengths=rows.lengths.at[row].set(after, mode="drop"),
             ended=rows.ended.at[row].set(ended, mode="drop"),
         )
+        if state is not None:
+            after_new = jnp.take_along_axis(self.automaton.states(state, sampled), new[:, None], axis=1)[:, 0]
+            rows = rows._replace(state=rows.state.at[row].set(after_new, mode="drop"))
         seen = slots.seen
         if seen is not None:
             seen = mark_seen(seen, jnp.where(counts, sampled, self.model.config.vocab_size))
@@ -346,8 +361,16 @@ class _Decoder:
         )
         return _Loop(slots, rows, taken, Steps(steps.steps + 1, steps.slot_steps + size))
 
-    def _sample(self, hidden: Array, keys: Array, t: Array, tokens: Array, seen: Array | None) -> tuple[Array, Array]:
-        """[S, Q, D] hidden states, [S] keys -> tokens and log-probabilities, each [S, Q]."""
+    def _sample(
+        self,
+        hidden: Array,
+        keys: Array,
+        t: Array,
+        tokens: Array,
+        seen: Array | None,
+        mask: Callable[[Array], Array] | None,
+    ) -> tuple[Array, Array]:
+        """[S, Q, D] hidden states, [S] keys -> tokens and log-probabilities, each [S, Q]; `mask`: of [S * Q, V]."""
         size, queries = t.shape
         if seen is not None and queries > 1:
             vocabulary = self.model.config.vocab_size
@@ -355,9 +378,8 @@ class _Decoder:
             drafted = jax.vmap(mark_seen, (None, 0))(seen, jnp.where(before, tokens[None], vocabulary))
             seen = drafted.swapaxes(0, 1).reshape(size * queries, -1)
         keys = jnp.repeat(keys, queries, axis=0)
-        out = sample(
-            self.model, self.params, hidden.reshape(size * queries, -1), keys, t.reshape(-1), seen, self.sampling
-        )
+        hidden = hidden.reshape(size * queries, -1)
+        out = sample(self.model, self.params, hidden, keys, t.reshape(-1), seen, self.sampling, mask)
         return tuple(x.reshape(size, queries) for x in out)
 
     def _drafts(self, slots: _Slots, rows: Rows, own: Array) -> Array:

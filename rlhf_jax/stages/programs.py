@@ -19,6 +19,7 @@ from rlhf_jax.algorithms.optimizer import Optimizer
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.data.options import LengthOptions
 from rlhf_jax.generate import Decoding, Sampling, generate_unstacked, map_in_chunks
+from rlhf_jax.generate.guided import Automaton, Guide
 from rlhf_jax.generate.options import SamplingOptions
 from rlhf_jax.parallel import multihost, sharding
 from rlhf_jax.parallel.compile_ahead import run_program
@@ -102,6 +103,7 @@ class Programs:
       eos_ids: `Tokenizer.eos_ids`.
       suppress_ids: ids that are never sampled, beside the policy's own.
       unused_ids: ids that no token has.
+      automaton: of the texts that responses may have; None: any.
       total_steps: updates of the run.
       episodes_per_epoch: responses in one pass over the prompts.
       run: as `run_program`; a dry run compiles in its place. `resident`: arrays of the run among the arguments.
@@ -115,6 +117,7 @@ class Programs:
     eos_ids: tuple[int, ...]
     suppress_ids: tuple[int, ...]
     unused_ids: tuple[int, ...]
+    automaton: Automaton | None
     total_steps: int
     episodes_per_epoch: int
     run: Callable[..., Any] = run_program
@@ -159,7 +162,8 @@ class Programs:
     def place(self, prompts: PromptBatch) -> PromptBatch:
         """A batch of prompts from the host onto the mesh: all row numbers, and this process' share of the rest."""
         count, images = len(prompts.rows), prompts.images
-        share = PromptBatch(prompts.tokens, prompts.lengths, prompts.rows[self.context.local_rows(count)])
+        own_rows = prompts.rows[self.context.local_rows(count)]
+        share = PromptBatch(prompts.tokens, prompts.lengths, own_rows, start=prompts.start)
         placed = self.context.place_share(share, count)
         return placed if images is None else placed.replace(images=self.context.place_share(images, count))
 
@@ -201,6 +205,7 @@ class Programs:
             seed=seed,
             step=step,
             rollout_state=rollout_state,
+            automaton=self.automaton,
             temperature=temperature,
             greedy=temperature == 0,
             group_size=group_size,
@@ -218,6 +223,7 @@ class Programs:
             trained=state.params,
             base=self.models.base,
             ref_params=self.reference_params(state),
+            automaton=self._learner_automaton,
             scored=ScoredRollout(
                 rollout,
                 scored.scores,
@@ -236,6 +242,7 @@ class Programs:
         """(state, metrics of the update) of an experience and its metrics; the state is donated."""
         base, peaks = self.models.base, self.optimizer.peaks
         arguments = {"state": state, "base": base, "experience": experience, "metrics": metrics, "peaks": peaks}
+        arguments["automaton"] = self._learner_automaton
         return self.run("update", self.jitted.update, resident=(state, base), **arguments)
 
     def skip(self, state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
@@ -245,6 +252,7 @@ class Programs:
     def eval_metrics(self, state: TrainState, experience: Experience) -> Metrics:
         """Metrics of the loss without an update."""
         arguments = {"trained": state.params, "base": self.models.base, "experience": experience}
+        arguments["automaton"] = self._learner_automaton
         return self.run("eval_metrics", self.jitted.eval_metrics, **arguments)
 
     def token_kl(
@@ -257,6 +265,7 @@ class Programs:
             trained={"policy": policy},
             base=self.models.base,
             ref_params=self.reference_params(state),
+            automaton=self._learner_automaton,
             rollout=rollout,
             images=images,
         )
@@ -282,6 +291,11 @@ class Programs:
         reference = None if self.models.reference is None else self.models.reference.replace(params=None)
         return self.models.replace(reference=reference).with_base(None)
 
+    @property
+    def _learner_automaton(self) -> Automaton | None:
+        """Of the tokens that log-probabilities are of; None: of all."""
+        return self.automaton if self.config.structured_outputs_logprobs == "constrained" else None
+
     def _with_params(self, trained: Params, base: Params | None, ref_params: Params | None = None) -> Models:
         """The models with these params."""
         reference = self._models.reference
@@ -290,7 +304,18 @@ class Programs:
         return self._models.replace(reference=reference).with_base(base).with_trained(trained)
 
     def _generate(
-        self, policy, base, prompts: PromptBatch, seed, step, rollout_state, temperature, *, greedy, group_size
+        self,
+        policy,
+        base,
+        prompts: PromptBatch,
+        seed,
+        step,
+        rollout_state,
+        automaton,
+        temperature,
+        *,
+        greedy,
+        group_size,
     ):
         config, batch, prompt_rows = self.config, prompts, prompts.rows
         policy = self._with_params({"policy": policy}, base).policy
@@ -323,8 +348,12 @@ class Programs:
         def generate_chunk(chunk):
             prompts, *by_row = chunk
             rows, expected = jax.tree.map(lambda x: x.reshape(-1), by_row)
+            guide = None
+            if automaton is not None:
+                guide = Guide(automaton, jnp.repeat(prompts.start, rows_per_prompt))
+            by_row = {"rows": rows, "expected": expected, "guide": guide}
             rollout = generate_unstacked(
-                policy.model, layers, prompts, key, sampling, rows=rows, expected=expected, decoding=decoding, **options
+                policy.model, layers, prompts, key, sampling, decoding=decoding, **by_row, **options
             )
             return jax.tree.map(lambda x: group_rows(x, rows_per_prompt), rollout)
 
@@ -338,19 +367,19 @@ class Programs:
             return rollout, None
         return partial_rollouts.keep(rollout_state, rollout, prompt_rows, keys, group_size, mesh)
 
-    def _experience(self, trained, base, ref_params, scored: ScoredRollout, kl_coef):
-        models = self._with_params(trained, base, ref_params)
+    def _experience(self, trained, base, ref_params, automaton, scored: ScoredRollout, kl_coef):
+        models = self._with_params(trained, base, ref_params).with_automaton(automaton)
         experience, metrics = self.algorithm.make_experience(models, scored, config=self.config, kl_coef=kl_coef)
         # Of the scores as the rewards returned them: clipping may hide an infinity.
         causes = nonfinite.causes_of(score=jnp.where(scored.scorable, scored.scores, 0.0))
         lengths = length_metrics(scored.rollout, self.unused_ids)
         return experience, {**lengths, "nonfinite/causes": causes, **metrics}
 
-    def _update(self, state: TrainState, base, experience, metrics, peaks):
+    def _update(self, state: TrainState, base, experience, metrics, peaks, automaton):
         algorithm, config, optimizer = self.algorithm, self.config, self.optimizer.with_peaks(peaks)
         key = jax.random.fold_in(update_key(state.seed, state.step), 1)
         after, update_metrics = algorithm.update(
-            self._models.with_base(base),
+            self._models.with_base(base).with_automaton(automaton),
             state,
             experience,
             config=config,
@@ -381,13 +410,14 @@ class Programs:
         counts = {"num_tokens": state.tokens, "nonfinite/in_a_row": state.nonfinite}
         return state, {**metrics, **update_metrics, **progress, **counts}
 
-    def _eval_metrics(self, trained, base, experience):
+    def _eval_metrics(self, trained, base, experience, automaton):
         if self.algorithm.eval_metrics is None:
             return {}
-        return self.algorithm.eval_metrics(self._with_params(trained, base), experience, config=self.config)
+        models = self._with_params(trained, base).with_automaton(automaton)
+        return self.algorithm.eval_metrics(models, experience, config=self.config)
 
-    def _token_kl(self, trained, base, ref_params, rollout, images):
-        models = self._with_params(trained, base, ref_params)
+    def _token_kl(self, trained, base, ref_params, automaton, rollout, images):
+        models = self._with_params(trained, base, ref_params).with_automaton(automaton)
         return map_in_chunks(
             lambda chunk: response_logprobs.token_kl(models, chunk[0], self.config, chunk[1]),
             (rollout, images),

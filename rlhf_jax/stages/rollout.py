@@ -28,8 +28,9 @@ from rlhf_jax.stages import partial_rollouts, rollout_models
 from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.export import export_model, exported_generation
+from rlhf_jax.stages.guide import open_guide
 from rlhf_jax.stages.open_models import Source
-from rlhf_jax.stages.programs import Programs, prompt_width
+from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
 from rlhf_jax.stages.work import Shape, Work, rollout_work
@@ -130,6 +131,17 @@ class RolloutStage(Stage):
         self.suppress_ids, suppressions = rollout_models.suppressed_ids(
             config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
         )
+        suppress_ids = (*opened.policy.suppress_ids, *self.suppress_ids)
+        automaton, (self.train_data, *eval_sets) = open_guide(
+            config,
+            [self.train_data, *self.eval_sets.values()],
+            self.tokenizer,
+            rows=opened.policy.config.vocab_size,
+            stop_ids=sampling_of(config, self.tokenizer.eos_ids).stop_ids,
+            excluded_ids=suppress_ids,
+        )
+        self.automaton = self.weights.place(automaton, sharding.replicated(self.mesh))
+        self.eval_sets = dict(zip(self.eval_sets, eval_sets))
         self.messages = [*opened.messages, str(self.train_data.report)]
         self.messages += [
             f"reward model {reader.path} reads text, by its own tokenizer"
@@ -160,6 +172,7 @@ class RolloutStage(Stage):
             eos_ids=self.tokenizer.eos_ids,
             suppress_ids=(*policy.suppress_ids, *self.suppress_ids),
             unused_ids=self.tokenizer.unused_ids(policy.config.vocab_size),
+            automaton=self.automaton,
             total_steps=self.total_steps,
             episodes_per_epoch=self.rows * self.group_size,
         )
@@ -374,7 +387,8 @@ class RolloutStage(Stage):
         """As `trace_programs`, of prompts of `width` columns with images of the shapes of `images`."""
         p, b, rows = self.rows_per_update, self.config.batch_size, self.context.row_shape
         images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
-        prompts = PromptBatch(rows(p, width), rows(p), rows(p), images)
+        start = None if self.automaton is None else rows(p)
+        prompts = PromptBatch(rows(p, width), rows(p), rows(p), images, start)
         rollout, _ = programs.generate(
             state.params["policy"],
             prompts,

@@ -311,6 +311,16 @@ def test_answers_of_all_policies_end_with_any_of_the_stop_token_ids(room, tmp_pa
         run(EvaluateConfig(**options(room, output_dir=tmp_path / "none", stop_token_ids="generation_config")), print)
 
 
+def test_answers_of_all_policies_match_the_regular_expression(room, tmp_path):
+    form = "( met| lost)( anna| omar){2,3}"
+    found, rows, _ = done(room, tmp_path, ref_model_path=room / "sft", structured_outputs_regex=form)
+    texts = [answer["text"] for row in rows for name in ("policy", "ref_model") for answer in row["answers"][name]]
+    assert len(texts) == 2 * POSTS and all(re.fullmatch(form, text) for text in texts)
+    assert found["sampling"]["structured_outputs_regex"] == form
+    with pytest.raises(UserError, match="has no column 'form' .structured_outputs_regex_column.; it has completion"):
+        done(room, tmp_path, structured_outputs_regex_column="form")
+
+
 def test_a_run_that_was_moved_is_found_where_it_is(room, tmp_path):
     old = tmp_path / "old"
     finished_run(room, old, sft_model_path=str(old / "sft" / "policy"))

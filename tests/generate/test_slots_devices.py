@@ -14,8 +14,17 @@ MESHES = {"8x1x1": False, "2x2x2": False, "1x1x8": True}
 LIMITS = np.minimum(np.random.default_rng(0).geometric(0.08, dec.ROWS), dec.TOKENS)
 
 
+def guide_of(expressions):
+    """Row i may have texts of expression i modulo their number, of single letters."""
+    from rlhf_jax.generate.guided import Guide, token_automaton
+
+    spelled = [None] * 10 + [bytes([97 + i % 26]) for i in range(dec.VOCABULARY - 10)]
+    automaton, starts = token_automaton(expressions, spelled, stop_ids=dec.STOPS, most_tokens=1)
+    return jax.tree.map(np.asarray, Guide(automaton, starts[np.arange(dec.ROWS) % len(starts)]))
+
+
 def decoded(mesh: str | None) -> dict:
-    """A rollout in refilled slots that shrink, with drafts; and one with neither."""
+    """A rollout in refilled slots that shrink, with drafts; one with neither; and one of guided responses."""
     from rlhf_jax.generate import Decoding
     from rlhf_jax.parallel import sharding
 
@@ -27,8 +36,9 @@ def decoded(mesh: str | None) -> dict:
         assert model.layout.folded == MESHES[mesh]
         prompts = sharding.shard_batch(prompts, made)
     slots = Decoding(block=8, slots=dec.ROWS // 2, shrink=True, draft="ngram", draft_tokens=3)
-    for name, decoding in {"plain": Decoding(block=8), "slots": slots}.items():
-        out, steps = dec.decode(model, params, prompts, decoding, limits=LIMITS, expected=LIMITS)
+    for name, decoding in {"plain": Decoding(block=8), "slots": slots, "guided": slots}.items():
+        guide = guide_of(["(ab|c){1,9}", None]) if name == "guided" else None
+        out, steps = dec.decode(model, params, prompts, decoding, limits=LIMITS, expected=LIMITS, guide=guide)
         kept = {field: getattr(out, field).tolist() for field in ("response", "lengths", "ended", "logprobs")}
         found[name] = {**kept, "steps": steps.steps.tolist()}
     return found
@@ -44,7 +54,7 @@ def many():
     return last_line(child("tests.generate.test_slots_devices", devices=8))
 
 
-@pytest.mark.parametrize("name", ["plain", "slots"])
+@pytest.mark.parametrize("name", ["plain", "slots", "guided"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_do_not_depend_on_the_devices(one, many, mesh, name):
     found, wanted = many[mesh][name], one[name]

@@ -43,15 +43,17 @@ def prompts_of(seed: int, lengths=None, prompts: int = PROMPTS) -> PromptBatch:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling", "group", "decoding", "chunk"))
-def _run(model, params, prompts, key, limits, expected, rows, sampling, group, decoding, chunk):
+def _run(model, params, prompts, key, limits, expected, rows, guide, sampling, group, decoding, chunk):
     def part(batch):
-        prompts, (limits, expected, rows) = batch[0], (x.reshape(-1) for x in batch[1:])
+        prompts, (limits, expected, rows, start) = batch[0], jax.tree.map(lambda x: x.reshape(-1), batch[1:])
         options = {"limits": limits, "expected": expected, "rows": rows, "decoding": decoding, "return_steps": True}
+        options["guide"] = None if guide is None else guide._replace(start=start)
         out, steps = gen.generate(model, params, prompts, key, sampling, group=group, **options)
         by_prompt = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), out)
         return by_prompt, jax.tree.map(lambda x: x[None], steps)
 
-    batch = (prompts, *(x.reshape(-1, group) for x in (limits, expected, rows)))
+    start = None if guide is None else guide.start
+    batch = (prompts, *jax.tree.map(lambda x: x.reshape(-1, group), (limits, expected, rows, start)))
     if chunk is not None:
         tokens = gen.map_in_chunks(lambda batch: part(batch)[0], batch, chunk)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tokens), None
@@ -72,19 +74,20 @@ def decode(
     chunk=None,
     group=GROUP,
     sampling=SAMPLING,
+    guide=None,
 ):
     """(Rollout, Steps) of numpy arrays; compiles once for each of the options. `chunk`: prompts at a time."""
     count = len(prompts.lengths) * group
     limits = np.full(count, sampling.max_new_tokens) if limits is None else limits
     expected = np.zeros(count) if expected is None else expected
     rows = np.arange(count) if rows is None else rows
-    data = (np.asarray(limits, np.int32), np.asarray(expected, np.float32), np.asarray(rows, np.int32))
+    data = (np.asarray(limits, np.int32), np.asarray(expected, np.float32), np.asarray(rows, np.int32), guide)
     out = _run(model, params, prompts, jax.random.key(seed), *data, sampling, group, decoding or gen.Decoding(), chunk)
     return jax.tree.map(np.asarray, out)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
-def _teacher(model, params, prompts, lengths, response, sampling):
+def _teacher(model, params, prompts, lengths, response, guide, limits, sampling):
     columns = prompts.shape[1]
     mask = jnp.arange(columns)[None] >= columns - lengths[:, None]
     mask = jnp.concatenate([mask, jnp.ones(response.shape, bool)], axis=1)
@@ -99,13 +102,21 @@ def _teacher(model, params, prompts, lengths, response, sampling):
         rows = jnp.arange(len(tokens))[:, None, None]
         seen = jnp.zeros(logits.shape, bool).at[rows, jnp.arange(response.shape[1])[None, :, None], known].set(True)
         seen = seen.reshape(-1, VOCABULARY)
-    flat = process_logits(logits.reshape(-1, VOCABULARY), seen, sampling)
+    flat = logits.reshape(-1, VOCABULARY)
+    if guide is not None:
+        states = guide.automaton.states(guide.start, response)[:, :-1]
+        left = limits[:, None] - jnp.arange(response.shape[1])[None] - 1
+        flat = guide.automaton.mask(flat, states.reshape(-1), left.reshape(-1))
+    flat = process_logits(flat, seen, sampling)
     return jax.nn.log_softmax(flat.reshape(logits.shape), axis=-1)
 
 
-def forward_logprobs(model, params, out, sampling=SAMPLING):
+def forward_logprobs(model, params, out, sampling=SAMPLING, guide=None, limits=None):
     """[B, T, V] of a forward pass without a cache over the tokens of a rollout."""
-    return np.asarray(_teacher(model, params, out.prompt_tokens, out.prompt_lengths, out.response, sampling))
+    if limits is not None:
+        limits = np.minimum(limits, sampling.max_new_tokens).astype(np.int32)
+    data = (out.prompt_tokens, out.prompt_lengths, out.response, guide, limits)
+    return np.asarray(_teacher(model, params, *data, sampling))
 
 
 def on_an_edge(logprobs, first: int, second: int, uniform: float) -> bool:
@@ -133,14 +144,14 @@ def assert_edges(logprobs, found, wanted, places, *, seed, rows, sampling):
         assert rounding, f"token {t} of row {row} is {first} and not {second}"
 
 
-def assert_follows(model, params, out, limits, *, seed=3, rows=None, sampling=SAMPLING, tolerance=1e-6):
+def assert_follows(model, params, out, limits, *, seed=3, rows=None, sampling=SAMPLING, guide=None, tolerance=1e-6):
     """A rollout is what a forward pass without a cache gives, row by row: each token is the draw from its logits by the
     token's own key, up to the first stop token or the row's limit, with its log-probability.
 
     As a token follows from those before it, two rollouts of which this holds are equal, but for draws on an edge.
     """
     rows = np.arange(len(out.lengths)) if rows is None else rows
-    logprobs = forward_logprobs(model, params, out, sampling)
+    logprobs = forward_logprobs(model, params, out, sampling, guide, limits)
     if sampling.temperature > 0:
         # Their own draws by the definition in float64, without the blocks of `sampling.draw`.
         cdf = np.cumsum(np.exp(logprobs.astype(np.float64)), axis=-1)
