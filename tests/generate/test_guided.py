@@ -12,7 +12,8 @@ import pytest
 from rlhf_jax import generate as gen
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.guided import NEVER, Guide, token_automaton
-from rlhf_jax.types import Unfinished
+from rlhf_jax.models import custom_shape
+from rlhf_jax.types import PromptBatch, Unfinished
 from tests.helpers import decoding as dec
 from tests.helpers.decoding import ROWS, SAMPLING, STOPS, TOKENS, VOCABULARY
 
@@ -210,6 +211,34 @@ def test_expressions_that_no_response_can_match_are_refused(expressions, options
     with pytest.raises(UserError) as error:
         token_automaton(expressions, vocabulary(), **{"stop_ids": STOPS, "most_tokens": TOKENS, **options})
     assert says in str(error.value)
+
+
+@pytest.mark.runs
+def test_a_thousand_samples_of_a_large_vocabulary_match():
+    """Of 150,000 tokens of up to twelve bytes, and a row of seven expressions each."""
+    rows, count, tokens = 1008, 150_000, 32
+    rng = np.random.default_rng(0)
+    letters = np.frombuffer('abcdefghijklmnopqrstuvwxyzABC0123456789 .-{}":,<>/\\é\n'.encode(), np.uint8)
+    spelled = [None, None, *(bytes([byte]) for byte in range(256))]
+    spelled += [rng.choice(letters, rng.integers(2, 13)).tobytes() for _ in range(count - len(spelled))]
+    expressions = [text for text in EXPRESSIONS if text is not None]
+    automaton, starts = token_automaton(expressions, spelled, stop_ids=[1], most_tokens=tokens)
+    model = custom_shape("1x16x2", count, 64)
+    params = model.init(jax.random.key(0))
+    prompts = PromptBatch(np.full((1, 1), 40, np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
+    sampling = gen.Sampling(tokens, 1.0, stop_ids=(1,))
+    options = {"group": rows, "decoding": gen.Decoding(slots=126)}
+    sample = jax.jit(
+        lambda guide: gen.generate(model, params, prompts, jax.random.key(0), sampling, guide=guide, **options)
+    )
+    out = jax.tree.map(np.asarray, sample(Guide(automaton, np.resize(starts, rows))))
+    texts = set()
+    for row, (response, length) in enumerate(zip(out.response, out.lengths)):
+        text = b"".join(spelled[i] or b"" for i in response[:length]).decode()
+        expression = expressions[row % len(expressions)]
+        assert re.fullmatch(expression, text, re.ASCII), (expression, text)
+        texts.add(text)
+    assert len(texts) > rows / 2
 
 
 def test_tables_have_sizes_of_powers_of_two_and_few_classes():

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_jax.dry_run import topologies
 from rlhf_jax.generate import Decoding, Sampling, generate
+from rlhf_jax.generate.guided import Automaton, Guide
 from rlhf_jax.models import custom_shape, decoder
 from rlhf_jax.parallel import sharding
 from rlhf_jax.types import PromptBatch
@@ -20,6 +21,7 @@ OPTIONS = {
     "plain": Decoding(),
     "slots": Decoding(slots=ROWS // 2, shrink=True),
     "drafts": Decoding(draft="ngram", draft_tokens=3),
+    "guided": Decoding(slots=ROWS // 2, shrink=True),
 }
 
 
@@ -29,7 +31,13 @@ def options_of(name, prompts):
     return dataclasses.replace(decoding, slots=decoding.slots and prompts * GROUP // 2)
 
 
-def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, options=None):
+def tables(rows):
+    """Of 64 states and 32 classes, and where each row starts."""
+    sizes = (64, 32), (96,), (64,)
+    return Automaton(*(jnp.zeros(size, jnp.int32) for size in sizes)), jnp.zeros(rows, jnp.int32)
+
+
+def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, options=None, guided=False):
     """(HLO text, temporary bytes, most that they may be, numbers of elements of the cache's arrays) of a rollout."""
     mesh = sharding.make_mesh(devices=devices)
     more = {"sliding_window": 750} if spec.startswith("gemma2") else {}
@@ -38,13 +46,15 @@ def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, o
         jax.eval_shape(model.init, jax.random.key(0)),
         PromptBatch(*(np.zeros(shape, np.int32) for shape in ((prompts, CONTEXT), prompts, prompts))),
         jax.eval_shape(lambda: jax.random.key(0)),
+        Guide(*jax.eval_shape(lambda: tables(prompts * GROUP))) if guided else None,
     )
     where = sharding.replicated(mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
     sampling = Sampling(TOKENS, 1.0, stop_ids=(5,))
 
-    def rollout(params, prompts, key):
-        return generate(model, params, prompts, key, sampling, group=GROUP, decoding=decoding, dtype=dtype)
+    def rollout(params, prompts, key, guide):
+        options = {"group": GROUP, "decoding": decoding, "dtype": dtype, "guide": guide}
+        return generate(model, params, prompts, key, sampling, **options)
 
     platform = mesh.devices.flat[0].platform
     lowered = jax.jit(rollout).trace(*shapes).lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
@@ -71,16 +81,20 @@ def assert_in_place(text, temporary, most, sizes):
 @pytest.mark.parametrize("spec", ["2x192x4", "gemma2:2x192x4x2"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_step_copies_a_segment_on_cpus(name, spec):
-    assert_in_place(*compiled(spec, OPTIONS[name], devices=jax.devices()[:1]))
+    assert_in_place(*compiled(spec, OPTIONS[name], devices=jax.devices()[:1], guided=name == "guided"))
 
 
 # On TPUs heads of 128, as smaller ones are padded to it; scores are in fast memory.
-@pytest.mark.parametrize("name, spec", [("plain", "2x1024x8"), ("slots", "qwen2:2x1024x8x2"), ("drafts", "2x1024x8")])
+@pytest.mark.parametrize(
+    "name, spec",
+    [("plain", "2x1024x8"), ("slots", "qwen2:2x1024x8x2"), ("drafts", "2x1024x8"), ("guided", "2x1024x8")],
+)
 def test_no_step_copies_a_segment_on_v5e(name, spec, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu refuses those of the CPU
     devices = topologies.topology_devices("v5e:2x2")[:1]
-    assert_in_place(*compiled(spec, options_of(name, 16), jnp.bfloat16, devices, prompts=16))
+    how = {"prompts": 16, "guided": name == "guided"}
+    assert_in_place(*compiled(spec, options_of(name, 16), jnp.bfloat16, devices, **how))
 
 
 @pytest.mark.gpu_aot
@@ -90,6 +104,7 @@ def test_no_step_copies_a_segment_on_h100(name, spec):
     pytest.importorskip("jax_cuda13_plugin")
     (device,) = topologies.topology_devices("h100:1")
     how = {"devices": [device], "prompts": 64, "options": topologies.compiler_options(device)}
+    how["guided"] = name == "guided"
     assert_in_place(*compiled(spec, options_of(name, 64), jnp.bfloat16, **how))
 
 
