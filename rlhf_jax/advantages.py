@@ -196,35 +196,44 @@ def place_scores(rewards: Array, scores: Array, lengths: Array, position: str = 
 # ----------------------------------------------------------------------------------------------------------- advantages
 
 
-def gae(rewards: Array, values: Array, *, gamma: float, lam: float | Array) -> tuple[Array, Array]:
+def gae(
+    rewards: Array, values: Array, *, gamma: float, lam: float | Array, mask: Array | None = None
+) -> tuple[Array, Array]:
     """Generalised advantage estimation over whole rows; nothing follows the last column.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V_T = 0,  A_t = delta_t + gamma * lam * A_{t+1},  returns_t = A_t + V_t
 
-    Columns after the end of a response take part, so give them reward 0 and value 0.
+    Columns after the end of a response take part, so give them reward 0 and value 0. Columns outside the mask do not:
+    t + 1 is the next column inside it, and their own advantages and returns are 0.
 
-    Args: rewards, values [B, T] float; gamma in [0, 1]; lam in [0, 1], or [B] float, one of each row. Returns
-    (advantages, returns), each float32 [B, T].
+    Args: rewards, values [B, T] float; gamma in [0, 1]; lam in [0, 1], or [B] float, one of each row; mask [B, T] bool,
+    None: all columns. Returns (advantages, returns), each float32 [B, T].
     Source: Schulman et al. 2016 (arXiv 1506.02438), equations 11, 12 and 16; TRL :787-796.
     """
     rewards, values = _float(rewards), _float(values)
     chex.assert_rank([rewards, values], 2)
     chex.assert_equal_shape([rewards, values])
 
-    def step(carry: tuple[Array, Array], column: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def step(carry: tuple[Array, Array], column: tuple) -> tuple[tuple[Array, Array], Array]:
         advantage, next_value = carry
-        reward, value = column
+        reward, value, inside = column
         delta = reward + gamma * next_value - value
-        advantage = delta + gamma * lam * advantage
-        return (advantage, value), advantage
+        here = delta + gamma * lam * advantage
+        if inside is None:
+            return (here, value), here
+        after = jnp.where(inside, here, advantage), jnp.where(inside, value, next_value)
+        return after, jnp.where(inside, here, 0)
 
     rewards, values = (x.astype(jnp.promote_types(rewards.dtype, values.dtype)) for x in (rewards, values))
     if jnp.ndim(lam) > 0:
         lam = jnp.asarray(lam).astype(values.dtype)
         chex.assert_shape(lam, values.shape[:1])
     end = jnp.zeros_like(values[:, 0])
-    _, advantages = jax.lax.scan(step, (end, end), (rewards.T, values.T), reverse=True)
-    return advantages.T, advantages.T + values
+    columns = (rewards.T, values.T, None if mask is None else mask.T)
+    _, advantages = jax.lax.scan(step, (end, end), columns, reverse=True)
+    if mask is None:
+        return advantages.T, advantages.T + values
+    return advantages.T, jnp.where(mask, advantages.T + values, 0)
 
 
 def length_adaptive_lam(lengths: Array, alpha: float) -> Array:
@@ -296,20 +305,24 @@ def normalize_each_reward(rewards: Array, applies: Array, weights: Array, eps: f
     return (jnp.where(usable, scaled, 0) * weights[:, None, None]).sum(axis=0)
 
 
-def return_to_go(rewards: Array, gamma: float) -> Array:
-    """G_t = r_t + gamma G_{t+1}: the discounted sum of the rewards of a token and all later ones.
+def return_to_go(rewards: Array, gamma: float, mask: Array | None = None) -> Array:
+    """G_t = r_t + gamma G_{t+1}: the discounted sum of the rewards of a token and all later ones; t + 1 is the next
+    column inside the mask.
 
-    Args: rewards [B, T] float, 0 outside the response; gamma in [0, 1]. Returns float32 [B, T].
+    Args: rewards [B, T] float, 0 outside the response and the mask; gamma in [0, 1]; mask [B, T] bool, None: all
+    columns. Returns float32 [B, T], undefined outside the mask.
     Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262); Sutton and Barto 2018, equation 3.9.
     """
     rewards = _float(rewards)
     chex.assert_rank(rewards, 2)
 
-    def step(later: Array, reward: Array) -> tuple[Array, Array]:
-        later = reward + gamma * later
-        return later, later
+    def step(later: Array, column: tuple) -> tuple[Array, Array]:
+        reward, inside = column
+        here = reward + gamma * later
+        return (here if inside is None else jnp.where(inside, here, later)), here
 
-    _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True)
+    columns = (rewards.T, None if mask is None else mask.T)
+    _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), columns, reverse=True)
     return returns.T
 
 

@@ -48,6 +48,8 @@ class Rollout(flax.struct.PyTreeNode):
     logprobs: Array  # [B, T] float32 of the sampler, at its temperature; 0 after the end
     response_mask: Array  # [B, T] bool: response columns that may be attended
     start: Array | None = None  # [B] int32, where guided responses start (generate.guided)
+    sampled: Array | None = None  # [B, T] bool: response tokens that the policy sampled; the others came from elsewhere
+    # (results of tools) and are read, but not trained on; None: all of the response
 
 
 class ScoredRollout(flax.struct.PyTreeNode):

@@ -204,6 +204,24 @@ def test_gae_and_its_gradients_are_trls(precision, gamma, rewards, values, lengt
     near(returns, theirs(*map(torch.tensor, (*given_arrays, lam))).numpy() + given_arrays[1], precision[1])
 
 
+@few
+@given(arrays(B, T), arrays(B, T), hnp.arrays(bool, (B, T)), st.sampled_from([0.9, 1.0]), st.sampled_from([0.0, 0.9]))
+def test_columns_outside_the_mask_are_no_steps_of_gae_and_returns(precision, rewards, values, mask, gamma, lam):
+    """They are those of the other columns side by side."""
+    order = np.argsort(~mask, axis=1, kind="stable")
+    inside = np.arange(T)[None] < mask.sum(1)[:, None]
+
+    def together(x):
+        return np.where(inside, np.take_along_axis(np.asarray(x), order, axis=1), 0)
+
+    found = *adv.gae(rewards, values, gamma=gamma, lam=lam, mask=mask), adv.return_to_go(rewards * mask, gamma, mask)
+    alone = together(rewards), together(values)
+    wanted = *adv.gae(*alone, gamma=gamma, lam=lam), adv.return_to_go(alone[0], gamma)
+    for one, other in zip(found, wanted):
+        near(together(one), np.where(inside, other, 0), precision[1])
+    assert not np.asarray(found[0])[~mask].any() and not np.asarray(found[1])[~mask].any()
+
+
 def gae(rewards, values, lam, gamma):
     return adv.gae(rewards, values, gamma=gamma, lam=lam)
 

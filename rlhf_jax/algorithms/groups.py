@@ -15,6 +15,12 @@ def group_rows(x: Array, group_size: int) -> Array:
     return x.reshape((x.shape[0] // group_size, group_size) + x.shape[1:])
 
 
+def sampled_mask(rollout: Rollout) -> Array:
+    """[B, T] bool: the tokens of the responses that the policy sampled."""
+    inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
+    return inside if rollout.sampled is None else inside & rollout.sampled
+
+
 def group_rollout(
     rollout: Rollout,
     group_size: int = 1,
@@ -28,12 +34,12 @@ def group_rollout(
     Args:
       rollout: B = P * G rows.
       group_size: G.
-      trained_mask: [B, T] bool; None: all tokens of the response.
+      trained_mask: [B, T] bool; None: all tokens of the response that were sampled.
       images: [P, ...] of the prompts.
       automaton: of guided responses whose log-probabilities are of the tokens that it allows.
     """
     if trained_mask is None:
-        trained_mask = adv.response_mask(rollout.lengths, rollout.response.shape[1])
+        trained_mask = sampled_mask(rollout)
     states = None
     if automaton is not None:
         states = group_rows(automaton.states(rollout.start, rollout.response)[:, :-1], group_size)

@@ -55,7 +55,7 @@ def advantages(rewards: pg.Rewards, config: GRPOOptions) -> pg.Advantages:
     if config.kl_in_reward:
         # The reward of a response is that of its last token; dense rewards are in it.
         token_rewards = adv.place_scores(-config.beta * rewards.kl, result, rewards.lengths, "eos")
-        result = jnp.where(trained & keep[:, None], adv.return_to_go(token_rewards, config.gamma), 0.0)
+        result = jnp.where(trained & keep[:, None], adv.return_to_go(token_rewards, config.gamma, rewards.sampled), 0.0)
         penalty = config.beta * rewards.kl.sum(axis=1)
     if config.whiten_advantages:
         result = result if result.ndim == 2 else jnp.broadcast_to(result[:, None], trained.shape)

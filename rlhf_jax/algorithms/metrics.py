@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
-from rlhf_jax.algorithms.groups import group_rows
+from rlhf_jax.algorithms.groups import group_rows, sampled_mask
 from rlhf_jax.algorithms.microbatch import Tally
 from rlhf_jax.types import Array, Metrics, Rollout
 
 
 def length_metrics(rollout: Rollout, unused_ids: Sequence[int] = ()) -> Metrics:
-    """TRL's `completions/...` (rloo_trainer.py:1363-1393), the tokens of prompts and responses, and how many of a
-    response no token has.
+    """TRL's `completions/...` (rloo_trainer.py:1363-1393) of the sampled tokens, the number of tokens of prompts and
+    responses, and how many of a response no token has.
 
     Args:
       rollout: rows of length -1 are absent.
@@ -24,12 +24,15 @@ def length_metrics(rollout: Rollout, unused_ids: Sequence[int] = ()) -> Metrics:
     Returns:
       Each [] float32; "rollout/tokens" [] uint32.
     """
-    lengths, present = rollout.lengths.astype(jnp.float32), rollout.lengths >= 0
+    tokens = rollout.lengths
+    if rollout.sampled is not None:  # tokens from elsewhere count nowhere
+        tokens = jnp.where(tokens < 0, -1, jnp.sum(sampled_mask(rollout), axis=1, dtype=tokens.dtype))
+    lengths, present = tokens.astype(jnp.float32), tokens >= 0
     ended = rollout.ended & present
     endless = jnp.where(jnp.any(ended), jnp.inf, 0.0)
     prompts = jnp.where(present, rollout.prompt_lengths, 0)
     unused = jnp.isin(rollout.response, jnp.asarray(unused_ids, jnp.int32))
-    unused &= adv.response_mask(rollout.lengths, rollout.response.shape[1])
+    unused &= sampled_mask(rollout)
     return {
         "completions/mean_length": adv.masked_mean(lengths, present),
         "completions/min_length": jnp.min(jnp.where(present, lengths, jnp.inf)),
@@ -40,7 +43,7 @@ def length_metrics(rollout: Rollout, unused_ids: Sequence[int] = ()) -> Metrics:
         "completions/max_terminated_length": jnp.max(jnp.where(ended, lengths, 0.0)),
         "completions/unused_ids": jnp.sum(unused).astype(jnp.float32),
         "val/response_length": adv.masked_mean(lengths, present),
-        "rollout/tokens": jnp.sum((prompts + jnp.maximum(rollout.lengths, 0)).astype(jnp.uint32)),
+        "rollout/tokens": jnp.sum((prompts + jnp.maximum(tokens, 0)).astype(jnp.uint32)),
     }
 
 

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from rlhf_jax import advantages as adv
 from rlhf_jax.algorithms import microbatch, nonfinite
-from rlhf_jax.algorithms.groups import group_rollout, group_rows, narrow, split_groups, without_absent
+from rlhf_jax.algorithms.groups import (
+    group_rollout,
+    group_rows,
+    narrow,
+    sampled_mask,
+    split_groups,
+    without_absent,
+)
 from rlhf_jax.algorithms.metrics import objective_metrics, reward_metrics, sampling_metrics
 from rlhf_jax.algorithms.microbatch import MicroBatches, Tally
 from rlhf_jax.algorithms.networks import Models
@@ -34,7 +41,7 @@ class Rewards(NamedTuple):
     scores: Array  # [B] float32, dense rewards and the missing-eos penalty included
     response_scores: Array  # [B] float32, without dense rewards
     raw: Array  # [B] float32, as the rewards returned them, dense ones included
-    dense: Array  # [B, T] float32, rewards of tokens, 0 outside the response
+    dense: Array  # [B, T] float32, rewards of tokens, 0 where none was sampled
     each: Array | None  # [B, F] float32, of `ScoredRollout`
     weights: tuple[float, ...] | None  # [F]
     kl: Array  # [B, T] float32, to the reference, 0 where a token is not trained on
@@ -45,6 +52,7 @@ class Rewards(NamedTuple):
     masked: Array  # [B] bool, truncated responses that give no gradient
     trained_mask: Array  # [B, T] bool, tokens that are trained on
     lengths: Array  # [B] int32
+    sampled: Array | None  # [B, T] bool, of `Rollout`
     group_size: int
 
 
@@ -145,7 +153,7 @@ def make_experience(
         rollout = rollout.replace(lengths=jnp.where(scorable, rollout.lengths, -1))
         scorable &= rollout.lengths >= 0
     present = rollout.lengths >= 0
-    response_mask = adv.response_mask(rollout.lengths, rollout.response.shape[1])
+    response_mask = sampled_mask(rollout)
     masked = jnp.zeros_like(present)
     if config.mask_truncated_completions:  # TRL leaves their KL out too
         masked = ~rollout.ended & present
@@ -181,6 +189,7 @@ def make_experience(
         masked=masked,
         trained_mask=trained_mask,
         lengths=rollout.lengths,
+        sampled=rollout.sampled,
         group_size=group_size,
     )
     result = objective.advantages(rewards, config)
@@ -219,8 +228,7 @@ def penalize_missing_eos(
     """
     if config.missing_eos_penalty is None:
         return scores
-    inside = adv.response_mask(rollout.lengths, rollout.response.shape[1])
-    has_eos = jnp.any(adv.is_any(rollout.response, eos_ids) & inside, axis=1)
+    has_eos = jnp.any(adv.is_any(rollout.response, eos_ids) & sampled_mask(rollout), axis=1)
     if config.eos_penalty_mode == "replace":
         return jnp.where(has_eos, scores, -config.missing_eos_penalty)
     return jnp.where(has_eos, scores, scores - config.missing_eos_penalty)

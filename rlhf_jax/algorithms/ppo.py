@@ -39,6 +39,10 @@ def advantages(rewards: pg.Rewards, config: PPOOptions) -> pg.Advantages:
     value_mask = response_mask
     if config.score_position == "after_eos":
         value_mask = adv.value_mask(rewards.lengths, t)
+    steps = None
+    if rewards.sampled is not None:
+        steps = rewards.sampled | ~adv.response_mask(rewards.lengths, t)
+        value_mask &= steps
     # With the score on eos nothing follows the response: the value there is 0, not the critic's estimate.
     values = jnp.where(value_mask, rewards.values, 0.0)
     non_score_reward = -rewards.kl_coef * rewards.kl
@@ -48,7 +52,8 @@ def advantages(rewards: pg.Rewards, config: PPOOptions) -> pg.Advantages:
     if config.whiten_rewards:
         token_rewards = adv.masked_whiten(token_rewards, value_mask, shift_mean=False, ddof=config.whiten_ddof)
         token_rewards = jnp.where(value_mask, token_rewards, 0.0)
-    result, returns = advantages_and_returns(token_rewards, values, rewards.lengths, config)
+    lengths = rewards.lengths if steps is None else jnp.sum(response_mask, axis=1, dtype=jnp.int32)
+    result, returns = advantages_and_returns(token_rewards, values, lengths, config, steps)
     result = adv.masked_whiten(result, response_mask, ddof=config.whiten_ddof)
     return pg.Advantages(
         advantages=jnp.where(response_mask, result, 0.0),
@@ -60,13 +65,16 @@ def advantages(rewards: pg.Rewards, config: PPOOptions) -> pg.Advantages:
     )
 
 
-def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config: PPOOptions) -> tuple[Array, Array]:
+def advantages_and_returns(
+    rewards: Array, values: Array, lengths: Array, config: PPOOptions, mask: Array | None = None
+) -> tuple[Array, Array]:
     """GAE of advantages and of the returns that the critic learns from, each with its own lambda (VAPO).
 
     Args:
       rewards, values: [B, T] float32.
-      lengths: [B] int32, of the responses.
+      lengths: [B] int32, tokens of the responses that were sampled.
       config: gamma, lam, value_lam, adaptive_lam_alpha.
+      mask: [B, T] bool, columns that are steps; None: all.
 
     Returns:
       (advantages, returns), each [B, T] float32.
@@ -75,10 +83,10 @@ def advantages_and_returns(rewards: Array, values: Array, lengths: Array, config
     lam: Array | float = config.lam
     if adaptive:
         lam = adv.length_adaptive_lam(lengths, config.adaptive_lam_alpha)
-    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=lam)
+    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=lam, mask=mask)
     if adaptive or config.value_lam is not None:
         value_lam = config.lam if config.value_lam is None else config.value_lam
-        _, returns = adv.gae(rewards, values, gamma=config.gamma, lam=value_lam)
+        _, returns = adv.gae(rewards, values, gamma=config.gamma, lam=value_lam, mask=mask)
     return advantages, returns
 
 

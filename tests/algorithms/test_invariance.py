@@ -4,6 +4,7 @@ Lengths are any: empty responses, full ones, cut ones. Hypothesis draws the same
 some put a ratio on the edge of its clip, where rounding decides.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -16,13 +17,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import models
-from rlhf_jax.algorithms import grpo, microbatch, ppo, reward_model, rloo
+from rlhf_jax.algorithms import grpo, microbatch, policy_gradient, ppo, reward_model, rloo
+from rlhf_jax.algorithms.metrics import length_metrics
 from rlhf_jax.algorithms.networks import Models, Network
 from rlhf_jax.algorithms.response_logprobs import token_kl
 from rlhf_jax.config import GRPOConfig, PPOConfig, RLOOConfig
 from rlhf_jax.generate import Sampling, generate
 from rlhf_jax.types import Experience, PromptBatch, Rollout, TrainState
-from tests.helpers.algorithms import at_rates, models_of, scored, update_in_order, with_params
+from tests.helpers.algorithms import at_rates, models_of, replaced, scored, update_in_order, with_params
 from tests.helpers.arrays import flat
 from tests.helpers.bag_model import BagModel
 from tests.helpers.models_common import random_params
@@ -490,3 +492,111 @@ def test_samples_depend_neither_on_their_order_nor_on_the_buckets_of_prompt_and_
     np.testing.assert_array_equal(np.minimum(longer.lengths, T), wanted.lengths)
     np.testing.assert_array_equal(longer.ended & (longer.lengths <= T), wanted.ended)
     near(longer.logprobs[:, :T], wanted.logprobs, 2e-5)
+
+
+# -------------------------------------------------------------------------------------- tokens that came from elsewhere
+
+
+def table_of(seed):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=V) - 2, jnp.float32) for name in ("logp", "entropy", "value")}
+
+
+TABLES = {name: table_of(seed) for seed, name in enumerate(("policy", "value", "reference"))}
+"""Log-probabilities, entropies and values that depend on a token alone, so that it matters to nothing what is read."""
+
+
+def of_tables(network, rows, config, *, critic=None, **_):
+    """In place of `response_logprobs`."""
+    values = None if critic is None else critic.params["value"][rows.response]
+    return network.params["logp"][rows.response], network.params["entropy"][rows.response], values
+
+
+@functools.cache
+def table_program(algorithm, config):
+    """(rollout, scores, rewards of tokens) -> (experience, its metrics, gradients of an update, its metrics)."""
+    trained = {"policy": TABLES["policy"], **({"value": TABLES["value"]} if algorithm is ppo else {})}
+    moved = jax.tree.map(lambda x: x + jnp.sin(jnp.arange(V)) / 10, trained)
+    group_size = 1 if algorithm is ppo else G
+    more = {"kl_coef": jnp.float32(0.3)} if algorithm is ppo else {}
+
+    @quick_jit
+    def run(rollout, scores, dense):
+        batch = scored(rollout, scores, None, dense, eos_id=EOS, group_size=group_size)
+        models = with_params(MODELS, trained, TABLES["reference"])
+        made, found = algorithm.make_experience(models, batch, config=config, **more)
+        order = jnp.arange(B // group_size)[None]
+        options = {"config": config, "optimizer": AT_RATE, "orders": order}
+        state, learned, _ = update_in_order(algorithm, MODELS, fresh_state(moved), made, **options)
+        return made, {**found, **length_metrics(rollout)}, state.opt_state, learned
+
+    def call(*given):
+        with contextlib.ExitStack() as stack:
+            for module in (policy_gradient, ppo, rloo, grpo):
+                stack.enter_context(replaced(module, "response_logprobs", of_tables))
+            return jax.device_get(run(*given))
+
+    return call
+
+
+def with_holes(rollout, dense, rng):
+    """(rollout with tokens from elsewhere, eos among them, rewards of tokens at the sampled ones, their columns)."""
+    wide = 2 * T
+    response, logprobs = np.full((B, wide), EOS, np.int32), rng.normal(size=(B, wide)).astype(np.float32)
+    rewards, sampled = rng.normal(size=(B, wide)).astype(np.float32), np.zeros((B, wide), bool)
+    lengths = rollout.lengths.copy()
+    for row, length in enumerate(rollout.lengths):
+        if length < 1:
+            continue
+        places = np.sort(rng.choice(wide - 2, length, replace=False))  # and room after the end
+        lengths[row] = places[-1] + 1
+        response[row, : lengths[row]] = rng.choice([EOS, *range(4, V)], lengths[row])
+        for wholes, parts in ((response, rollout.response), (logprobs, rollout.logprobs), (rewards, dense)):
+            wholes[row, places] = parts[row, :length]
+        sampled[row, places] = True
+    changes = {"response": response, "logprobs": logprobs, "lengths": lengths, "sampled": sampled}
+    return rollout.replace(**changes, response_mask=np.ones((B, wide), bool)), rewards, sampled
+
+
+HOLES = {
+    "ppo of tokens": (ppo, OF_TOKENS),
+    "ppo of sequences": (ppo, dataclasses.replace(OF_SEQUENCES, value_model="separate")),
+    "ppo with options": (ppo, WITH_OPTIONS),
+    "rloo of sequences": (rloo, RLOO_SEQUENCES),
+    "rloo of tokens": (rloo, RLOO_TOKENS),
+    "grpo of tokens": (grpo, dataclasses.replace(GRPO_TOKENS, top_entropy_quantile=1.0)),
+    "grpo of sequences": (grpo, GRPO_SEQUENCES),
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_tokens_from_elsewhere_change_nothing_but_what_is_read(name):
+    """A response with holes has the advantages, losses, gradients and metrics of its sampled tokens alone."""
+    algorithm, config = HOLES[name]
+    run = table_program(algorithm, config)
+
+    @few
+    @given(cases(longest=T - 1), st.integers(0, 2**31))
+    def check(case, seed):
+        rng = np.random.default_rng(seed)
+        rollout, scores = case
+        rollout = rollout if algorithm is ppo else of_one_prompt(rollout)
+        dense = rng.normal(size=(B, T)).astype(np.float32)
+        made, found, gradient, learned = run(rollout, scores, dense)
+        holey, rewards, sampled = with_holes(rollout, dense, rng)
+        other, others, other_gradient, also = run(holey, scores, rewards)
+        inside = np.arange(T)[None] < rollout.lengths[:, None]
+        for field in ("logprobs", "advantages", "values", "returns", "ref_logprobs", "sampler_logprobs"):
+            one, two = getattr(made, field), getattr(other, field)
+            if one is not None and one.ndim == 3:
+                near(two.reshape(B, -1)[sampled], one.reshape(B, -1)[inside], 1e-5, field)
+                unread = ~sampled & (np.arange(2 * T)[None] < holey.lengths[:, None])
+                assert not two.reshape(B, -1)[unread].any(), field
+            elif one is not None:
+                near(two, one, 1e-5, field)
+        np.testing.assert_array_equal(other.trained_mask.reshape(B, -1).sum(1), made.trained_mask.reshape(B, -1).sum(1))
+        near(other_gradient, gradient, 1e-5)
+        same_metrics(others, found)
+        same_metrics(also, learned)
+
+    check()
