@@ -52,8 +52,8 @@ class Rewards(NamedTuple):
     masked: Array  # [B] bool, truncated responses that give no gradient
     trained_mask: Array  # [B, T] bool, tokens that are trained on
     lengths: Array  # [B] int32
-    sampled: Array | None  # [B, T] bool, of `Rollout`
     group_size: int
+    sampled: Array | None = None  # [B, T] bool, of `Rollout`
 
 
 class Advantages(NamedTuple):
