@@ -87,9 +87,9 @@ class Sampler:
       samples: answers to each prompt by the evaluated policy.
       eos_ids: of the evaluated policy's tokenizer, which all policies share.
       suppress_ids: ids that are never sampled.
-      automaton: of the texts that responses may have; None: any.
       seed, batch_size: options of the command.
       greedy: greedy decoding, without KL.
+      automaton: of the texts that responses may have; None: any.
       ref: reference policy of the KL with its weights loaded, or None.
       on_progress: called with a policy's name, the prompts done and the total.
     """
@@ -102,10 +102,10 @@ class Sampler:
         *,
         eos_ids: tuple[int, ...],
         suppress_ids: tuple[int, ...],
-        automaton: Automaton | None,
         seed: int,
         batch_size: int,
         greedy: bool = False,
+        automaton: Automaton | None = None,
         ref: Policy | None = None,
         on_progress: Callable[[str, int, int], None] = lambda *_: None,
     ):
