@@ -18,6 +18,10 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.generate.regex import Dfa, compile_regex
 from rlhf_jax.types import Array
 
+MOST_STATES = 2**17
+"""Of all expressions together; more are refused."""
+MOST_ENTRIES = 2**26
+"""Of a table, 256 MiB; expressions that need more are refused."""
 NEVER = np.iinfo(np.int32).max
 """Distance of a state from which no text that matches is reached."""
 
@@ -90,7 +94,8 @@ def token_automaton(
       (Automaton of numpy arrays, [len(expressions)] int32 the start of each expression)
 
     Raises:
-      UserError: an expression is refused, or no sequence of `most_tokens` tokens matches it; there is no stop id.
+      UserError: an expression is refused, or no sequence of `most_tokens` tokens matches it; there is no stop id; the
+        table is too large.
     """
     usable_stops = sorted(set(stop_ids) - set(excluded_ids))
     if not usable_stops:
@@ -125,12 +130,17 @@ def token_automaton(
     return Automaton(table, classes.astype(np.int32), distance), starts  # type: ignore[arg-type]  # numpy, see above
 
 
+def _too_large(what: str) -> str:
+    return f"the regular expressions {what}: use fewer of them, or smaller counts in {{m,n}}"
+
+
 def _union(dfas: Sequence[Dfa | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(transitions [S, 256] int32, accepting [S] bool, starts) of all automata; the last state has no way out."""
     parts = [Dfa(np.zeros((1, 256), np.int32), np.ones(1, bool)) if dfa is None else dfa for dfa in dfas]
     sizes = [len(dfa.accepting) for dfa in parts]
     starts = np.cumsum([0, *sizes])[:-1].astype(np.int32)
-    dead = sum(sizes)
+    if (dead := sum(sizes)) > MOST_STATES:
+        raise UserError(_too_large(f"have {dead:,} states together, more than {MOST_STATES:,}"))
     moved = [np.where(dfa.transitions < 0, dead, dfa.transitions + start) for dfa, start in zip(parts, starts)]
     transitions = np.concatenate([*moved, np.full((1, 256), dead)]).astype(np.int32)
     return transitions, np.concatenate([*(dfa.accepting for dfa in parts), [False]]), starts
@@ -158,6 +168,8 @@ def _after_tokens(transitions: np.ndarray, token_bytes: Sequence[bytes]) -> tupl
             after.append(numbers.setdefault(composed.tobytes(), len(functions)))
             if after[-1] == len(functions):
                 functions.append(composed)
+                if len(functions) * len(transitions) > MOST_ENTRIES:
+                    raise UserError(_too_large(f"need a table of more than {MOST_ENTRIES:,} entries"))
         function[longer] = np.array(after)[inverse]
     return functions, function
 

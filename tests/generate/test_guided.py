@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_jax import generate as gen
 from rlhf_jax.errors import UserError
+from rlhf_jax.generate import guided
 from rlhf_jax.generate.guided import NEVER, Guide, token_automaton
 from rlhf_jax.models import custom_shape
 from rlhf_jax.types import PromptBatch, Unfinished
@@ -205,6 +206,7 @@ def test_ids_that_are_never_sampled_lead_to_no_dead_end():
         ),
         ([None, "[xy]{41}"], {}, "regular expression '[xy]{41}' needs at least 41 tokens; a response has at most 40"),
         (["(?i)a"], {}, "has the flag IGNORECASE"),
+        ([f"{i}.{{1,600}}" for i in range(28)], {}, "expressions have 134,474 states together, more than 131,072: use"),
     ],
 )
 def test_expressions_that_no_response_can_match_are_refused(expressions, options, says):
@@ -239,6 +241,12 @@ def test_a_thousand_samples_of_a_large_vocabulary_match():
         assert re.fullmatch(expression, text, re.ASCII), (expression, text)
         texts.add(text)
     assert len(texts) > rows / 2
+
+
+def test_a_table_that_does_not_fit_is_refused_while_it_is_computed(monkeypatch):
+    monkeypatch.setattr(guided, "MOST_ENTRIES", 1000)
+    with pytest.raises(UserError, match="the regular expressions need a table of more than 1,000 entries: use fewer"):
+        token_automaton([".{1,30}"], vocabulary(), stop_ids=STOPS, most_tokens=TOKENS)
 
 
 def test_tables_have_sizes_of_powers_of_two_and_few_classes():
