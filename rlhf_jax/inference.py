@@ -155,7 +155,7 @@ class Policy:
         return self._unstacked
 
     def _pure_sample(
-        self, layers, prompts, seed, rows, limit, numbers, automaton, *, length, greedy, top_k, suppress_ids, group
+        self, layers, prompts, seed, rows, limit, numbers, *, automaton, length, greedy, top_k, suppress_ids, group
     ):
         options = {"group": group, "rows": rows, "dtype": self.dtype, "limits": jnp.full(rows.shape, limit)}
         if automaton is not None:
@@ -176,6 +176,7 @@ class Policy:
         group: int = 1,
         rows: np.ndarray | None = None,
         length: int | None = None,
+        *,
         automaton: Automaton | None = None,
     ) -> Rollout:
         """`group` responses to each prompt of a batch.
@@ -210,7 +211,7 @@ class Policy:
             rows,
             np.int32(sampling.max_new_tokens),
             numbers,
-            automaton,
+            automaton=automaton,
             length=length or sampling.max_new_tokens,
             greedy=sampling.temperature == 0,
             top_k=sampling.top_k,
@@ -278,16 +279,7 @@ class Policy:
         stop_ids = resolve_stop_ids(stop_token_ids, path=self.path, revision=self.revision, rows=rows)
         stop_ids = stop_ids or self.tokenizer.eos_ids
         sampling = Sampling(max_new_tokens, temperature=temperature, stop_ids=stop_ids, fill_id=stop_ids[0], **options)
-        automaton, start = None, 0
-        if regex is not None:
-            automaton, starts = token_automaton(
-                [regex],
-                self._token_bytes,
-                stop_ids=stop_ids,
-                excluded_ids=self.model.suppress_ids,
-                most_tokens=max_new_tokens,
-            )
-            start = int(starts[0])
+        automaton = None if regex is None else self._automaton(regex, stop_ids, max_new_tokens)
         # One program for all of a class of lengths.
         length = min(_MIN_LENGTH * _next_power_of_2(-(-max_new_tokens // _MIN_LENGTH)), self._context)
         responses: list[str] = [""] * len(ids)
@@ -305,13 +297,17 @@ class Policy:
             images = None
             if tiles and self.processor is not None:
                 images = self.processor.batch([sources[i][0] for i in rows], tiles)
-            from_start: Any = None if automaton is None else np.full(len(rows), start, np.int32)
-            prompts = PromptBatch(left, lengths, rows, images, from_start)  # type: ignore[arg-type]  # until it is sharded
+            states: Any = None if automaton is None else np.zeros_like(rows)  # one expression starts in state 0
+            prompts = PromptBatch(left, lengths, rows, images, states)  # type: ignore[arg-type]  # until it is sharded
             rollout = self.sample(prompts, seed, sampling, rows=rows, length=length, automaton=automaton)
             response, lengths = sharding.fetch((rollout.response, rollout.lengths))
             for i, own in zip(chosen, completion_ids(response, lengths)):
                 responses[i] = _cut_at_stop(self.tokenizer.decode(own, skip_special_tokens=True), stops)
         return responses[0] if single else responses
+
+    def _automaton(self, regex: str, stop_ids: tuple[int, ...], most_tokens: int) -> Automaton:
+        options: dict[str, Any] = {"excluded_ids": self.model.suppress_ids, "most_tokens": most_tokens}
+        return token_automaton([regex], self._token_bytes, stop_ids=stop_ids, **options)[0]
 
     @cached_property
     def _token_bytes(self) -> list[bytes | None]:

@@ -138,6 +138,8 @@ def test_a_response_matches_a_regular_expression(checkpoint):
             answers = policy.generate(TEXTS, regex=form, max_new_tokens=6, temperature=temperature, top_k=3)
             assert all(re.fullmatch(form, answer) for answer in answers), answers
     assert policy._sample._cache_size() == 4  # greedy or not, two widths of prompts
+    alone = policy.generate(TEXTS, regex=form, max_new_tokens=6, temperature=1.0, top_k=3, batch_size=1)
+    assert len(TEXTS) > 1 and alone == answers
     with pytest.raises(UserError, match="needs at least 5 tokens; a response has at most 4"):
         policy.generate(TEXTS, regex="( anna){5}", max_new_tokens=4)
     with pytest.raises(UserError, match="has a look-around"):
