@@ -55,11 +55,11 @@ def token_bytes(tokenizer: Tokenizer, rows: int) -> list[bytes | None]:
                 token = token.replace(old, new)
             return token.encode()
 
-    own: list[bytes | None] = [None] * rows
+    spelled: list[bytes | None] = [None] * rows
     for token, i in tokenizer.hf.get_vocab().items():
         if i < rows and i not in special:
-            own[i] = contents[i].encode() if i in contents else read(token)
-    return own
+            spelled[i] = contents[i].encode() if i in contents else read(token)
+    return spelled
 
 
 def _flat(decoder: Any) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class Dfa:
     """A deterministic automaton over bytes; it starts in state 0.
 
     Attributes:
-      transitions: [S, 256] int32, the next state, or -1 where no text goes on.
+      transitions: [S, 256] int32, the next state after each byte; -1: there is none.
       accepting: [S] bool.
     """
 

@@ -100,19 +100,7 @@ def generate_unstacked(
     token, logprob, prefix = first_tokens(
         model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype, guide=guide, limits=limits
     )
-    queue = Rows(
-        response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
-        logprobs=jnp.zeros((b, t_max), jnp.float32),
-        lengths=jnp.ones(b, jnp.int32),
-        ended=jnp.zeros(b, bool),
-        keys=keys,
-        limits=limits,
-        expected=expected,
-        state=None,
-    )
-    queue = queue._replace(response=queue.response.at[:, 0].set(token), logprobs=queue.logprobs.at[:, 0].set(logprob))
-    for stop in sampling.stop_ids:
-        queue = queue._replace(ended=queue.ended | (token == stop))
+    queue = _rows(token, logprob, sampling, keys=keys, limits=limits, expected=expected)
     if unfinished is not None:
         held = jnp.repeat(unfinished.held, group)
         names = ("response", "logprobs", "lengths", "ended")
@@ -144,6 +132,23 @@ def generate_unstacked(
         start=None if guide is None else guide.start,
     )
     return (rollout, steps) if return_steps else rollout
+
+
+def _rows(token: Array, logprob: Array, sampling: Sampling, **by_row: Array) -> Rows:
+    """The queue after the first token [B] of each row; `by_row`: keys, limits, expected."""
+    b, t_max = len(token), sampling.max_new_tokens
+    rows = Rows(
+        response=jnp.full((b, t_max), sampling.fill_id, jnp.int32),
+        logprobs=jnp.zeros((b, t_max), jnp.float32),
+        lengths=jnp.ones(b, jnp.int32),
+        ended=jnp.zeros(b, bool),
+        state=None,
+        **by_row,
+    )
+    rows = rows._replace(response=rows.response.at[:, 0].set(token), logprobs=rows.logprobs.at[:, 0].set(logprob))
+    for stop in sampling.stop_ids:
+        rows = rows._replace(ended=rows.ended | (token == stop))
+    return rows
 
 
 def first_tokens(
@@ -184,7 +189,7 @@ def first_tokens(
     def first(part):
         hidden, keys, seen, start, limits = part
         mask = None if guide is None else partial(guide.automaton.mask, state=start, left=limits - 1)
-        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling, mask)
+        return sample(model, unstacked, hidden, keys, jnp.zeros(len(keys), jnp.int32), seen, sampling, mask=mask)
 
     start = (None, None) if guide is None else (guide.start, limits)
     rows = (jnp.repeat(hidden, group, axis=0), keys, seen, *start)

@@ -117,6 +117,7 @@ def sample(
     t: Array,
     seen: Array | None,
     sampling: Sampling,
+    *,
     mask: Callable[[Array], Array] | None = None,
 ):
     """A token of each row, with the key `fold_in(key, t)`.

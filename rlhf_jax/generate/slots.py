@@ -379,7 +379,7 @@ class _Decoder:
             seen = drafted.swapaxes(0, 1).reshape(size * queries, -1)
         keys = jnp.repeat(keys, queries, axis=0)
         hidden = hidden.reshape(size * queries, -1)
-        out = sample(self.model, self.params, hidden, keys, t.reshape(-1), seen, self.sampling, mask)
+        out = sample(self.model, self.params, hidden, keys, t.reshape(-1), seen, self.sampling, mask=mask)
         return tuple(x.reshape(size, queries) for x in out)
 
     def _drafts(self, slots: _Slots, rows: Rows, own: Array) -> Array:

@@ -43,16 +43,19 @@ def open_guide(
     column, fixed = config.structured_outputs_regex_column, config.structured_outputs_regex
     if column is None and fixed is None:
         return None, list(sources)
-    of_rows = [[fixed] * len(source) if column is None else _expressions(source, column) for source in sources]
-    expressions = list(dict.fromkeys(expression for source in of_rows for expression in source))
-    spelled = token_bytes(tokenizer, rows)
+    by_source = [[fixed] * len(source) if column is None else _expressions(source, column) for source in sources]
+    expressions = list(dict.fromkeys(expression for by_row in by_source for expression in by_row))
     automaton, starts = token_automaton(
-        expressions, spelled, stop_ids=stop_ids, excluded_ids=excluded_ids, most_tokens=config.response_length
+        expressions,
+        token_bytes(tokenizer, rows),
+        stop_ids=stop_ids,
+        excluded_ids=excluded_ids,
+        most_tokens=config.response_length,
     )
-    number = dict(zip(expressions, starts))
+    start = dict(zip(expressions, starts))
     guided = [
-        dataclasses.replace(source, starts=np.array([number[x] for x in own], np.int32))
-        for source, own in zip(sources, of_rows)
+        dataclasses.replace(source, starts=np.array([start[expression] for expression in by_row], np.int32))
+        for source, by_row in zip(sources, by_source)
     ]
     return automaton, guided
 

@@ -162,8 +162,8 @@ class Programs:
     def place(self, prompts: PromptBatch) -> PromptBatch:
         """A batch of prompts from the host onto the mesh: all row numbers, and this process' share of the rest."""
         count, images = len(prompts.rows), prompts.images
-        own_rows = prompts.rows[self.context.local_rows(count)]
-        share = PromptBatch(prompts.tokens, prompts.lengths, own_rows, start=prompts.start)
+        rows = prompts.rows[self.context.local_rows(count)]
+        share = PromptBatch(prompts.tokens, prompts.lengths, rows, start=prompts.start)
         placed = self.context.place_share(share, count)
         return placed if images is None else placed.replace(images=self.context.place_share(images, count))
 
@@ -240,10 +240,18 @@ class Programs:
 
     def update(self, state: TrainState, experience: Experience, metrics: Metrics) -> tuple[TrainState, Metrics]:
         """(state, metrics of the update) of an experience and its metrics; the state is donated."""
-        base, peaks = self.models.base, self.optimizer.peaks
-        arguments = {"state": state, "base": base, "experience": experience, "metrics": metrics, "peaks": peaks}
-        arguments["automaton"] = self._learner_automaton
-        return self.run("update", self.jitted.update, resident=(state, base), **arguments)
+        base = self.models.base
+        return self.run(
+            "update",
+            self.jitted.update,
+            resident=(state, base),
+            state=state,
+            base=base,
+            experience=experience,
+            metrics=metrics,
+            peaks=self.optimizer.peaks,
+            automaton=self._learner_automaton,
+        )
 
     def skip(self, state: TrainState, rollout: Rollout) -> tuple[TrainState, Metrics]:
         """(state, metrics) of an update without any score; the state is donated."""
@@ -251,9 +259,14 @@ class Programs:
 
     def eval_metrics(self, state: TrainState, experience: Experience) -> Metrics:
         """Metrics of the loss without an update."""
-        arguments = {"trained": state.params, "base": self.models.base, "experience": experience}
-        arguments["automaton"] = self._learner_automaton
-        return self.run("eval_metrics", self.jitted.eval_metrics, **arguments)
+        return self.run(
+            "eval_metrics",
+            self.jitted.eval_metrics,
+            trained=state.params,
+            base=self.models.base,
+            experience=experience,
+            automaton=self._learner_automaton,
+        )
 
     def token_kl(
         self, policy: Params, rollout: Rollout, state: TrainState | None = None, images: Images | None = None
@@ -305,6 +318,7 @@ class Programs:
 
     def _generate(
         self,
+        *,
         policy,
         base,
         prompts: PromptBatch,
@@ -313,7 +327,6 @@ class Programs:
         rollout_state,
         automaton,
         temperature,
-        *,
         greedy,
         group_size,
     ):

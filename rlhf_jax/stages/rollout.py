@@ -131,14 +131,13 @@ class RolloutStage(Stage):
         self.suppress_ids, suppressions = rollout_models.suppressed_ids(
             config, self.tokenizer, opened.policy, reward_models, reference=opened.reference, value=opened.value
         )
-        suppress_ids = (*opened.policy.suppress_ids, *self.suppress_ids)
         automaton, (self.train_data, *eval_sets) = open_guide(
             config,
             [self.train_data, *self.eval_sets.values()],
             self.tokenizer,
             rows=opened.policy.config.vocab_size,
             stop_ids=sampling_of(config, self.tokenizer.eos_ids).stop_ids,
-            excluded_ids=suppress_ids,
+            excluded_ids=self._excluded_ids,
         )
         self.automaton = self.weights.place(automaton, sharding.replicated(self.mesh))
         self.eval_sets = dict(zip(self.eval_sets, eval_sets))
@@ -160,6 +159,11 @@ class RolloutStage(Stage):
         rollout_state = context.weights.place(rollout_state, partial_rollouts.layout(rollout_state, self.mesh))
         return loaded._replace(state=loaded.state.replace(rollout=rollout_state))
 
+    @property
+    def _excluded_ids(self) -> tuple[int, ...]:
+        """Ids that are never sampled."""
+        return (*self.opened.policy.suppress_ids, *self.suppress_ids)
+
     def _programs_of(self, loaded: rollout_models.LoadedModels, optimizer) -> Programs:
         """The programs for these models; what they are compiled with is the form of params alone."""
         policy = self.opened.policy
@@ -170,7 +174,7 @@ class RolloutStage(Stage):
             models=loaded.models,
             state_shardings=state_shardings(loaded.state),
             eos_ids=self.tokenizer.eos_ids,
-            suppress_ids=(*policy.suppress_ids, *self.suppress_ids),
+            suppress_ids=self._excluded_ids,
             unused_ids=self.tokenizer.unused_ids(policy.config.vocab_size),
             automaton=self.automaton,
             total_steps=self.total_steps,
