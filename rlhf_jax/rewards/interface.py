@@ -31,6 +31,7 @@ from rlhf_jax.data import reasoning_gym
 from rlhf_jax.data.files import type_with_article
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards import builtin, instructions, math_verification
+from rlhf_jax.utils import bounded_calls
 
 RewardFunction = Callable[..., Any]
 
@@ -191,7 +192,6 @@ _CHECKED = {
     "reasoning_gym_reward": reasoning_gym.check_installed,
 }
 """Of the functions that need a package."""
-FORMS = "Give 'module:function', 'file.py:function', 'package.module.function' or one of " + ", ".join(BY_NAME)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -201,35 +201,49 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def resolve(spec: str) -> Callable:
-    """The function that `spec` names: one of `BY_NAME`, or 'module:function', 'file.py:function' or
-    'package.module.function', which are imported.
+    """The reward function that `spec` names: one of `BY_NAME`, or one of `load_function`. Raises a UserError as that
+    does, or if a package that it needs is not installed."""
+    if spec in BY_NAME:
+        _CHECKED.get(spec, lambda name: None)(spec)
+        return BY_NAME[spec]
+    return load_function(spec, "reward function", tuple(BY_NAME))
+
+
+def load_function(spec: str, kind: str, names: Sequence[str] = ()) -> Callable:
+    """The function of 'module:function', 'file.py:function' or 'package.module.function', which is imported.
 
     The working folder is searched for modules after everything else, and a file's own folder for its imports. Two
     functions of one file share one module. A class is instantiated without arguments.
 
+    Args:
+      spec: its name.
+      kind: what it is, for messages: 'reward function'.
+      names: what may be named instead, for messages.
+
     Raises:
       UserError: no such module, file or name (suggests the nearest), an exception during import (with its line), or not
-        a function; or a package that it needs is not installed.
+        a function.
     """
-    if spec in BY_NAME:
-        _CHECKED.get(spec, lambda name: None)(spec)
-        return BY_NAME[spec]
+    title = f"{kind} {spec!r}"
+    forms = ["'module:function'", "'file.py:function'", "'package.module.function'"]
+    forms += [f"one of {', '.join(names)}"] if names else []
+    forms = " or ".join([", ".join(forms[:-1]), forms[-1]])
     place, name = split_spec(spec)
     if not place or not name or spec.endswith(".py"):
-        near = _suggest(spec, BY_NAME)
-        raise UserError(f"reward function {spec!r} does not name a function in a module. {FORMS}.{near}")
-    target = _load_file(spec, place) if place.endswith(".py") else _load_module(spec, place)
+        near = _suggest(spec, names)
+        raise UserError(f"{title} does not name a function in a module. Give {forms}.{near}")
+    target = _load_file(title, place) if place.endswith(".py") else _load_module(title, place, name, forms)
     for part in name.split("."):
         if not hasattr(target, part):
             attributes = getattr(target, "__dict__", {})
             known = [key for key, value in attributes.items() if callable(value) and not key.startswith("_")]
             has = _suggest(part, known) or (f" It has {', '.join(known[:8])}." if known else "")
-            raise UserError(f"reward function {spec!r}: {place} has no {part!r}.{has}")
+            raise UserError(f"{title}: {place} has no {part!r}.{has}")
         target = getattr(target, part)
     if inspect.isclass(target):
-        target = _run_user_code(spec, f"{name}() failed", target)
+        target = _run_user_code(title, f"{name}() failed", target)
     if not callable(target):
-        raise UserError(f"reward function {spec!r}: {name} is of type {type(target).__name__} and is not callable")
+        raise UserError(f"{title}: {name} is of type {type(target).__name__} and is not callable")
     return target
 
 
@@ -238,16 +252,16 @@ def _suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
-def _run_user_code(spec: str, what: str, action: Callable[[], Any]) -> Any:
+def _run_user_code(title: str, what: str, action: Callable[[], Any]) -> Any:
     try:
         return action()
     except SyntaxError as error:
-        raise UserError(f"reward function {spec!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
+        raise UserError(f"{title}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"reward function {spec!r}: {what}: {describe_error(error)}") from error
+        raise UserError(f"{title}: {what}: {describe_error(error)}") from error
 
 
-def _load_module(spec: str, name: str) -> Any:
+def _load_module(title: str, name: str, function: str, forms: str) -> Any:
     _append_to_path(storage.working_folder())
     importlib.invalidate_caches()  # the file may be newer than Python's listing of the folder
     try:
@@ -259,20 +273,20 @@ def _load_module(spec: str, name: str) -> Any:
     except Exception:  # the parent's code fails; importing it below reports that
         missing = False
     if not missing:
-        return _run_user_code(spec, f"importing {name} failed", lambda: importlib.import_module(name))
+        return _run_user_code(title, f"importing {name} failed", lambda: importlib.import_module(name))
     parent, _, last = name.rpartition(".")
     paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
     near = _suggest(last, (module.name for module in pkgutil.iter_modules(paths)))
     if storage.is_file(f"{name}.py"):
-        near = f" Did you mean {name}.py:{spec[len(name) + 1 :]}?"
-    raise UserError(f"reward function {spec!r}: there is no module {name!r}.{near} {FORMS}")
+        near = f" Did you mean {name}.py:{function}?"
+    raise UserError(f"{title}: there is no module {name!r}.{near} Give {forms}")
 
 
-def _load_file(spec: str, place: str) -> Any:
+def _load_file(title: str, place: str) -> Any:
     path = pathlib.Path(storage.absolute(place)).resolve()
     if not path.is_file():
         near = _suggest(path.name, (file.name for file in path.parent.glob("*.py")))
-        raise UserError(f"reward function {spec!r}: there is no file {path}.{near}")
+        raise UserError(f"{title}: there is no file {path}.{near}")
     name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     version = path.stat().st_mtime_ns, path.stat().st_size
     if getattr(sys.modules.get(name), "__version_of_file__", None) == version:
@@ -282,7 +296,7 @@ def _load_file(spec: str, place: str) -> Any:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
-        _run_user_code(spec, f"importing {path} failed", lambda: module_spec.loader.exec_module(module))
+        _run_user_code(title, f"importing {path} failed", lambda: module_spec.loader.exec_module(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -305,7 +319,8 @@ def describe_error(error: BaseException) -> str:
         error = error.exceptions[0]
     installed = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")] + ["<frozen"]
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if os.path.dirname(frame.filename) != os.path.dirname(__file__)]
+    ours = (os.path.dirname(__file__), os.path.dirname(bounded_calls.__file__))
+    frames = [frame for frame in frames if os.path.dirname(frame.filename) not in ours]
     user_frames = [frame for frame in frames if not frame.filename.startswith(tuple(installed))] or frames
     where = f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
