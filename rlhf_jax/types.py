@@ -93,6 +93,15 @@ class Experience(flax.struct.PyTreeNode):
     images: Images | None = None  # [P, ...] of the prompts; None: they are text
 
 
+class PartialResponses(flax.struct.PyTreeNode):
+    """Responses that a rollout begins with; those that have not ended go on."""
+
+    response: Array  # [B, T] int32
+    logprobs: Array  # [B, T] float32, of the policies that sampled each token; 0 at other tokens
+    lengths: Array  # [B] int32, tokens so far; 0: the response begins
+    ended: Array  # [B] bool
+
+
 class Unfinished(flax.struct.PyTreeNode):
     """Responses that a rollout of `rollout_max_steps` left unfinished: they go on in the next update."""
 

@@ -280,6 +280,11 @@ class ChatTemplate:
         except UserError as error:
             raise ChatTemplateError(str(error)) from error
 
+    @property
+    def text(self) -> str:
+        """The template."""
+        return self._text
+
     def reads(self, name: str) -> bool:
         """Whether the template's text has a variable or key of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self._text) is not None

@@ -125,6 +125,10 @@ class Tokenizer:
         """Ids of a text, no special tokens added."""
         return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def encode_as_text(self, text: str) -> list[int]:
+        """As `encode`, special tokens in the text split into the tokens of their characters."""
+        return self.hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, no special tokens added."""
         ids: list[list[int]] = []

@@ -17,7 +17,7 @@ from rlhf_jax.generate.chunks import largest_divisor, map_in_chunks
 from rlhf_jax.generate.guided import Guide
 from rlhf_jax.generate.sampling import Sampling, is_on, sample
 from rlhf_jax.generate.slots import Decoding, Prompts, Rows, decode_rows, mark_seen, take_rows
-from rlhf_jax.types import Array, Params, PromptBatch, Rollout, Unfinished
+from rlhf_jax.types import Array, Params, PartialResponses, PromptBatch, Rollout
 
 
 def generate(
@@ -62,7 +62,7 @@ def generate_unstacked(
     limits: Array | None = None,
     expected: Array | None = None,
     keys: Array | None = None,
-    unfinished: Unfinished | None = None,
+    begun: PartialResponses | None = None,
     guide: Guide | None = None,
     return_steps: bool = False,
 ):
@@ -81,7 +81,7 @@ def generate_unstacked(
       limits: [B] int32, most tokens of each row, 1 to T; None: T.
       expected: [B] float32, expected tokens of each row: with fewer slots than rows the longest go first.
       keys: [B] typed keys of the rows, in place of those that `key` and `rows` give.
-      unfinished: responses of an earlier call with `decoding.max_steps`; where it holds a prompt they go on.
+      begun: what the B responses have already; None: nothing.
       guide: which texts each of the B rows may have; None: any.
       return_steps: whether to return what decoding took.
 
@@ -101,11 +101,9 @@ def generate_unstacked(
         model, unstacked, prompts, keys, sampling, group=group, at_once=at_once, dtype=dtype, guide=guide, limits=limits
     )
     queue = _rows(token, logprob, sampling, keys=keys, limits=limits, expected=expected)
-    if unfinished is not None:
-        held = jnp.repeat(unfinished.held, group)
-        names = ("response", "logprobs", "lengths", "ended")
-        going_on = {name: take_rows(held, getattr(unfinished, name), getattr(queue, name)) for name in names}
-        queue = queue._replace(**going_on)
+    if begun is not None:
+        names, goes_on = ("response", "logprobs", "lengths", "ended"), begun.lengths > 0
+        queue = queue._replace(**{n: take_rows(goes_on, getattr(begun, n), getattr(queue, n)) for n in names})
     automaton = None if guide is None else guide.automaton
     if guide is not None:
         states = guide.automaton.states(guide.start, queue.response)
@@ -115,7 +113,7 @@ def generate_unstacked(
         unstacked, automaton = weights
         shards = b // work[1].lengths.shape[0]
         own = dataclasses.replace(decoding, slots=max(slots // shards, 1))
-        started = unfinished is not None
+        started = begun is not None
         options = {"sampling": sampling, "decoding": own, "dtype": dtype, "automaton": automaton, "started": started}
         return decode_rows(model, unstacked, *work, **options)
 

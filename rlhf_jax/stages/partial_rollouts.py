@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.parallel import sharding
-from rlhf_jax.types import Array, Rollout, RolloutState, Unfinished
+from rlhf_jax.types import Array, PartialResponses, Rollout, RolloutState, Unfinished
 
 
 def initial(config: PolicyConfig, prompts: int, width: int) -> RolloutState | None:
@@ -66,6 +66,17 @@ def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
     held = jnp.repeat(unfinished.held, len(rows) // len(unfinished.held))
     data = jnp.where(held[:, None], unfinished.keys, jax.random.key_data(fresh))
     return jax.random.wrap_key_data(data)
+
+
+def begun(unfinished: Unfinished, group_size: int) -> PartialResponses:
+    """The responses that go on; the others begin."""
+    held = jnp.repeat(unfinished.held, group_size)
+    return PartialResponses(
+        response=unfinished.response,
+        logprobs=unfinished.logprobs,
+        lengths=jnp.where(held, unfinished.lengths, 0),
+        ended=unfinished.ended,
+    )
 
 
 def keep(

@@ -34,6 +34,7 @@ from rlhf_jax.types import (
     Images,
     Metrics,
     Params,
+    PartialResponses,
     PromptBatch,
     Rollout,
     RolloutState,
@@ -177,6 +178,7 @@ class Programs:
         temperature: float | None = None,
         group_size: int = 1,
         rollout_state: RolloutState | None = None,
+        begun: PartialResponses | None = None,
     ) -> tuple[Rollout, RolloutState | None]:
         """Responses of a policy.
 
@@ -187,6 +189,7 @@ class Programs:
           temperature: None: the config's.
           group_size: responses to a prompt.
           rollout_state: of the rollout before, in training.
+          begun: what the P * group_size responses have already; None: nothing.
 
         Returns:
           (Rollout of P * group_size rows, RolloutState for the next rollout). With `rollout_state.unfinished` rows of a
@@ -205,6 +208,7 @@ class Programs:
             seed=seed,
             step=step,
             rollout_state=rollout_state,
+            begun=begun,
             automaton=self.automaton,
             temperature=temperature,
             greedy=temperature == 0,
@@ -325,6 +329,7 @@ class Programs:
         seed,
         step,
         rollout_state,
+        begun,
         automaton,
         temperature,
         greedy,
@@ -349,22 +354,20 @@ class Programs:
             )
             expected = jnp.repeat(expected, group_size)
         if rollout_state is not None and rollout_state.unfinished is not None:
-            unfinished = rollout_state.unfinished
-            keys = partial_rollouts.row_keys(key, rows, unfinished)
-            if rows_per_prompt < group_size:
-                unfinished = unfinished.replace(held=jnp.repeat(unfinished.held, group_size))
+            keys = partial_rollouts.row_keys(key, rows, rollout_state.unfinished)
+            begun = partial_rollouts.begun(rollout_state.unfinished, group_size)
             decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
-            options |= {"keys": keys, "unfinished": unfinished}
+            options |= {"keys": keys}
         temperature = 0.0 if greedy else temperature
         sampling = sampling_of(config, self.eos_ids, temperature, self.suppress_ids)
 
         def generate_chunk(chunk):
             prompts, *by_row = chunk
-            rows, expected = jax.tree.map(lambda x: x.reshape(-1), by_row)
+            rows, expected, begun = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), by_row)
             guide = None
             if automaton is not None:
                 guide = Guide(automaton, jnp.repeat(prompts.start, rows_per_prompt))
-            by_row = {"rows": rows, "expected": expected, "guide": guide}
+            by_row = {"rows": rows, "expected": expected, "guide": guide, "begun": begun}
             rollout = generate_unstacked(
                 policy.model, layers, prompts, key, sampling, decoding=decoding, **by_row, **options
             )
@@ -373,8 +376,8 @@ class Programs:
         count = rows.shape[0] // rows_per_prompt
         at_once = config.rollout_batch_size if config.decode_slots is None else None
         chunk = microbatch.groups_per_chunk(at_once, rows_per_prompt, count)
-        rows, expected = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected))
-        rollout = map_in_chunks(generate_chunk, (batch, rows, expected), chunk)
+        by_row = jax.tree.map(lambda x: group_rows(x, rows_per_prompt), (rows, expected, begun))
+        rollout = map_in_chunks(generate_chunk, (batch, *by_row), chunk)
         rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
         if rollout_state is None:
             return rollout, None

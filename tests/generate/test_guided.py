@@ -14,7 +14,7 @@ from rlhf_jax.errors import UserError
 from rlhf_jax.generate import guided
 from rlhf_jax.generate.guided import NEVER, Guide, token_automaton
 from rlhf_jax.models import custom_shape
-from rlhf_jax.types import PromptBatch, Unfinished
+from rlhf_jax.types import PartialResponses, PromptBatch
 from tests.helpers import decoding as dec
 from tests.helpers.decoding import ROWS, SAMPLING, STOPS, TOKENS, VOCABULARY
 
@@ -113,17 +113,8 @@ def test_a_rollout_that_stops_goes_on_where_its_texts_were():
     part = gen.generate(
         model, params, prompts, jax.random.key(4), SAMPLING, decoding=gen.Decoding(max_steps=4), **options
     )
-    held = Unfinished(
-        rows=prompts.rows,
-        held=jnp.ones(len(prompts.rows), bool),
-        response=part.response,
-        logprobs=part.logprobs,
-        lengths=part.lengths,
-        ended=part.ended,
-        keys=None,
-        taken=None,
-    )
-    rest = gen.generate(model, params, prompts, jax.random.key(4), SAMPLING, unfinished=held, **options)
+    begun = PartialResponses(part.response, part.logprobs, part.lengths, part.ended)
+    rest = gen.generate(model, params, prompts, jax.random.key(4), SAMPLING, begun=begun, **options)
     np.testing.assert_array_equal(rest.response, whole.response)
     np.testing.assert_array_equal(rest.lengths, whole.lengths)
 
