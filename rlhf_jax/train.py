@@ -125,6 +125,7 @@ def run(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     reward_funcs: Callable | Iterable[Callable] | None = None,
+    tools: Iterable[Callable] | None = None,
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
     recipe: command_line.Recipe | None = None,
@@ -139,6 +140,7 @@ def run(
         train_dataset is not evaluated.
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
         or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO, RLOO and GRPO.
+      tools: functions that the policy may call, plain or async, beside those of the config (docs/tools.md).
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
       callbacks: see `Callback`.
       recipe: the config before the flags, for recipe.json; a report shows what differs from it.
@@ -164,12 +166,14 @@ def run(
             multihost.from_first(lambda stage=stage, name=name: hub_upload.repository(stage, name))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
+    objects["tools"] = tools
     objects = {name: value for name, value in objects.items() if value is not None}
     is_pipeline = isinstance(config, Pipeline)
     if is_pipeline and objects:
         raise UserError(f"{', '.join(objects)}: a pipeline has several stages; run one stage with objects")
-    if "reward_funcs" in objects and not isinstance(config, PolicyConfig):
-        raise UserError(f"reward_funcs are for PPO, RLOO and GRPO, not for {stage_name(config)}")
+    for name in ("reward_funcs", "tools"):
+        if name in objects and not isinstance(config, PolicyConfig):
+            raise UserError(f"{name} are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 
     results = {}
     with guarded_output(), one_error(), Stops(config.max_minutes, began) as stops:
@@ -217,7 +221,7 @@ def train_stage(
     Args:
       config: resolved.
       stops: what may end the run from outside.
-      objects: train_dataset, eval_dataset and reward_funcs, those that were given.
+      objects: train_dataset, eval_dataset, reward_funcs and tools, those that were given.
       optimizer, callbacks, recipe: as `run`.
       later: the stages of the pipeline after it.
     """

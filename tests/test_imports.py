@@ -66,6 +66,7 @@ FLOORS = [  # a room imports from its own floor's rooms below it alone: lower fl
     ("models", "data", "metrics"),
     ("algorithms",),
     ("rewards",),
+    ("tools",),
     ("runtime",),
     ("config",),
     ("stages",),

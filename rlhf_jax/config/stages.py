@@ -29,6 +29,7 @@ from rlhf_jax.option import Seed, nearest, option
 from rlhf_jax.parallel.options import MeshOptions
 from rlhf_jax.rewards.options import RewardOptions
 from rlhf_jax.runtime.options import CommandOptions, RunOptions, SampleOptions
+from rlhf_jax.tools.options import ToolOptions
 from rlhf_jax.utils.text import has_password
 
 SFT_EXPORT = "{run_dir}/sft/policy"
@@ -123,7 +124,9 @@ class RewardConfig(RewardModelOptions, PairOptions, SupervisedConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyConfig(PolicyGradientOptions, RewardOptions, PromptOptions, AlarmOptions, SampleOptions, StageConfig):
+class PolicyConfig(
+    PolicyGradientOptions, RewardOptions, ToolOptions, PromptOptions, AlarmOptions, SampleOptions, StageConfig
+):
     """Options that PPO, RLOO and GRPO share: policy, reference, rewards, rollouts."""
 
     # --- models

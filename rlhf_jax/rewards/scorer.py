@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import warnings
@@ -15,7 +16,7 @@ import numpy as np
 from rlhf_jax import advantages as adv
 from rlhf_jax import data
 from rlhf_jax.algorithms import microbatch, reward_model
-from rlhf_jax.data.chat import ChatTemplate
+from rlhf_jax.data.chat import ChatTemplate, Conversation
 from rlhf_jax.data.reward_inputs import reward_tokens
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate import map_in_chunks
@@ -84,6 +85,8 @@ class _HeldRows:
     texts: list[str] | None = None
     ended: np.ndarray | None = None
     """[H] bool: it has its stop token."""
+    completions: list[str] | list[Conversation] | None = None
+    """The responses as functions and reward models that read text get them."""
 
 
 def open_model(path: str, revision: str | None) -> Any:
@@ -321,6 +324,7 @@ class Scorer:
         state: Any,
         limit: int | None = None,
         present: np.ndarray | None = None,
+        completions: list[Conversation] | None = None,
     ):
         """Scores a rollout; waits only for what host functions need.
 
@@ -332,6 +336,7 @@ class Scorer:
           state: a TrainerState, for functions that take one.
           limit: number of real rows; the rest pad the batch. None: all.
           present: [B] bool, False for rows that are absent among the real ones. None: none is.
+          completions: of each row that this process holds, the messages of its response. None: one message each.
 
         Returns:
           Scored.
@@ -350,7 +355,7 @@ class Scorer:
         params = [sharding.resident(m.params) for m in readers]
         run = self.run if self._scores_ids else run_program
         scores, dense, finite = run("score", self._on_device, params, rollout, group)
-        held, finite = self._fetch(rollout, source, rows, finite)
+        held, finite = self._fetch(rollout, source, rows, finite, completions)
         checks = list(zip([*(m.name for m in readers), *self._device_names], finite))
         if checks:
             seconds["device"] = time.perf_counter() - began
@@ -384,7 +389,9 @@ class Scorer:
         metrics = {**reward_metrics, **metrics}
         return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
 
-    def _fetch(self, rollout: Rollout, source, rows: np.ndarray, finite) -> tuple[_HeldRows, list[np.ndarray]]:
+    def _fetch(
+        self, rollout: Rollout, source, rows: np.ndarray, finite, completions: list[Conversation] | None
+    ) -> tuple[_HeldRows, list[np.ndarray]]:
         """What rewards on the host read of the rows of this process, and `finite` of these rows, in one transfer."""
         held = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
         to_fetch = (rollout.response, rollout.lengths, rollout.ended) if self.needs_text else ()
@@ -393,6 +400,7 @@ class Scorer:
             response, lengths, held.ended = fetched
             held.ids = interface.completion_ids(response, np.maximum(lengths, 0))
             held.texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in held.ids]
+            held.completions = source.as_completions(held.texts) if completions is None else completions
         return held, finite
 
     def _tokens(self, model: RewardModel, held: _HeldRows, count: int) -> tuple[Array, Array]:
@@ -403,7 +411,7 @@ class Scorer:
             tokens, lengths = reward_tokens(
                 model.tokenizer,
                 source.texts(held.rows[held.positions]),
-                source.as_completions(held.texts),
+                held.completions,
                 held.ended,
                 text_eos=self.config.reward_text_eos,
                 chat_template_kwargs=self.config.chat_template_kwargs,
@@ -440,7 +448,8 @@ class Scorer:
         results = {"rewards": None, "metrics": {}, "extra": {}, "seconds": {}}
         if self._host is not None:
             ids = [held.ids[i] for i in own]
-            called = self._host.call(source.texts(rows), source.as_completions(texts), ids, source.columns(rows), state)
+            completions = copy.deepcopy([held.completions[i] for i in own])
+            called = self._host.call(source.texts(rows), completions, ids, source.columns(rows), state)
             failed |= called.failed
             results = {name: getattr(called, name) for name in results}
             messages += [f"{problem}; its rows are dropped" for problem in called.problems]

@@ -19,6 +19,7 @@ from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.completion_tables import THUMBNAILS
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.programs import Programs
+from rlhf_jax.stages.turns import Conversations, Turns, respond
 from rlhf_jax.types import Array, Images, Params, Rollout, TrainState
 
 Completions = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -41,6 +42,7 @@ class ScoredBatch:
     source: Any
     rows: np.ndarray
     images: Images | None = None  # of the prompts, on the mesh
+    conversations: Conversations | None = None  # of tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class RolloutEvaluator:
     Attributes:
       programs: of the stage.
       scorer: the rewards of the run.
+      turns: of responses that call tools; None: there are no tools.
       tokenizer: the policy's.
       train_data, eval_sets: prompts; eval_sets by name.
       group_size: responses to a prompt.
@@ -60,6 +63,7 @@ class RolloutEvaluator:
 
     programs: Programs
     scorer: Scorer
+    turns: Turns | None
     tokenizer: Any
     train_data: Any
     eval_sets: dict[str, Any]
@@ -109,7 +113,8 @@ class RolloutEvaluator:
                 state, batch.rollout, batch.scored, self.group_size, batch.images
             )
             losses = programs.eval_metrics(state, experience)
-            metrics = {**metrics, **losses, **batch.scored.metrics}
+            of_tools: dict[str, Any] = {} if batch.conversations is None else batch.conversations.metrics
+            metrics = {**metrics, **losses, **of_tools, **batch.scored.metrics}
             metrics, each, scorable = sharding.fetch((metrics, batch.scored.total_scores, batch.scored.scorable))
             by_batch.append({name: float(x) for name, x in metrics.items()})
             weights.append(real)
@@ -155,21 +160,35 @@ class RolloutEvaluator:
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
             placed = programs.place(prompts)
-            rollout, _ = programs.generate(
+            rows, real = np.repeat(prompts.rows, group_size), real * group_size
+            rollout, _, conversations = respond(
+                programs,
+                self.turns,
                 policy,
                 placed,
+                source,
+                rows,
+                real=real,
+                tick=tick,
                 seed=self.seed,
                 step=programs.context.place_batch(np.int32(start)),
                 temperature=temperature,
                 group_size=group_size,
             )
-            rows, real = np.repeat(prompts.rows, group_size), real * group_size
             if real < len(rows):
                 lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
             trainer_state = programs.trainer_state(step, is_eval=True)
-            scored = self.scorer.score(rollout, source, rows, group=group_size, state=trainer_state, limit=real)
-            yield ScoredBatch(rollout, scored, source, rows, placed.images), real
+            scored = self.scorer.score(
+                rollout,
+                source,
+                rows,
+                group=group_size,
+                state=trainer_state,
+                limit=real,
+                completions=None if conversations is None else conversations.messages,
+            )
+            yield ScoredBatch(rollout, scored, source, rows, placed.images, conversations), real
 
     def complete(
         self,

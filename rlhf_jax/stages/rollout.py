@@ -24,7 +24,7 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_shapes, same_structure
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages import partial_rollouts, rollout_models
+from rlhf_jax.stages import partial_rollouts, rollout_models, turns
 from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.export import export_model, exported_generation
@@ -34,7 +34,7 @@ from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
 from rlhf_jax.stages.work import Shape, Work, rollout_work
-from rlhf_jax.types import Images, Params, PromptBatch, TrainState
+from rlhf_jax.types import Images, Params, PartialResponses, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
 
 PHASES = ("generate", "score", "experience", "update")
@@ -52,6 +52,7 @@ class RolloutStage(Stage):
       generation: what the exported policy says of generation.
       evaluator: a RolloutEvaluator.
       scorer: the rewards.
+      turns: of responses that call tools; None: there are no tools.
       train_data, eval_sets: prompts.
       group_size: responses to a prompt.
       shares_prompts: whether generation computes each prompt once for its group.
@@ -68,6 +69,7 @@ class RolloutStage(Stage):
         train_dataset=None,
         eval_dataset=None,
         reward_funcs=None,
+        tools=None,
         optimizer=None,
         weights=None,
         template_date=None,
@@ -79,7 +81,7 @@ class RolloutStage(Stage):
         if optimizer is not None:
             refuse_options_of_adamw(self.config)
         self.group_size = algorithm.group_size(self.config)
-        self._open(train_dataset, eval_dataset, list(reward_funcs or ()), template_date)
+        self._open(train_dataset, eval_dataset, list(reward_funcs or ()), list(tools or ()), template_date)
         self.total_steps = batch_arithmetic(self.config, self.rows).updates
         if optimizer is None:
             steps_per_update = algorithm.steps_per_update(self.config)
@@ -111,15 +113,26 @@ class RolloutStage(Stage):
         self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
         self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
 
-    def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
-        """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
+    def _open(self, train_dataset, eval_dataset, reward_funcs: list, tools: list, template_date) -> None:
+        """Tokenizer, data, models without params, tools, rewards: all that can be refused, before a weight is read."""
         config, context = self.config, self.context
+        toolbox, prompt_config = turns.open_tools(config, tools)
         train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
         opened = rollout_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.generation = exported_generation(rollout_models.policy_source(config), self.tokenizer)
-        self.train_data = data.load_prompts(config, self.tokenizer, train_rows, opened.processor)
-        self.eval_sets = data.load_eval_prompts(config, self.tokenizer, eval_dataset, opened.processor)
+        self.train_data = data.load_prompts(prompt_config, self.tokenizer, train_rows, opened.processor)
+        self.eval_sets = data.load_eval_prompts(prompt_config, self.tokenizer, eval_dataset, opened.processor)
+        self.turns = None
+        if toolbox is not None:
+            self.turns = turns.open_turns(
+                config,
+                toolbox,
+                [self.train_data, *self.eval_sets.values()],
+                self.tokenizer,
+                positions=opened.policy.config.max_position_embeddings,
+                mesh=self.mesh,
+            )
         reward_models = rollout_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
         sources = (self.train_data, *self.eval_sets.values())
@@ -205,6 +218,7 @@ class RolloutStage(Stage):
         self.evaluator = RolloutEvaluator(
             programs=self.programs,
             scorer=self.scorer,
+            turns=self.turns,
             tokenizer=self.tokenizer,
             train_data=self.train_data,
             eval_sets=self.eval_sets,
@@ -239,9 +253,15 @@ class RolloutStage(Stage):
         if config.rollout_max_steps is None:
             recent = {n: lengths for n, lengths in self._prompt_lengths.items() if n == step}
             self._prompt_lengths = {**recent, step + 1: np.asarray(prompts.lengths)}
-        rollout, rollout_state = programs.generate(
+        rows = np.repeat(prompts.rows, group_size)
+        rollout, rollout_state, conversations = turns.respond(
+            programs,
+            self.turns,
             state.params["policy"],
             placed,
+            self.train_data,
+            rows,
+            tick=tick,
             seed=state.seed,
             step=state.step,
             group_size=group_size,
@@ -251,15 +271,23 @@ class RolloutStage(Stage):
 
         tick()
         self.phase = "score"
-        rows = np.repeat(prompts.rows, group_size)
         present = None
         if config.rollout_max_steps is not None:
             present = np.repeat(~sharding.fetch(rollout_state.unfinished.held), group_size)
         scored = self.scorer.score(
-            rollout, self.train_data, rows, group=group_size, state=programs.trainer_state(step), present=present
+            rollout,
+            self.train_data,
+            rows,
+            group=group_size,
+            state=programs.trainer_state(step),
+            present=present,
+            completions=None if conversations is None else conversations.messages,
         )
         clock.wait("score", scored.scores)
-        reward_seconds = {f"reward/{name}": value for name, value in scored.seconds.items()}
+        of_host = {f"reward/{name}": value for name, value in scored.seconds.items()}
+        host_metrics = scored.metrics
+        if conversations is not None:
+            of_host["tools"], host_metrics = conversations.seconds, {**conversations.metrics, **scored.metrics}
 
         tick()
         self.phase = "experience"
@@ -270,7 +298,7 @@ class RolloutStage(Stage):
             if present is not None and not present.any():  # lengths of no response, which alarms would take for 0
                 lengths = ("completions/", "val/response_length")
                 metrics = {name: value for name, value in metrics.items() if not name.startswith(lengths)}
-            return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+            return state, {**metrics, **host_metrics}, {**clock.seconds, **of_host}
         result = programs.make_experience(state, rollout, scored, group_size, placed.images)
         experience, metrics = clock.wait("experience", result)
 
@@ -286,7 +314,7 @@ class RolloutStage(Stage):
         if config.rollout_max_steps is None:
             self._next_prompts = {step + 1: self._prompts(step + 1)}  # while the device computes
         state, metrics = clock.wait("update", updated)
-        return state, {**metrics, **scored.metrics}, {**clock.seconds, **reward_seconds}
+        return state, {**metrics, **host_metrics}, {**clock.seconds, **of_host}
 
     def work(self, step: int, tokens: int) -> dict[str, Work]:
         """As `Stage.work`; responses count with their mean length. Empty where responses go on over several updates."""
@@ -393,6 +421,11 @@ class RolloutStage(Stage):
         images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
         start = None if self.automaton is None else rows(p)
         prompts = PromptBatch(rows(p, width), rows(p), rows(p), images, start)
+        begun = None
+        if self.turns is not None:
+            tokens = rows(b, self.config.response_length)
+            logprobs = rows(b, self.config.response_length, dtype=jnp.float32)
+            begun = PartialResponses(tokens, logprobs, lengths=rows(b), ended=rows(b, dtype=bool))
         rollout, _ = programs.generate(
             state.params["policy"],
             prompts,
@@ -400,7 +433,10 @@ class RolloutStage(Stage):
             step=state.step,
             group_size=self.group_size,
             rollout_state=state.rollout,
+            begun=begun,
         )
+        if self.turns is not None:
+            rollout = rollout.replace(sampled=rows(b, self.config.response_length, dtype=bool))
         token_rewards = self.scorer.programs(programs.run, reward_params, rollout, self.group_size)
         scores = rows(b, dtype=jnp.float32), rows(b, dtype=bool), rows(b, len(self.scorer.names), dtype=jnp.float32)
         scores, scorable, each_reward = result_shapes(scores, self.mesh)
@@ -444,8 +480,10 @@ class RolloutStage(Stage):
         return paths
 
     def close(self) -> None:
-        """Ends the threads of reward functions and of the compiler."""
+        """Ends the threads of reward functions, of tools and of the compiler."""
         self.scorer.close()
+        if self.turns is not None:
+            self.turns.close()
         super().close()
 
 

@@ -16,7 +16,7 @@ from rlhf_jax.algorithms.groups import split_groups
 from rlhf_jax.algorithms.metrics import length_metrics
 from tests.helpers.algorithms import scored, with_params
 from tests.parity import options as opt
-from tests.parity import trl_steps
+from tests.parity import tool_turns, trl_steps
 from tests.parity.options import Refused
 from tests.parity.report import absolute, compare_log, distance
 from tests.parity.rloo import ARRAYS, CLOCKS, Current, Generation
@@ -35,6 +35,9 @@ class GRPO(Current):
     def begin(self) -> None:
         """As `RLOOReplay.begin`, with the adaptive coefficient of the entropy bonus."""
         super().begin()
+        self.turns = None
+        if tool_turns.has_tools(self.folder):
+            self.turns = tool_turns.RecordedTurns(self.folder, self.options, self.trace)
         control = grpo.initial_entropy_control(self.config)
         self.state = self.state.replace(entropy_control=None if control is None else jnp.asarray(control))
 
@@ -72,7 +75,9 @@ class GRPO(Current):
     def generate(self, generation: int) -> tuple[Generation, dict[str, float]]:
         """Experience of a generation batch with the params as they are, compared, and its metrics."""
         where = f"generation {generation}"
-        rollout = self.rollout(generation)
+        rollout, of_tools = self.rollout(generation), {}
+        if self.turns is not None:
+            rollout, of_tools = self.turns.rollout(generation, self.report, rollout)
         each = jnp.asarray(self.trace[f"rewards_per_func_{generation}"])
         weights = self.weights(each)
         scores, scorable = adv.combine_rewards(each, jnp.asarray(weights, jnp.float32))
@@ -90,11 +95,13 @@ class GRPO(Current):
                 ours = np.asarray(ours).reshape(mask.shape)
                 self.report.add(f"{name} log-probabilities", distance(ours[mask], theirs[mask]), ARRAYS, where)
         theirs = self.trace[f"completion_mask_{generation}"]
+        if self.turns is not None:
+            theirs = theirs * self.trace[f"tool_mask_{generation}"]
         theirs = np.pad(theirs, ((0, 0), (0, mask.shape[1] - theirs.shape[1])))
         self.report.add("tokens that are trained on", float((mask != theirs).sum()), 0.0, where)
         ours, theirs = np.asarray(experience.advantages).reshape(-1), self.trace[f"advantages_{generation}"]
         self.report.add("advantages", absolute(ours, theirs) / (float(np.linalg.norm(theirs)) or 1.0), ARRAYS, where)
-        found = {**length_metrics(rollout), **found, **self.reward_metrics(each)}
+        found = {**length_metrics(rollout), **found, **self.reward_metrics(each), **of_tools}
         metrics = {name: float(x) for name, x in found.items()}
         size = float(np.mean(np.abs(theirs)))
         return Generation(split_groups(experience), self.order(generation), size), metrics

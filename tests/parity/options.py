@@ -248,6 +248,8 @@ RLOO_IRRELEVANT = (
     "num_completions_to_print",
     "log_unique_prompts",
 )
+# Read by `tool_turns`.
+TOOLS = ("reward_names", "versions", "max_tool_calling_iterations", "chat_template_kwargs")
 LEGACY_RENAMED = {
     "rloo_k": "num_generations",
     "num_ppo_epochs": "num_iterations",
@@ -344,7 +346,7 @@ def grpo_config(options: dict[str, Any], steps: int, rows: int, accum: int, wher
     """
     own = ("algorithm", "scale_rewards", *GRPO_RENAMED, *GRPO_SAME)
     read = (name for name in RLOO_READ if name != "reward_clip_range")
-    refuse_unknown(options, (*own, *read, *IRRELEVANT, *RLOO_IRRELEVANT, *ADAPTERS), where)
+    refuse_unknown(options, (*own, *read, *IRRELEVANT, *RLOO_IRRELEVANT, *ADAPTERS, *TOOLS), where)
     micro, _ = micro_and_accum(options, where)
     if rows % micro:
         raise Refused(f"{where}: option micro: {rows} rows a generation are no multiple of {micro}")

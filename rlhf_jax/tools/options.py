@@ -1,0 +1,21 @@
+"""Options of tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_jax.option import Options, PositiveFloat, PositiveInt, option
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolOptions(Options):
+    """What a policy may call while it responds."""
+
+    # --- tools
+    tools: tuple[str, ...] = option((), path=True)
+    """Functions that the policy may call in its responses to conversations: 'module:function', 'file.py:function' or
+    'package.module.function', with type hints and a Google docstring (docs/tools.md)."""
+    max_tool_calling_iterations: PositiveInt | None = option(None, rare=True)
+    """Most times that a response goes on after calls of tools; None: no limit but response_length."""
+    tool_timeout: PositiveFloat = option(60.0, rare=True)
+    """Timeout of one call of a tool, in seconds; its result is then an error that the policy reads."""

@@ -1,0 +1,164 @@
+"""Calls of tools, as TRL's GRPOTrainer makes them: an exception is a result that the policy reads."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from rlhf_jax.data.chat import Conversation, Message
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards.interface import function_name, is_async, load_function
+from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
+
+
+@dataclasses.dataclass
+class Results:
+    """What the calls of some rows returned."""
+
+    messages: list[Conversation]
+    """Of role 'tool', one a call: those of plain functions in the order of the calls, then those of async ones."""
+    calls: int
+    failures: int
+
+
+class Toolbox:
+    """Tools by name. Plain functions run one after another, in the order of rows and calls; then all async ones run at
+    the same time.
+
+    Args:
+      functions: tools.
+      timeout: seconds of one call.
+
+    Raises:
+      UserError: a function has no JSON schema, or two have one name.
+    """
+
+    def __init__(self, functions: Sequence[Callable], timeout: float):
+        self._timeout, self._caller = timeout, Caller("tools")
+        self._functions: dict[str, Callable] = {}
+        self.schemas: list[dict[str, Any]] = []
+        for function in functions:
+            schema = _schema(function)
+            name = schema["function"]["name"]
+            if name in self._functions:
+                raise UserError(f"tools: two functions have the name {name!r}; a policy calls tools by their names")
+            self._functions[name] = function
+            self.schemas.append(schema)
+
+    def call(self, rows: Sequence[Sequence[dict[str, Any]]]) -> Results:
+        """Makes the calls of rows.
+
+        Args:
+          rows: the calls of each, as `ToolCalls.parse` returns them under 'tool_calls'.
+
+        Raises:
+          UserError: a result is no text.
+        """
+        plain: list[list[Call]] = [[] for _ in rows]
+        together: list[list[Call]] = [[] for _ in rows]
+        for row, calls in enumerate(rows):
+            for function in (call.get("function", call) for call in calls):
+                call, on_loop = self._prepared(function["name"], copy.deepcopy(function["arguments"]))
+                if on_loop:
+                    together[row].append(call)
+                else:
+                    plain[row].append(call)
+                    self._caller.call(call)
+        with self._caller.together([call for calls in together for call in calls]) as wait:
+            wait()
+        by_row = [[*first, *second] for first, second in zip(plain, together, strict=True)]
+        answers = [[self._answer(call) for call in calls] for calls in by_row]
+        failed = [failed for row in answers for _, failed in row]
+        return Results([[message for message, _ in row] for row in answers], len(failed), sum(failed))
+
+    def _prepared(self, name: str, arguments: Any) -> tuple[Call, bool]:
+        """(the call, whether it runs on the event loop)"""
+        function = self._functions.get(name)
+        if function is None:
+            function = _raising(ValueError(f"Tool {name} not found."))
+        elif is_async(function):
+            try:
+                coroutine = function(**arguments)
+            except Exception as error:  # arguments that it does not take: it has not begun
+                function = _raising(error)
+            else:
+                return Call(name, lambda: coroutine, self._timeout), True
+        else:
+            return Call(name, function, self._timeout, arguments), False
+        return Call(name, function, self._timeout), False
+
+    def _answer(self, call: Call) -> tuple[Message, bool]:
+        """(what the policy reads, whether the call failed)"""
+        outcome = call.outcome
+        assert outcome is not None
+        error = outcome.error
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if error is None:
+            try:
+                text = _text(call.title, outcome.result)
+            except UserError:
+                raise
+            except Exception as raised:  # a result's own __str__
+                error = raised
+        if isinstance(error, Hang):
+            text = str({"error": f"{call.title} {error}"})
+        elif error is not None:
+            text = str({"error": _without_hash(str(error), self._functions.get(call.title))})
+        text = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
+        return {"role": "tool", "name": call.title, "content": text}, error is not None
+
+    def close(self) -> None:
+        """Ends the threads of tools."""
+        self._caller.close()
+
+
+def open_toolbox(specs: Sequence[str], functions: Sequence[Callable], timeout: float) -> Toolbox | None:
+    """The tools of the option `tools` and functions beside them; None without any. Raises as `load_function` and
+    `Toolbox`."""
+    functions = [*(load_function(spec, "tool") for spec in specs), *functions]
+    return Toolbox(functions, timeout) if functions else None
+
+
+def _raising(error: Exception) -> Callable:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+def _schema(function: Callable) -> dict[str, Any]:
+    """The JSON schema of a tool, with transformers' rules."""
+    advice = "A tool is a function with type hints and a Google docstring that describes each argument (docs/tools.md)"
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise UserError(f"tool {function!r:.80} is of type {type(function).__name__}. {advice}")
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # transformers' own, and what annotations of the user raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"tool {function_name(function)}: {reason.rstrip('.')}. {advice}") from error
+
+
+def _text(name: str, result: Any) -> str:
+    """A result as the policy reads it: blocks of text joined, anything else as `str` writes it."""
+    is_blocks = isinstance(result, list) and result and all(isinstance(x, dict) and "type" in x for x in result)
+    if not is_blocks:
+        return str(result)
+    for block in result:
+        if block["type"] != "text" or not isinstance(block.get("text"), str):
+            raise UserError(
+                f"tool {name} returned a block of type {block['type']!r}: results are text, or blocks of type 'text'"
+            )
+    return "".join(block["text"] for block in result)
+
+
+def _without_hash(text: str, function: Callable | None) -> str:
+    """An error's text without the part of a module's name that `load_function` makes of the path of its file."""
+    module = getattr(function, "__module__", None) or ""
+    stem, _, digest = module.rpartition("_")
+    return text.replace(f"{module}.", f"{stem}.") if re.fullmatch("[0-9a-f]{8}", digest) else text
