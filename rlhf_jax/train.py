@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,7 @@ def run(
     eval_dataset: Any = None,
     reward_funcs: Callable | Iterable[Callable] | None = None,
     tools: Iterable[Callable] | None = None,
+    environment_factory: Callable | Mapping[str, Callable] | None = None,
     optimizer: Any = None,
     callbacks: Iterable[Callback] = (),
     recipe: command_line.Recipe | None = None,
@@ -141,6 +142,8 @@ def run(
       reward_funcs: functions of (prompts, completions, completion_ids, **columns) -> B numbers or None, plain or async,
         or of arrays (`rlhf_jax.jax_reward`), beside those of the config; for PPO, RLOO and GRPO.
       tools: functions that the policy may call, plain or async, beside those of the config (docs/tools.md).
+      environment_factory: makes environments, in place of that of the config: a callable, or a dict of them by the
+        name that the column 'environment' of the data has (docs/tools.md).
       optimizer: an optax transformation with its own learning rate, in place of AdamW.
       callbacks: see `Callback`.
       recipe: the config before the flags, for recipe.json; a report shows what differs from it.
@@ -166,12 +169,12 @@ def run(
             multihost.from_first(lambda stage=stage, name=name: hub_upload.repository(stage, name))
     objects = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     objects["reward_funcs"] = [reward_funcs] if callable(reward_funcs) else reward_funcs
-    objects["tools"] = tools
+    objects |= {"tools": tools, "environment_factory": environment_factory}
     objects = {name: value for name, value in objects.items() if value is not None}
     is_pipeline = isinstance(config, Pipeline)
     if is_pipeline and objects:
         raise UserError(f"{', '.join(objects)}: a pipeline has several stages; run one stage with objects")
-    for name in ("reward_funcs", "tools"):
+    for name in ("reward_funcs", "tools", "environment_factory"):
         if name in objects and not isinstance(config, PolicyConfig):
             raise UserError(f"{name} are for PPO, RLOO and GRPO, not for {stage_name(config)}")
 
@@ -221,7 +224,8 @@ def train_stage(
     Args:
       config: resolved.
       stops: what may end the run from outside.
-      objects: train_dataset, eval_dataset, reward_funcs and tools, those that were given.
+      objects: train_dataset, eval_dataset, reward_funcs, tools and environment_factory, those that were
+        given.
       optimizer, callbacks, recipe: as `run`.
       later: the stages of the pipeline after it.
     """

@@ -210,10 +210,20 @@ def resolve(spec: str) -> Callable:
 
 
 def load_function(spec: str, kind: str, names: Sequence[str] = ()) -> Callable:
-    """The function of 'module:function', 'file.py:function' or 'package.module.function', which is imported.
+    """As `load_object`, a class instantiated without arguments. Raises a UserError if it is not callable too."""
+    target, name = load_object(spec, kind, names), split_spec(spec)[1]
+    if inspect.isclass(target):
+        target = _run_user_code(f"{kind} {spec!r}", f"{name}() failed", target)
+    if not callable(target):
+        raise UserError(f"{kind} {spec!r}: {name} is of type {type(target).__name__} and is not callable")
+    return target
+
+
+def load_object(spec: str, kind: str, names: Sequence[str] = ()) -> Any:
+    """The object of 'module:function', 'file.py:function' or 'package.module.function', which is imported.
 
     The working folder is searched for modules after everything else, and a file's own folder for its imports. Two
-    functions of one file share one module. A class is instantiated without arguments.
+    objects of one file share one module.
 
     Args:
       spec: its name.
@@ -221,8 +231,7 @@ def load_function(spec: str, kind: str, names: Sequence[str] = ()) -> Callable:
       names: what may be named instead, for messages.
 
     Raises:
-      UserError: no such module, file or name (suggests the nearest), an exception during import (with its line), or not
-        a function.
+      UserError: no such module, file or name (suggests the nearest), or an exception during import (with its line).
     """
     title = f"{kind} {spec!r}"
     forms = ["'module:function'", "'file.py:function'", "'package.module.function'"]
@@ -240,10 +249,6 @@ def load_function(spec: str, kind: str, names: Sequence[str] = ()) -> Callable:
             has = _suggest(part, known) or (f" It has {', '.join(known[:8])}." if known else "")
             raise UserError(f"{title}: {place} has no {part!r}.{has}")
         target = getattr(target, part)
-    if inspect.isclass(target):
-        target = _run_user_code(title, f"{name}() failed", target)
-    if not callable(target):
-        raise UserError(f"{title}: {name} is of type {type(target).__name__} and is not callable")
     return target
 
 

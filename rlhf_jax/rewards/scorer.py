@@ -87,6 +87,8 @@ class _HeldRows:
     """[H] bool: it has its stop token."""
     completions: list[str] | list[Conversation] | None = None
     """The responses as functions and reward models that read text get them."""
+    columns: Mapping[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """What functions get beside the columns of the data."""
 
 
 def open_model(path: str, revision: str | None) -> Any:
@@ -324,7 +326,7 @@ class Scorer:
         state: Any,
         limit: int | None = None,
         present: np.ndarray | None = None,
-        completions: list[Conversation] | None = None,
+        conversations: Any = None,
     ):
         """Scores a rollout; waits only for what host functions need.
 
@@ -336,7 +338,8 @@ class Scorer:
           state: a TrainerState, for functions that take one.
           limit: number of real rows; the rest pad the batch. None: all.
           present: [B] bool, False for rows that are absent among the real ones. None: none is.
-          completions: of each row that this process holds, the messages of its response. None: one message each.
+          conversations: `messages` of each response that this process holds, and further `columns` for functions
+            (`stages.turns.Conversations`). None: a response is one message.
 
         Returns:
           Scored.
@@ -355,7 +358,7 @@ class Scorer:
         params = [sharding.resident(m.params) for m in readers]
         run = self.run if self._scores_ids else run_program
         scores, dense, finite = run("score", self._on_device, params, rollout, group)
-        held, finite = self._fetch(rollout, source, rows, finite, completions)
+        held, finite = self._fetch(rollout, source, rows, finite, conversations)
         checks = list(zip([*(m.name for m in readers), *self._device_names], finite))
         if checks:
             seconds["device"] = time.perf_counter() - began
@@ -390,7 +393,7 @@ class Scorer:
         return Scored(scores, scorable, token_rewards, each, self.weights, metrics, seconds, extra, none_scorable)
 
     def _fetch(
-        self, rollout: Rollout, source, rows: np.ndarray, finite, completions: list[Conversation] | None
+        self, rollout: Rollout, source, rows: np.ndarray, finite, conversations: Any
     ) -> tuple[_HeldRows, list[np.ndarray]]:
         """What rewards on the host read of the rows of this process, and `finite` of these rows, in one transfer."""
         held = _HeldRows(source, rows, local_rows.held_rows(self._mesh, len(rows)))
@@ -400,7 +403,9 @@ class Scorer:
             response, lengths, held.ended = fetched
             held.ids = interface.completion_ids(response, np.maximum(lengths, 0))
             held.texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in held.ids]
-            held.completions = source.as_completions(held.texts) if completions is None else completions
+            held.completions = source.as_completions(held.texts)
+            if conversations is not None:
+                held.completions, held.columns = conversations.messages, conversations.columns
         return held, finite
 
     def _tokens(self, model: RewardModel, held: _HeldRows, count: int) -> tuple[Array, Array]:
@@ -449,7 +454,9 @@ class Scorer:
         if self._host is not None:
             ids = [held.ids[i] for i in own]
             completions = copy.deepcopy([held.completions[i] for i in own])
-            called = self._host.call(source.texts(rows), completions, ids, source.columns(rows), state)
+            columns = {name: [values[i] for i in own] for name, values in held.columns.items()}
+            columns = {**source.columns(rows), **columns}
+            called = self._host.call(source.texts(rows), completions, ids, columns, state)
             failed |= called.failed
             results = {name: getattr(called, name) for name in results}
             messages += [f"{problem}; its rows are dropped" for problem in called.problems]

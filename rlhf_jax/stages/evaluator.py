@@ -159,36 +159,34 @@ class RolloutEvaluator:
         programs = self.programs
         for prompts, start, real in self._batches(source, limit, group_size):
             tick()
-            placed = programs.place(prompts)
-            rows, real = np.repeat(prompts.rows, group_size), real * group_size
-            rollout, _, conversations = respond(
+            count, real = len(prompts.rows) * group_size, real * group_size
+            responses = respond(
                 programs,
                 self.turns,
                 policy,
-                placed,
+                prompts,
                 source,
-                rows,
+                group_size=group_size,
                 real=real,
                 tick=tick,
                 seed=self.seed,
                 step=programs.context.place_batch(np.int32(start)),
                 temperature=temperature,
-                group_size=group_size,
             )
-            if real < len(rows):
-                lengths = jnp.where(jnp.arange(len(rows)) < real, rollout.lengths, -1)
+            rollout, images = responses.rollout, responses.prompts.images
+            if real < count:
+                lengths = jnp.where(jnp.arange(count) < real, rollout.lengths, -1)
                 rollout = rollout.replace(lengths=jax.device_put(lengths, rollout.lengths.sharding))
-            trainer_state = programs.trainer_state(step, is_eval=True)
             scored = self.scorer.score(
                 rollout,
-                source,
-                rows,
+                responses.source,
+                responses.rows,
                 group=group_size,
-                state=trainer_state,
+                state=programs.trainer_state(step, is_eval=True),
                 limit=real,
-                completions=None if conversations is None else conversations.messages,
+                conversations=responses.conversations,
             )
-            yield ScoredBatch(rollout, scored, source, rows, placed.images, conversations), real
+            yield ScoredBatch(rollout, scored, responses.source, responses.rows, images, responses.conversations), real
 
     def complete(
         self,

@@ -24,15 +24,17 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.parallel.compile_ahead import CompileAhead, can_foresee, result_shapes, same_structure
 from rlhf_jax.rewards.scorer import Scored, Scorer
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages import partial_rollouts, rollout_models, turns
+from rlhf_jax.stages import partial_rollouts, rollout_models
 from rlhf_jax.stages.algorithm_registry import RolloutAlgorithm
 from rlhf_jax.stages.evaluator import Completions, RolloutEvaluator, ScoredBatch
 from rlhf_jax.stages.export import export_model, exported_generation
 from rlhf_jax.stages.guide import open_guide
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
+from rlhf_jax.stages.turns import respond
 from rlhf_jax.stages.work import Shape, Work, rollout_work
 from rlhf_jax.types import Images, Params, PartialResponses, PromptBatch, TrainState
 from rlhf_jax.utils.clock import Clock
@@ -70,18 +72,20 @@ class RolloutStage(Stage):
         eval_dataset=None,
         reward_funcs=None,
         tools=None,
+        environment_factory=None,
         optimizer=None,
         weights=None,
         template_date=None,
         compile_ahead=False,
     ):
         self.algorithm, self.name, self.progress = algorithm, algorithm.name, algorithm.progress
-        self.context = StageContext.open(config, weights)
+        self._tools = open_tools(config, list(tools or ()), environment_factory)
+        self.context = StageContext.open(self._tools.config, weights)
         self.config, self.weights, self.mesh = self.context.config, self.context.weights, self.context.mesh
         if optimizer is not None:
             refuse_options_of_adamw(self.config)
         self.group_size = algorithm.group_size(self.config)
-        self._open(train_dataset, eval_dataset, list(reward_funcs or ()), list(tools or ()), template_date)
+        self._open(train_dataset, eval_dataset, list(reward_funcs or ()), template_date)
         self.total_steps = batch_arithmetic(self.config, self.rows).updates
         if optimizer is None:
             steps_per_update = algorithm.steps_per_update(self.config)
@@ -113,31 +117,25 @@ class RolloutStage(Stage):
         self._recent_batches: dict[int, tuple[ScoredBatch, Any]] = {}  # of the last two updates, with experience
         self._completions: tuple[ScoredBatch, Any, Any] | None = None  # of the last update, with advantages and KL
 
-    def _open(self, train_dataset, eval_dataset, reward_funcs: list, tools: list, template_date) -> None:
-        """Tokenizer, data, models without params, tools, rewards: all that can be refused, before a weight is read."""
-        config, context = self.config, self.context
-        toolbox, prompt_config = turns.open_tools(config, tools)
+    def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
+        """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
+        config, context, tools = self.config, self.context, self._tools
         train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
         opened = rollout_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.generation = exported_generation(rollout_models.policy_source(config), self.tokenizer)
-        self.train_data = data.load_prompts(prompt_config, self.tokenizer, train_rows, opened.processor)
-        self.eval_sets = data.load_eval_prompts(prompt_config, self.tokenizer, eval_dataset, opened.processor)
-        self.turns = None
-        if toolbox is not None:
-            self.turns = turns.open_turns(
-                config,
-                toolbox,
-                [self.train_data, *self.eval_sets.values()],
-                self.tokenizer,
-                positions=opened.policy.config.max_position_embeddings,
-                mesh=self.mesh,
-            )
+        self.train_data = data.load_prompts(tools.prompt_config, self.tokenizer, train_rows, opened.processor)
+        self.eval_sets = data.load_eval_prompts(tools.prompt_config, self.tokenizer, eval_dataset, opened.processor)
+        sources = (self.train_data, *self.eval_sets.values())
+        positions = opened.policy.config.max_position_embeddings
+        self.turns = tools.turns(sources, self.tokenizer, positions=positions, mesh=self.mesh)
+        environments = tools.environments
+        reward_funcs += [] if environments is None else environments.reward_functions
         reward_models = rollout_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
-        sources = (self.train_data, *self.eval_sets.values())
+        more = () if environments is None else ("environments",)
         for source in sources:
-            self.scorer.check_columns(tuple(source.columns([0])))
+            self.scorer.check_columns((*source.columns([0]), *more))
         if self.algorithm.has_value_model:
             opened = rollout_models.open_value_model(context, opened, reward_models)
         self.opened = opened
@@ -249,25 +247,25 @@ class RolloutStage(Stage):
         config, programs, clock = self.config, self.programs, Clock()
         self.phase = "generate"
         prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
-        placed, group_size = programs.place(prompts), self.group_size
+        group_size = self.group_size
         if config.rollout_max_steps is None:
             recent = {n: lengths for n, lengths in self._prompt_lengths.items() if n == step}
             self._prompt_lengths = {**recent, step + 1: np.asarray(prompts.lengths)}
-        rows = np.repeat(prompts.rows, group_size)
-        rollout, rollout_state, conversations = turns.respond(
+        responses = respond(
             programs,
             self.turns,
             state.params["policy"],
-            placed,
+            prompts,
             self.train_data,
-            rows,
+            group_size=group_size,
             tick=tick,
             seed=state.seed,
             step=state.step,
-            group_size=group_size,
             rollout_state=state.rollout,
         )
-        state, rollout = state.replace(rollout=rollout_state), clock.wait("generate", rollout)
+        rollout_state, conversations = responses.rollout_state, responses.conversations
+        images = responses.prompts.images
+        state, rollout = state.replace(rollout=rollout_state), clock.wait("generate", responses.rollout)
 
         tick()
         self.phase = "score"
@@ -276,12 +274,12 @@ class RolloutStage(Stage):
             present = np.repeat(~sharding.fetch(rollout_state.unfinished.held), group_size)
         scored = self.scorer.score(
             rollout,
-            self.train_data,
-            rows,
+            responses.source,
+            responses.rows,
             group=group_size,
             state=programs.trainer_state(step),
             present=present,
-            completions=None if conversations is None else conversations.messages,
+            conversations=conversations,
         )
         clock.wait("score", scored.scores)
         of_host = {f"reward/{name}": value for name, value in scored.seconds.items()}
@@ -299,12 +297,12 @@ class RolloutStage(Stage):
                 lengths = ("completions/", "val/response_length")
                 metrics = {name: value for name, value in metrics.items() if not name.startswith(lengths)}
             return state, {**metrics, **host_metrics}, {**clock.seconds, **of_host}
-        result = programs.make_experience(state, rollout, scored, group_size, placed.images)
+        result = programs.make_experience(state, rollout, scored, group_size, images)
         experience, metrics = clock.wait("experience", result)
 
         tick()
         self.phase = "update"
-        batch = ScoredBatch(rollout, scored, self.train_data, rows, placed.images)
+        batch = ScoredBatch(rollout, scored, responses.source, responses.rows, images)
         self._completions = None
         if config.log_completions and (step + 1) % config.logging_steps == 0:
             self._completions = batch, experience.advantages, self._token_kl(state, batch)
@@ -420,6 +418,9 @@ class RolloutStage(Stage):
         p, b, rows = self.rows_per_update, self.config.batch_size, self.context.row_shape
         images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
         start = None if self.automaton is None else rows(p)
+        group_size = self.group_size
+        if self._tools.environments is not None:  # each response has a prompt of its own
+            p, group_size = b, 1
         prompts = PromptBatch(rows(p, width), rows(p), rows(p), images, start)
         begun = None
         if self.turns is not None:
@@ -431,7 +432,7 @@ class RolloutStage(Stage):
             prompts,
             seed=state.seed,
             step=state.step,
-            group_size=self.group_size,
+            group_size=group_size,
             rollout_state=state.rollout,
             begun=begun,
         )

@@ -11,21 +11,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlhf_jax.config import PolicyConfig
-from rlhf_jax.data import PromptData, Tokenizer
-from rlhf_jax.data.chat import Conversation
+from rlhf_jax.data import PromptData
+from rlhf_jax.data.chat import ChatTemplate, Conversation, text_messages, text_of
 from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import local_rows, multihost
 from rlhf_jax.runtime.stopping import Tick, no_tick
-from rlhf_jax.stages.programs import Programs
-from rlhf_jax.tools.toolbox import Toolbox, open_toolbox
+from rlhf_jax.stages.programs import Programs, prompt_width
+from rlhf_jax.tools.environments import Environments, methods
+from rlhf_jax.tools.toolbox import Toolbox
 from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout, RolloutState
 
 
@@ -35,13 +36,40 @@ class Conversations:
 
     Attributes:
       messages: of each of the H responses.
+      environments: of each of them; None: there are none.
       metrics: how often tools were called, and failed.
-      seconds: that the calls took.
+      seconds: that resets and calls took.
     """
 
     messages: list[Conversation]
+    environments: list[Any] | None
     metrics: dict[str, float]
     seconds: float
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What reward functions get beside the columns of the data."""
+        return {} if self.environments is None else {"environments": self.environments}
+
+
+@dataclasses.dataclass
+class Responses:
+    """Responses of a policy.
+
+    Attributes:
+      rollout, rollout_state: of `Programs.generate`.
+      prompts: on the mesh.
+      source, rows: the prompts' data, and the row in it of each of the B responses. Prompts that environments began are
+        data of their own.
+      conversations: None: there are no tools.
+    """
+
+    rollout: Rollout
+    rollout_state: RolloutState | None
+    prompts: PromptBatch
+    source: PromptData
+    rows: np.ndarray
+    conversations: Conversations | None = None
 
 
 @dataclasses.dataclass
@@ -58,63 +86,82 @@ class Turns:
     """The turns of a policy's responses.
 
     Args:
-      config: response_length, max_tool_calling_iterations.
+      config: of the stage.
       toolbox: the tools.
+      environments: None: there are none.
       calls: how the policy calls them.
       positions: of the policy.
       mesh: of the run.
     """
 
-    def __init__(self, config: PolicyConfig, toolbox: Toolbox, calls: ToolCalls, positions: int, mesh: Any):
+    def __init__(
+        self,
+        config: PolicyConfig,
+        toolbox: Toolbox,
+        environments: Environments | None,
+        calls: ToolCalls,
+        positions: int,
+        mesh: Any,
+    ):
         self._config, self._toolbox, self._calls = config, toolbox, calls
-        self._positions, self._mesh = positions, mesh
+        self._environments, self._positions, self._mesh = environments, positions, mesh
         longest = max(map(len, calls.tokenizer.hf.get_vocab()), default=1)
         self._most_characters = longest * config.response_length
+        self._templates: dict[str | None, ChatTemplate] = {}
 
     def respond(
         self,
-        generate: Callable[[PartialResponses], tuple[Rollout, RolloutState | None]],
+        generate: Callable[[PromptBatch, PartialResponses], tuple[Rollout, RolloutState | None, PromptBatch]],
         source: PromptData,
+        prompts: PromptBatch,
         rows: np.ndarray,
+        *,
         real: int,
         tick: Tick,
-    ) -> tuple[Rollout, RolloutState | None, Conversations]:
+    ) -> Responses:
         """All turns of B responses.
 
         Args:
-          generate: what the responses have already -> (Rollout, RolloutState).
+          generate: (prompts, what the responses have already) -> (Rollout, RolloutState, prompts on the mesh).
           source: the prompts.
+          prompts: a batch of them, on the host.
           rows: [B] row numbers in it.
           real: the first rows, whose responses may call tools.
           tick: called before each turn but the first; may raise.
 
         Raises:
-          UserError: a tool returned what is no text, on any process.
+          UserError: a reset failed, a prompt is too long, or a tool returned what is no text, on any process.
         """
-        held, owners = local_rows.held_rows(self._mesh, len(rows)), local_rows.owners(self._mesh, len(rows))
-        texts = source.display_texts(rows[held])
-        states = {int(row): _Row(text) for row, text in zip(held, texts, strict=True)}
+        began = time.perf_counter()
+        count = len(rows)
+        held, owners = local_rows.held_rows(self._mesh, count), local_rows.owners(self._mesh, count)
+        own = [row for row in held.tolist() if owners[row] == jax.process_index() and row < real]
+        environments: dict[int, Any] = {}
+        if self._environments is not None:
+            source, rows, environments = self._begin(source, rows, own, real)
+            prompts = source.of_rows(rows, held)
+        states = {row: _Row(text) for row, text in zip(held.tolist(), source.display_texts(rows[held]), strict=True)}
         for row in states:
             states[row].active = row < real
-        own = [row for row in states if owners[row] == jax.process_index()]
         prompt_lengths = {row: len(source.tokens[rows[row]]) for row in own}
         shape = (len(held), self._config.response_length)
-        sampled, begun = np.ones(shape, bool), self._nothing(len(rows), shape)
+        sampled, begun = np.ones(shape, bool), self._nothing(count, shape)
+        place = {row: index for index, row in enumerate(held.tolist())}
         calls = failures = 0
-        seconds = 0.0
+        seconds = time.perf_counter() - began
         for iteration in itertools.count():
             if iteration:
                 tick()
-            rollout, rollout_state = generate(begun)
+            rollout, rollout_state, placed = generate(prompts, begun)
             fetched = local_rows.fetch((rollout.response, rollout.lengths, rollout.ended), self._mesh)
-            response, lengths, ended = map(np.array, fetched)
             began = time.perf_counter()
-            place = {int(row): index for index, row in enumerate(held)}
-            ids = {row: response[place[row], states[row].start : lengths[place[row]]] for row in own}
+            response, lengths, ended = map(np.array, fetched)
+            turns = {row: response[place[row], states[row].start : lengths[place[row]]] for row in own}
             most = self._config.max_tool_calling_iterations
             result = error = None
             try:
-                result = self._call(ids, states, prompt_lengths, calls_left=most is None or iteration < most)
+                go_on = most is None or iteration < most
+                result = self._call(turns, states, prompt_lengths, environments, may_go_on=go_on)
             except UserError as raised:
                 error = raised
             goes_on = False
@@ -136,15 +183,81 @@ class Turns:
             seconds += time.perf_counter() - began
             if not goes_on:
                 break
-            placed = local_rows.place((response, lengths, ended), self._mesh, len(rows))
-            begun = PartialResponses(placed[0], rollout.logprobs, placed[1], placed[2])
-        rollout = rollout.replace(sampled=local_rows.place(sampled, self._mesh, len(rows)))
+            arrays = local_rows.place((response, lengths, ended), self._mesh, count)
+            begun = PartialResponses(arrays[0], rollout.logprobs, arrays[1], arrays[2])
+        rollout = rollout.replace(sampled=local_rows.place(sampled, self._mesh, count))
         metrics = {
             "tools/call_frequency": calls / max(real, 1),
             "tools/failure_frequency": failures / calls if calls else 0.0,
         }
-        messages = [states[int(row)].messages for row in held]
-        return rollout, rollout_state, Conversations(messages, metrics, seconds)
+        messages = [states[row].messages for row in held.tolist()]
+        instances = None if self._environments is None else [environments.get(row) for row in held.tolist()]
+        said = Conversations(messages, instances, metrics, seconds)
+        return Responses(rollout, rollout_state, placed, source, rows, said)
+
+    # --- environments
+
+    def _begin(
+        self, source: PromptData, rows: np.ndarray, own: list[int], real: int
+    ) -> tuple[PromptData, np.ndarray, dict[int, Any]]:
+        """Resets an environment for each of this process' responses.
+
+        Returns:
+          (the prompts of the B responses, their rows in them, the environments of this process' responses by row)
+        """
+        environments, result, error = self._environments, [], None
+        assert environments is not None
+        instances: list[Any] = []
+        try:
+            numbers = [int(rows[row]) for row in own]
+            of_data = [
+                {**source.raw[i], "prompt": text} for i, text in zip(numbers, source.texts(numbers), strict=True)
+            ]
+            instances, texts = environments.begin(of_data)
+            for row, data, text in zip(own, of_data, texts, strict=True):
+                result.append((row, *self._prompt(source, int(rows[row]), environments.name_of(data), text)))
+        except UserError as raised:
+            error = raised
+        parts = multihost.agree(result, error)
+        begun = {row: prompt for part in parts for row, *prompt in part}
+        # Rows that only pad the batch have any prompt.
+        ids, rendered, conversations = zip(*(begun[row if row < real else 0] for row in range(len(rows))), strict=True)
+        width = prompt_width(self._config)
+        source = dataclasses.replace(
+            source,
+            tokens=[np.asarray(row, np.int32) for row in ids],
+            prompts=rendered,
+            conversations=conversations,
+            raw=[source.raw[int(row)] for row in rows],
+            buckets=(width,),
+            report=dataclasses.replace(source.report, longest=width),
+        )
+        return source, np.arange(len(rows), dtype=np.int32), dict(zip(own, instances, strict=True))
+
+    def _prompt(
+        self, source: PromptData, row: int, name: str | None, text: str | None
+    ) -> tuple[list[int], str, Conversation]:
+        """(ids, text, messages) of a prompt that ends with what a reset returned."""
+        assert source.conversations is not None
+        messages = [dict(message) for message in source.conversations[row]]
+        if text is not None:
+            messages = [*messages[:-1], {**messages[-1], "content": text_of(messages[-1]) + text}]
+        if name not in self._templates:
+            assert self._environments is not None
+            schemas = [*self._toolbox.schemas, *self._environments.schemas[name]]
+            kwargs = {**(self._config.chat_template_kwargs or {}), "tools": schemas or None}
+            self._templates[name] = ChatTemplate(self._calls.tokenizer, kwargs)
+        template = self._templates[name].of_row(source.raw[row])
+        rendered = template.render(text_messages(messages), generation_prompt=True)
+        ids, most = self._calls.tokenizer.encode(rendered), self._config.query_length
+        if len(ids) > most:
+            raise UserError(
+                f"{source.report.name}, row {row}: with what its environment's reset returned the prompt has {len(ids)} "
+                f"tokens, but query_length is {most}: raise it, or shorten what reset returns"
+            )
+        return ids, rendered, messages
+
+    # --- a turn
 
     def _nothing(self, count: int, shape: tuple[int, int]) -> PartialResponses:
         """The beginning of B responses, of which this process holds `shape`."""
@@ -153,32 +266,40 @@ class Turns:
         return PartialResponses(*local_rows.place(arrays, self._mesh, count))
 
     def _call(
-        self, ids: dict[int, np.ndarray], states: dict[int, _Row], prompt_lengths: dict[int, int], *, calls_left: bool
+        self,
+        turns: dict[int, np.ndarray],
+        states: dict[int, _Row],
+        prompt_lengths: dict[int, int],
+        environments: dict[int, Any],
+        *,
+        may_go_on: bool,
     ) -> dict[str, Any]:
         """Makes the calls of the turns that ended.
 
         Args:
-          ids: of this process' rows, the tokens of the turn.
+          turns: their tokens, by this process' rows.
           states: of the rows.
           prompt_lengths: tokens of their prompts.
-          calls_left: whether a response may go on after another call.
+          environments: of the rows, where there are any.
+          may_go_on: whether a response may go on after a call.
 
         Returns:
           {"rows": [(row, messages of the turn, ids of what follows or None, their text)], "calls", "failures"}, of
           values that JSON has.
         """
         said = {}
-        for row, tokens in ids.items():
+        for row, tokens in turns.items():
             if states[row].active:
                 said[row] = [self._calls.parse(tokens.tolist(), states[row].prefix)] if len(tokens) else []
-        calling = [row for row, turn in said.items() if calls_left and turn and turn[0].get("tool_calls")]
-        results = self._toolbox.call([said[row][0]["tool_calls"] for row in calling])
+        calling = [row for row, turn in said.items() if may_go_on and turn and turn[0].get("tool_calls")]
+        of_environments = [methods(environments[row]) for row in calling] if environments else None
+        results = self._toolbox.call([said[row][0]["tool_calls"] for row in calling], of_environments)
         outcomes = []
         for row, turn in said.items():
             suffix = text = None
             if row in calling:
                 answers = results.messages[calling.index(row)]
-                used = states[row].start + len(ids[row])
+                used = states[row].start + len(turns[row])
                 suffix, text = self._suffix(answers, used, prompt_lengths[row])
                 turn = turn if suffix is None else [*turn, *answers]
             outcomes.append((row, turn, suffix, text))
@@ -197,6 +318,8 @@ class Turns:
     def close(self) -> None:
         """Ends the threads of tools."""
         self._toolbox.close()
+        if self._environments is not None:
+            self._environments.close()
 
 
 def respond(
@@ -205,93 +328,33 @@ def respond(
     policy: Params,
     prompts: PromptBatch,
     source: PromptData,
-    rows: np.ndarray,
     *,
+    group_size: int,
     real: int | None = None,
     tick: Tick = no_tick,
     **options: Any,
-) -> tuple[Rollout, RolloutState | None, Conversations | None]:
+) -> Responses:
     """Responses of a policy, of one turn or with the turns of its tools.
 
     Args:
       programs: of the stage.
       turns: None: there are no tools.
-      policy, prompts, **options: of `Programs.generate`.
-      source, rows, real, tick: of `Turns.respond`; real None: all rows.
+      policy, **options: of `Programs.generate`.
+      prompts: a batch of `source`, on the host.
+      source: the prompts.
+      group_size: responses to a prompt.
+      real, tick: of `Turns.respond`; real None: all rows.
     """
+    rows = np.repeat(prompts.rows, group_size)
     if turns is None:
-        return *programs.generate(policy, prompts, **options), None
+        placed = programs.place(prompts)
+        return Responses(*programs.generate(policy, placed, group_size=group_size, **options), placed, source, rows)
+    placed_prompts: dict[int, PromptBatch] = {}
 
-    def generate(begun: PartialResponses) -> tuple[Rollout, RolloutState | None]:
-        return programs.generate(policy, prompts, begun=begun, **options)
+    def generate(batch: PromptBatch, begun: PartialResponses) -> tuple[Rollout, RolloutState | None, PromptBatch]:
+        if not placed_prompts:
+            placed_prompts[0] = programs.place(batch)
+        placed, responses = placed_prompts[0], len(rows) // len(batch.rows)
+        return *programs.generate(policy, placed, group_size=responses, begun=begun, **options), placed
 
-    return turns.respond(generate, source, rows, len(rows) if real is None else real, tick)
-
-
-def open_tools(config: PolicyConfig, functions: Sequence[Callable]) -> tuple[Toolbox | None, PolicyConfig]:
-    """The tools of a run, and the config whose chat template shows them to the policy.
-
-    Args:
-      config: of the stage.
-      functions: tools beside those of the config.
-
-    Raises:
-      UserError: a tool is no function with a schema, or an option does not go with tools.
-    """
-    toolbox = open_toolbox(config.tools, functions, config.tool_timeout)
-    if toolbox is None:
-        return None, config
-    for name, value in (("rollout_max_steps", None), ("structured_outputs_regex", None)):
-        if getattr(config, name) != value:
-            raise UserError(f"{name} with tools is not supported: remove one of them")
-    if config.structured_outputs_regex_column is not None:
-        raise UserError("structured_outputs_regex_column with tools is not supported: remove one of them")
-    if config.stop_token is None and config.stop_token_ids is None:
-        raise UserError("tools need a token that ends the policy's messages: set stop_token eos or stop_token_ids")
-
-    def shown(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        if "tools" in (kwargs or {}):
-            raise UserError("chat_template_kwargs has 'tools', which the policy could not call: give the option tools")
-        return {**(kwargs or {}), "tools": toolbox.schemas}
-
-    entries = config.datasets
-    if entries is not None:
-        own = "chat_template_kwargs"
-        entries = tuple({**entry, own: shown(entry[own])} if own in entry else entry for entry in entries)
-    kwargs = shown(config.chat_template_kwargs)
-    return toolbox, dataclasses.replace(config, chat_template_kwargs=kwargs, datasets=entries)
-
-
-def open_turns(
-    config: PolicyConfig,
-    toolbox: Toolbox,
-    sources: Sequence[PromptData],
-    tokenizer: Tokenizer,
-    positions: int,
-    mesh: Any,
-) -> Turns:
-    """The turns of a policy.
-
-    Args:
-      config: of the stage, as before `open_tools`.
-      toolbox: of `open_tools`.
-      sources: the prompts.
-      tokenizer: the policy's.
-      positions: of the policy.
-      mesh: of the run.
-
-    Raises:
-      UserError: prompts are texts, have images or tools of their own; or as `ToolCalls`.
-    """
-    for source in sources:
-        name = source.report.name
-        if not source.conversational:
-            raise UserError(f"tools need conversations as prompts, lists of messages; those of {name} are texts")
-        if source.images is not None:
-            raise UserError(f"tools with images are not supported; {name} has images")
-        if "tools" in source.column_names:
-            raise UserError(
-                f"{name} has a column 'tools', which the policy could not call: remove it or the option tools"
-            )
-    calls = ToolCalls(tokenizer, toolbox.schemas, config.chat_template_kwargs)
-    return Turns(config, toolbox, calls, positions, mesh)
+    return turns.respond(generate, source, prompts, rows, real=len(rows) if real is None else real, tick=tick)

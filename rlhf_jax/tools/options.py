@@ -15,7 +15,11 @@ class ToolOptions(Options):
     tools: tuple[str, ...] = option((), path=True)
     """Functions that the policy may call in its responses to conversations: 'module:function', 'file.py:function' or
     'package.module.function', with type hints and a Google docstring (docs/tools.md)."""
+    environment_factory: tuple[str, ...] = option((), path=True)
+    """Class whose instances are reset for each response and whose methods the policy may call: 'file.py:Class', or
+    several as 'NAME=file.py:Class' with a column 'environment' in the data (docs/tools.md)."""
     max_tool_calling_iterations: PositiveInt | None = option(None, rare=True)
     """Most times that a response goes on after calls of tools; None: no limit but response_length."""
     tool_timeout: PositiveFloat = option(60.0, rare=True)
-    """Timeout of one call of a tool, in seconds; its result is then an error that the policy reads."""
+    """Timeout of one call of a tool, in seconds; its result is then an error that the policy reads. The timeout of a
+    reset too, which ends the run."""

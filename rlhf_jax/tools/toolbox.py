@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -43,18 +43,21 @@ class Toolbox:
         self._functions: dict[str, Callable] = {}
         self.schemas: list[dict[str, Any]] = []
         for function in functions:
-            schema = _schema(function)
+            schema = tool_schema(function)
             name = schema["function"]["name"]
             if name in self._functions:
                 raise UserError(f"tools: two functions have the name {name!r}; a policy calls tools by their names")
             self._functions[name] = function
             self.schemas.append(schema)
 
-    def call(self, rows: Sequence[Sequence[dict[str, Any]]]) -> Results:
+    def call(
+        self, rows: Sequence[Sequence[dict[str, Any]]], methods: Sequence[Mapping[str, Callable]] | None = None
+    ) -> Results:
         """Makes the calls of rows.
 
         Args:
           rows: the calls of each, as `ToolCalls.parse` returns them under 'tool_calls'.
+          methods: further tools of each row, those of its environment.
 
         Raises:
           UserError: a result is no text.
@@ -62,8 +65,9 @@ class Toolbox:
         plain: list[list[Call]] = [[] for _ in rows]
         together: list[list[Call]] = [[] for _ in rows]
         for row, calls in enumerate(rows):
+            functions = {**self._functions, **(methods[row] if methods is not None else {})}
             for function in (call.get("function", call) for call in calls):
-                call, on_loop = self._prepared(function["name"], copy.deepcopy(function["arguments"]))
+                call, on_loop = self._prepared(functions, function["name"], copy.deepcopy(function["arguments"]))
                 if on_loop:
                     together[row].append(call)
                 else:
@@ -76,16 +80,16 @@ class Toolbox:
         failed = [failed for row in answers for _, failed in row]
         return Results([[message for message, _ in row] for row in answers], len(failed), sum(failed))
 
-    def _prepared(self, name: str, arguments: Any) -> tuple[Call, bool]:
+    def _prepared(self, functions: Mapping[str, Callable], name: str, arguments: Any) -> tuple[Call, bool]:
         """(the call, whether it runs on the event loop)"""
-        function = self._functions.get(name)
+        function = functions.get(name)
         if function is None:
             function = _raising(ValueError(f"Tool {name} not found."))
         elif is_async(function):
             try:
                 coroutine = function(**arguments)
             except Exception as error:  # arguments that it does not take: it has not begun
-                function = _raising(error)
+                function = _raising(error, function.__module__)
             else:
                 return Call(name, lambda: coroutine, self._timeout), True
         else:
@@ -109,7 +113,7 @@ class Toolbox:
         if isinstance(error, Hang):
             text = str({"error": f"{call.title} {error}"})
         elif error is not None:
-            text = str({"error": _without_hash(str(error), self._functions.get(call.title))})
+            text = str({"error": _without_hash(str(error), call.function)})
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
         return {"role": "tool", "name": call.title, "content": text}, error is not None
 
@@ -118,21 +122,22 @@ class Toolbox:
         self._caller.close()
 
 
-def open_toolbox(specs: Sequence[str], functions: Sequence[Callable], timeout: float) -> Toolbox | None:
-    """The tools of the option `tools` and functions beside them; None without any. Raises as `load_function` and
-    `Toolbox`."""
-    functions = [*(load_function(spec, "tool") for spec in specs), *functions]
-    return Toolbox(functions, timeout) if functions else None
+def open_toolbox(specs: Sequence[str], functions: Sequence[Callable], timeout: float) -> Toolbox:
+    """The tools of the option `tools` and functions beside them. Raises as `load_function` and `Toolbox`."""
+    return Toolbox([*(load_function(spec, "tool") for spec in specs), *functions], timeout)
 
 
-def _raising(error: Exception) -> Callable:
+def _raising(error: Exception, module: str = __name__) -> Callable:
+    """A function of a module that raises an error."""
+
     def function() -> None:
         raise error
 
+    function.__module__ = module
     return function
 
 
-def _schema(function: Callable) -> dict[str, Any]:
+def tool_schema(function: Callable) -> dict[str, Any]:
     """The JSON schema of a tool, with transformers' rules."""
     advice = "A tool is a function with type hints and a Google docstring that describes each argument (docs/tools.md)"
     if not callable(function) or not hasattr(function, "__name__"):

@@ -18,7 +18,7 @@ from rlhf_jax.data.files import from_list
 from rlhf_jax.parallel.sharding import make_mesh
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.python_functions import HostRewards
-from rlhf_jax.stages import turns
+from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.types import PartialResponses, PromptBatch, Rollout
 from tests.parity.report import Report, distance
 
@@ -61,20 +61,13 @@ class RecordedTurns:
             max_tool_calling_iterations=options.get("max_tool_calling_iterations"),
             chat_template_kwargs=options.get("chat_template_kwargs"),
         )
-        toolbox, shown = turns.open_tools(config, module.TOOLS)
-        assert toolbox is not None
+        tools = open_tools(config, module.TOOLS, module.ENVIRONMENTS)
         rows = from_list(json.loads((folder / "prompts.json").read_text()), "prompts.json")
-        self.prompts = make_prompts(
-            rows, self.tokenizer, query_length=100_000, chat_template_kwargs=shown.chat_template_kwargs
-        )
-        self.turns = turns.open_turns(
-            config,
-            toolbox,
-            [self.prompts],
-            self.tokenizer,
-            positions=vocabulary["max_position_embeddings"],
-            mesh=make_mesh(1, 1, 1, devices=jax.devices()[:1]),
-        )
+        kwargs = tools.prompt_config.chat_template_kwargs
+        self.prompts = make_prompts(rows, self.tokenizer, query_length=100_000, chat_template_kwargs=kwargs)
+        mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        positions = vocabulary["max_position_embeddings"]
+        self.turns = tools.turns([self.prompts], self.tokenizer, positions=positions, mesh=mesh)
         self.rewards = HostRewards(module.REWARDS)
 
     def rollout(self, generation: int, report: Report, whole: Rollout) -> tuple[Rollout, dict[str, float]]:
@@ -86,8 +79,9 @@ class RecordedTurns:
         rows = np.array([ours.get(ids.tobytes(), -1) for ids in wanted])
         report.add("tools: prompts", float((rows < 0).sum()), 0.0, where)
         batch = self.prompts.of_rows(rows.astype(np.int32), slice(None))
-        sampler = _Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, batch, self.length)
-        rollout, _, said = self.turns.respond(sampler, self.prompts, rows, len(rows), lambda: None)
+        sampler = _Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, self.length)
+        responses = self.turns.respond(sampler, self.prompts, batch, rows, real=len(rows), tick=lambda: None)
+        rollout, said = responses.rollout, responses.conversations
         assert rollout.sampled is not None
         ids = completion_ids(np.asarray(rollout.response), np.asarray(rollout.lengths))
         theirs, tool_mask = (self.trace[f"{name}_{generation}"] for name in ("completion_ids", "tool_mask"))
@@ -121,11 +115,11 @@ class RecordedTurns:
 class _Sampler:
     """`Programs.generate` of recorded turns."""
 
-    def __init__(self, recorded: list[list[list[int]]], eos: int, prompts: PromptBatch, length: int):
-        self.recorded, self.eos, self.prompts, self.length = recorded, eos, prompts, length
+    def __init__(self, recorded: list[list[list[int]]], eos: int, length: int):
+        self.recorded, self.eos, self.length = recorded, eos, length
         self.turn = [0] * len(recorded)
 
-    def __call__(self, begun: PartialResponses) -> tuple[Rollout, None]:
+    def __call__(self, prompts: PromptBatch, begun: PartialResponses) -> tuple[Rollout, None, PromptBatch]:
         response, lengths, ended = (np.array(x) for x in (begun.response, begun.lengths, begun.ended))
         for row, own in enumerate(self.recorded):
             if ended[row] or lengths[row] == self.length:
@@ -136,12 +130,12 @@ class _Sampler:
             lengths[row] += len(turn)
             ended[row] = turn[-1] == self.eos
         rollout = Rollout(
-            prompt_tokens=self.prompts.tokens,
-            prompt_lengths=jnp.asarray(self.prompts.lengths),
+            prompt_tokens=jnp.asarray(prompts.tokens),
+            prompt_lengths=jnp.asarray(prompts.lengths),
             response=jnp.asarray(response),
             lengths=jnp.asarray(lengths),
             ended=jnp.asarray(ended),
             logprobs=begun.logprobs,
             response_mask=jnp.ones(response.shape, bool),
         )
-        return rollout, None
+        return rollout, None, prompts

@@ -1,0 +1,125 @@
+"""The tools and environments of a run: what its config, its data and its responses are with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_jax.config import PolicyConfig
+from rlhf_jax.data import PromptData, Tokenizer
+from rlhf_jax.data.tool_calls import ToolCalls
+from rlhf_jax.errors import UserError
+from rlhf_jax.stages.turns import Turns
+from rlhf_jax.tools.environments import Environments, open_environments
+from rlhf_jax.tools.toolbox import Toolbox, open_toolbox
+
+
+@dataclasses.dataclass
+class Tools:
+    """The tools of a run; falsy without any.
+
+    Attributes:
+      toolbox: of functions.
+      environments: None: there are none.
+      config: of the stage; with environments each response has a prompt of its own.
+    """
+
+    toolbox: Toolbox
+    environments: Environments | None
+    config: PolicyConfig
+
+    def __bool__(self) -> bool:
+        return bool(self.toolbox.schemas) or self.environments is not None
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of all tools, each name once."""
+        environments = {} if self.environments is None else self.environments.schemas
+        schemas = [*self.toolbox.schemas, *(schema for own in environments.values() for schema in own)]
+        return list({schema["function"]["name"]: schema for schema in schemas}.values())
+
+    @property
+    def prompt_config(self) -> PolicyConfig:
+        """The config whose chat template shows the tools to the policy."""
+        if not self:
+            return self.config
+
+        def shown(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+            if "tools" in (kwargs or {}):
+                raise UserError(
+                    "chat_template_kwargs has 'tools', which the policy could not call: give the option tools"
+                )
+            return {**(kwargs or {}), "tools": self.schemas}
+
+        entries, own = self.config.datasets, "chat_template_kwargs"
+        if entries is not None:
+            entries = tuple({**entry, own: shown(entry[own])} if own in entry else entry for entry in entries)
+        return dataclasses.replace(
+            self.config, chat_template_kwargs=shown(self.config.chat_template_kwargs), datasets=entries
+        )
+
+    def turns(self, sources: Sequence[PromptData], tokenizer: Tokenizer, *, positions: int, mesh: Any) -> Turns | None:
+        """The turns of a policy; None without tools.
+
+        Args:
+          sources: the prompts.
+          tokenizer: the policy's.
+          positions: of the policy.
+          mesh: of the run.
+
+        Raises:
+          UserError: prompts are texts, have images, tools of their own or no environment; or as `ToolCalls`.
+        """
+        if not self:
+            return None
+        for source in sources:
+            name = source.report.name
+            if not source.conversational:
+                raise UserError(f"tools need conversations as prompts, lists of messages; those of {name} are texts")
+            if source.images is not None:
+                raise UserError(f"tools with images are not supported; {name} has images")
+            if "tools" in source.column_names:
+                raise UserError(
+                    f"{name} has a column 'tools', but the policy calls those of the option: remove the column"
+                )
+            if self.environments is not None and self.environments.several:
+                for row, values in enumerate(source.raw):
+                    self.environments.check_row(values, f"{name}, row {row}")
+        calls = ToolCalls(tokenizer, self.schemas, self.config.chat_template_kwargs)
+        return Turns(self.config, self.toolbox, self.environments, calls, positions, mesh)
+
+
+def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_factory: Any) -> Tools:
+    """The tools of a run.
+
+    Args:
+      config: of the stage.
+      functions: tools beside those of the config.
+      environment_factory: in place of that of the config: a callable, or a dict of them; None: the config's.
+
+    Raises:
+      UserError: a tool is no function with a schema, or an option does not go with tools.
+    """
+    environments = open_environments(config.environment_factory, environment_factory, config.tool_timeout)
+    tools = Tools(open_toolbox(config.tools, functions, config.tool_timeout), environments, config)
+    if not tools:
+        return tools
+    for name in ("rollout_max_steps", "structured_outputs_regex", "structured_outputs_regex_column"):
+        if getattr(config, name) is not None:
+            raise UserError(f"{name} with tools is not supported: remove one of them")
+    if config.stop_token is None and config.stop_token_ids is None:
+        raise UserError("tools need a token that ends the policy's messages: set stop_token eos or stop_token_ids")
+    if environments is None:
+        return tools
+    names = {schema["function"]["name"] for schema in tools.toolbox.schemas}
+    for schema in (schema for own in environments.schemas.values() for schema in own):
+        if schema["function"]["name"] in names:
+            raise UserError(
+                f"tool {schema['function']['name']!r} has the name of a method of an environment: rename one"
+            )
+    # A reset may return another text for each response.
+    changes: dict[str, Any] = {"decode_longest_first": False}
+    if config.shared_prompts:
+        changes["shared_prompts"] = False
+    return dataclasses.replace(tools, config=dataclasses.replace(config, **changes))

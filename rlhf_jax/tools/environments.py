@@ -1,0 +1,166 @@
+"""Environments, as TRL's GRPOTrainer has them: objects that are reset for each response, whose public methods are tools
+and which may own the reward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards.interface import describe_error, load_object
+from rlhf_jax.tools.toolbox import tool_schema
+from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
+
+NAME = "environment"
+"""Column of the data that names each row's environment, where there are several."""
+
+
+class Environments:
+    """Instances by the name of their factory, as many as a batch has responses; they are reset and used again.
+
+    Attributes:
+      several: whether rows name their environment; else the only one has the name None.
+      schemas: the JSON schemas of each environment's tools.
+      reward_functions: a reward function for each class that has `get_reward`, by its name.
+
+    Args:
+      factories: functions or classes without arguments.
+      timeout: seconds of a reset.
+
+    Raises:
+      UserError: a factory fails, an instance has no reset, or a method is no tool.
+    """
+
+    def __init__(self, factories: Mapping[str | None, Callable], timeout: float):
+        self.several = None not in factories
+        self._factories, self._timeout, self._caller = dict(factories), timeout, Caller("environments")
+        self._pool = {name: [self._new(name)] for name in factories}
+        self.schemas: dict[str | None, list[dict[str, Any]]] = {}
+        self.reward_functions: list[Callable] = []
+        kinds: list[type] = []
+        for name, (instance,) in self._pool.items():
+            if not inspect.ismethod(getattr(instance, "reset", None)):
+                raise UserError(f"environment {type(instance).__name__} has no method reset, which begins a response")
+            self.schemas[name] = [tool_schema(method) for method in methods(instance).values()]
+            if inspect.ismethod(getattr(instance, "get_reward", None)) and type(instance) not in kinds:
+                kinds.append(type(instance))
+                self.reward_functions.append(_reward_function(type(instance)))
+
+    def _new(self, name: str | None) -> Any:
+        try:
+            return self._factories[name]()
+        except Exception as error:  # the user's code
+            what = "environment_factory" if name is None else f"environment_factory {name!r}"
+            raise UserError(f"{what} failed: {describe_error(error)}") from error
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        """Raises a UserError where a row names no environment; `where`: of the row, for the message."""
+        if self.several and row.get(NAME) not in self._pool:
+            known = ", ".join(map(repr, self._pool))
+            raise UserError(f"{where}: {NAME!r} is {row.get(NAME)!r:.60}; environment_factory has {known}")
+
+    def name_of(self, row: Mapping[str, Any]) -> str | None:
+        """The environment of a row."""
+        return row[NAME] if self.several else None
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str | None]]:
+        """Resets an instance for each response.
+
+        Args:
+          rows: of the data, all their columns.
+
+        Returns:
+          (the instances, what each reset returned: text, or None)
+
+        Raises:
+          UserError: a reset fails, does not return in time, or returns something else.
+        """
+        used: dict[str | None, int] = dict.fromkeys(self._pool, 0)
+        instances, texts = [], []
+        for row in rows:
+            name = self.name_of(row)
+            if used[name] == len(self._pool[name]):
+                self._pool[name].append(self._new(name))
+            instance = self._pool[name][used[name]]
+            used[name] += 1
+            arguments = {key: value for key, value in row.items() if not (self.several and key == NAME)}
+            title = f"environment {type(instance).__name__}: reset"
+            call = Call(title, instance.reset, self._timeout, arguments)
+            self._caller.call(call)
+            instances.append(instance)
+            texts.append(_observation(call))
+        return instances, texts
+
+    def close(self) -> None:
+        """Ends the thread of resets."""
+        self._caller.close()
+
+
+def methods(instance: Any) -> dict[str, Callable]:
+    """The tools of an environment: its public methods by name, but `reset` and `get_reward`."""
+    found = inspect.getmembers(instance, predicate=inspect.ismethod)
+    return {name: method for name, method in found if name not in ("reset", "get_reward") and not name.startswith("_")}
+
+
+def open_environments(specs: Sequence[str], factory: Any, timeout: float) -> Environments | None:
+    """The environments of the option `environment_factory`, or of a factory or a dict of them in its place; None
+    without any.
+
+    Args:
+      specs: 'file.py:Class', or several as 'NAME=file.py:Class'.
+      factory: a callable, or a dict of them; None: those of `specs`.
+      timeout: seconds of a reset.
+
+    Raises:
+      UserError: as `Environments`; both are set, a spec has no name or names nothing.
+    """
+    if factory is not None and specs:
+        raise UserError("environment_factory is in the config and an argument of rlhf_jax.run: remove one of them")
+    if factory is None:
+        pairs = [spec.partition("=")[::2] if "=" in spec else (None, spec) for spec in specs]
+        names = [name for name, _ in pairs]
+        if len(pairs) > 1 and (None in names or len(set(names)) < len(names)):
+            raise UserError(
+                f"environment_factory: several need a name each, NAME=file.py:Class; got {', '.join(specs)}"
+            )
+        factory = {name: load_object(spec, "environment_factory") for name, spec in pairs}
+    factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+    for name, each in factories.items():
+        if not callable(each):
+            raise UserError(
+                f"environment_factory {'' if name is None else repr(name)} is no function or class: {each!r:.60}"
+            )
+    return Environments(factories, timeout) if factories else None
+
+
+def _observation(call: Call) -> str | None:
+    outcome = call.outcome
+    assert outcome is not None
+    if isinstance(outcome.error, KeyboardInterrupt):
+        raise outcome.error
+    if isinstance(outcome.error, Hang):
+        raise UserError(f"{call.title} {outcome.error} (tool_timeout)")
+    if outcome.error is not None:
+        raise UserError(f"{call.title} raised {describe_error(outcome.error)}") from outcome.error
+    value = outcome.result
+    if isinstance(value, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in value):
+        return "".join(block["text"] for block in value)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{call.title} returned {value!r:.60}; it returns text, blocks of text, or None")
+    return value
+
+
+def _reward_function(kind: type) -> Callable:
+    """The `get_reward` of a class as a reward function: None for responses of other environments."""
+    if inspect.iscoroutinefunction(kind.get_reward):  # type: ignore[attr-defined]
+
+        async def get_reward(environments: list[Any]) -> list[float | None]:
+            return [await each.get_reward() if type(each) is kind else None for each in environments]
+    else:
+
+        def get_reward(environments: list[Any]) -> list[float | None]:
+            return [each.get_reward() if type(each) is kind else None for each in environments]
+
+    get_reward.__name__ = kind.__name__
+    return get_reward
