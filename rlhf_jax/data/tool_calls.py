@@ -83,11 +83,13 @@ class ToolCalls:
                 raise UserError(f"{self._who} does not show tool {name!r} to the policy. {_ADVICE}")
 
     def _check_results(self) -> None:
+        result = {"role": "tool", "name": "dummy", "content": "a result"}
         try:
-            _, text = self.suffix([{"role": "tool", "name": "dummy", "content": "a result"}])
+            self.suffix([result])
+            text = self._template.render([*_called("dummy"), result], generation_prompt=True)
         except ChatTemplateError as error:
             raise UserError(f"tools: {error}. {_ADVICE}") from error
-        if "a result" not in text:
+        if result["content"] not in text:
             raise UserError(f"{self._who} leaves out the results of tools. {_ADVICE}")
 
     def _response_template(self) -> dict[str, Any]:
@@ -148,8 +150,7 @@ class ToolCalls:
           UserError: the template does not end the policy's message with a token that ends responses.
         """
         name = messages[0]["name"]
-        call = {"type": "function", "function": {"name": name, "arguments": {}}}
-        before = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = _called(name)
         if name not in self._ends_before:
             self._ends_before[name] = len(self._ends(self._ids(self._template.render(before, generation_prompt=False))))
             if not self._ends_before[name]:
@@ -186,6 +187,12 @@ class ToolCalls:
                 ids.append(self._special[token[0]])
                 place = token.end()
         return ids
+
+
+def _called(name: str) -> Conversation:
+    """A conversation that ends with a call of a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _checked(call: Any) -> dict[str, Any]:

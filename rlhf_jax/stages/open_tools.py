@@ -47,9 +47,7 @@ class Tools:
 
         def shown(kwargs: dict[str, Any] | None) -> dict[str, Any]:
             if "tools" in (kwargs or {}):
-                raise UserError(
-                    "chat_template_kwargs has 'tools', which the policy could not call: give the option tools"
-                )
+                raise UserError("chat_template_kwargs has 'tools', which cannot be called: give the option tools")
             return {**(kwargs or {}), "tools": self.schemas}
 
         entries, own = self.config.datasets, "chat_template_kwargs"
@@ -80,9 +78,7 @@ class Tools:
             if source.images is not None:
                 raise UserError(f"tools with images are not supported; {name} has images")
             if "tools" in source.column_names:
-                raise UserError(
-                    f"{name} has a column 'tools', but the policy calls those of the option: remove the column"
-                )
+                raise UserError(f"{name} has a column 'tools' beside the option tools: remove one of them")
             if self.environments is not None and self.environments.several:
                 for row, values in enumerate(source.raw):
                     self.environments.check_row(values, f"{name}, row {row}")
@@ -115,9 +111,7 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
     names = {schema["function"]["name"] for schema in tools.toolbox.schemas}
     for schema in (schema for own in environments.schemas.values() for schema in own):
         if schema["function"]["name"] in names:
-            raise UserError(
-                f"tool {schema['function']['name']!r} has the name of a method of an environment: rename one"
-            )
+            raise UserError(f"tool {schema['function']['name']!r} has the name of an environment's method: rename one")
     # A reset may return another text for each response.
     changes: dict[str, Any] = {"decode_longest_first": False}
     if config.shared_prompts:

@@ -252,7 +252,7 @@ class Turns:
         ids, most = self._calls.tokenizer.encode(rendered), self._config.query_length
         if len(ids) > most:
             raise UserError(
-                f"{source.report.name}, row {row}: with what its environment's reset returned the prompt has {len(ids)} "
+                f"{source.report.name}, row {row}: with the text of its reset the prompt has {len(ids)} "
                 f"tokens, but query_length is {most}: raise it, or shorten what reset returns"
             )
         return ids, rendered, messages
