@@ -33,7 +33,7 @@ setup(
         "filelock>=4,<5",
         "numpy>=2.0,<3",
         "scipy>=1.15,<2",
-        "transformers>=5.0,<6",
+        "transformers>=5.13,<6",
         "datasets>=5.0,<6",
         "huggingface_hub>=1.31,<3",
         "httpx2>=2.0,<3",

@@ -37,6 +37,6 @@ def optional(name: str):
         without_torch = name == "transformers" and importlib.util.find_spec("torch") is None
         return WithoutTorch(package) if without_torch else package
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if name != error.name and not name.startswith(f"{error.name}."):
             raise
         return Absent(name)

@@ -61,6 +61,5 @@ def save_tokenizer(folder):
 def prompts(count):
     """Rows of conversations that differ in their lengths."""
     words = ["x", "x y", "z z z", "1 2", "y"]
-    return [
-        {"prompt": [{"role": "user", "content": " ".join([words[i % 5]] * (1 + i % 2))}], "answer": str(i)} for i in range(count)
-    ]
+    texts = [" ".join([words[i % 5]] * (1 + i % 2)) for i in range(count)]
+    return [{"prompt": [{"role": "user", "content": text}], "answer": str(i)} for i, text in enumerate(texts)]

@@ -79,7 +79,7 @@ class RecordedTurns:
         rows = np.array([ours.get(ids.tobytes(), -1) for ids in wanted])
         report.add("tools: prompts", float((rows < 0).sum()), 0.0, where)
         batch = self.prompts.of_rows(rows.astype(np.int32), slice(None))
-        sampler = _Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, self.length)
+        sampler = Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, self.length)
         responses = self.turns.respond(sampler, self.prompts, batch, rows, real=len(rows), tick=lambda: None)
         rollout, said = responses.rollout, responses.conversations
         assert rollout.sampled is not None
@@ -112,7 +112,7 @@ class RecordedTurns:
         return rollout, {**said.metrics, **rewards.metrics}
 
 
-class _Sampler:
+class Sampler:
     """`Programs.generate` of recorded turns."""
 
     def __init__(self, recorded: list[list[list[int]]], eos: int, length: int):
