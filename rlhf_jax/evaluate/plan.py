@@ -147,7 +147,7 @@ def _absent_objects(
     pairs: RewardConfig | None,
 ) -> tuple[str, ...]:
     """Warnings of reward functions that were arguments of `rlhf_jax.run` and so are not in the run's folder; a
-    UserError if the evaluation data were."""
+    UserError if the evaluation data were, or if the policy calls tools."""
     for name, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
         given = objects.get(name, [])
         lost = "eval_dataset" in given or ("train_dataset" in given and used and used.eval_dataset_name is None)
@@ -156,6 +156,12 @@ def _absent_objects(
                 f"--run_dir {config.run_dir}: the data set of this run was an argument of rlhf_jax.run, so its folder "
                 f"does not name it. Set --{option} to a file, a folder or a hub name"
             )
+    tools = {"tools", "environment_factory"}
+    if prompts is not None and (tools & {*objects.get(stage, [])} or prompts.tools or prompts.environment_factory):
+        raise UserError(
+            f"--run_dir {config.run_dir}: this run has tools, which evaluate does not call: answers would "
+            "have one turn. The run's own evaluations (eval_steps) call them; --model samples the policy without tools"
+        )
     if prompts is not None and "reward_funcs" in objects.get(stage, []) and config.reward_funcs is None:
         return (
             "the reward functions of this run were arguments of rlhf_jax.run, so its folder does not name them and "

@@ -40,6 +40,14 @@ class Tools:
         return list({schema["function"]["name"]: schema for schema in schemas}.values())
 
     @property
+    def messages(self) -> list[str]:
+        """What is said of them at the start of a run."""
+        if not self:
+            return []
+        names = ", ".join(schema["function"]["name"] for schema in self.schemas)
+        return [f"tools {names} run in this process, with your rights; a resume calls those of its first update again"]
+
+    @property
     def prompt_config(self) -> PolicyConfig:
         """The config whose chat template shows the tools to the policy."""
         if not self:

@@ -160,6 +160,7 @@ class RolloutStage(Stage):
         ]
         self.messages += dict.fromkeys(note for source in sources for note in self.scorer.type_notes(source.some_raw()))
         self.messages += suppressions
+        self.messages += tools.messages
 
     def _load(self, context: StageContext[PolicyConfig], optimizer) -> rollout_models.LoadedModels:
         """Params of all models, and the train state."""

@@ -124,7 +124,7 @@ def test_grpo_has_reasons_of_its_own():
         "gradient_accumulation_steps": "num_mini_batches = steps_per_generation / gradient_accumulation_steps",
         "normalize_advantages": "whiten_advantages",
         "lam": "no value model",
-        "max_tool_calling_iterations": "no tools",
+        "log_completions_hub_repo": "push_to_hub",
         "cast_lm_head_to_fp32": "float32 whatever dtype",
     }.items():
         with pytest.raises(UserError, match=words):

@@ -21,6 +21,9 @@ WORDS += ["<tool_call>[1, 2]</tool_call>"]
 LETTERS = ("x", "y", "z", " ", *map(str, range(10)))
 VOCABULARY = [EOS, PAD, UNK, "<system>", "<user>", "<assistant>", "<tool>", "<tools>", *WORDS, *LETTERS]
 
+SHORT_TURNS = tuple(map(VOCABULARY.index, (EOS, *"3456789")))
+"""Stop ids with which turns are short."""
+
 
 def add(a: int, b: int) -> int:
     """Adds two numbers.
@@ -49,6 +52,30 @@ def fail() -> str:
 TOOLS = [add, tell, fail]
 
 
+class Counter:
+    """Counts up to a number that the row has."""
+
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, prompt, answer, **_):
+        self.resets, self.count, self.answer = self.resets + 1, 0, answer
+        return f" {int(answer) % 10}" if int(answer) % 3 else None
+
+    def add(self, a: int, b: int) -> int:
+        """Counts.
+
+        Args:
+            a: How much.
+            b: Ignored.
+        """
+        self.count += 1 if isinstance(a, int) else 0
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
 def save_tokenizer(folder):
     """Writes the tokenizer. Returns its path."""
     pieces = r'<tool_call>\{"name".*?</tool_call>|<tool_call>\[1, 2\]</tool_call>|<\w+>|\w+| |[^\w ]+'
@@ -63,3 +90,10 @@ def prompts(count):
     words = ["x", "x y", "z z z", "1 2", "y"]
     texts = [" ".join([words[i % 5]] * (1 + i % 2)) for i in range(count)]
     return [{"prompt": [{"role": "user", "content": text}], "answer": str(i)} for i, text in enumerate(texts)]
+
+
+def save(folder, rows):
+    """Writes the tokenizer and prompts.jsonl with `rows` rows."""
+    save_tokenizer(f"{folder}/tokenizer")
+    with open(f"{folder}/prompts.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in prompts(rows))

@@ -4,11 +4,13 @@ import dataclasses
 import os
 import shutil
 import sys
+import tempfile
 
 import pytest
 
 import rlhf_jax
 from rlhf_jax.config import GRPOConfig, RewardConfig, SFTConfig
+from tests.helpers import tool_tokenizer as tt
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
@@ -71,6 +73,19 @@ PARTIAL = {
     "decode_slots": 4,
     "draft": "ngram",
 }
+# Whose state is that of the update alone.
+HOME = tempfile.mkdtemp()
+TOOLS = {
+    "tools": ("tests.helpers.tool_tokenizer:tell", "tests.helpers.tool_tokenizer:fail"),
+    "environment_factory": ("tests.helpers.tool_tokenizer:Counter",),
+    "reward_funcs": (),
+    "tokenizer_name_or_path": f"{HOME}/tokenizer",
+    "dataset_name": f"{HOME}/prompts.jsonl",
+    "eval_dataset_name": f"{HOME}/prompts.jsonl",
+    "response_length": 64,
+    "stop_token_ids": tt.SHORT_TURNS,
+    "num_generations": 2,
+}
 # PPO and RLOO are GRPO with another loss here, and take as long again to trace; scripts/chaos/chaos.py has them.
 # A pass ends with an update (3 updates of 8 rows are 24), or within one (20 rows, or 10 prompts of 2 responses).
 CONFIGS = {
@@ -78,6 +93,7 @@ CONFIGS = {
     "reward": (RewardConfig(**SHARED, **SUPERVISED, **ADAPTED, max_train_samples=20, max_steps=5), 5),
     "grpo": (GRPOConfig(**SHARED, **ROLLING, **MOVING, max_train_samples=10, num_generations=2, total_episodes=40), 5),
     "partial": (GRPOConfig(**{**SHARED, **ROLLING, **PARTIAL}, max_train_samples=10, total_episodes=40), 5),
+    "tools": (GRPOConfig(**{**SHARED, **ROLLING, **TOOLS}, max_train_samples=10, total_episodes=32), 4),
 }
 
 
@@ -89,6 +105,7 @@ class Killed(BaseException):
 def whole(request, tmp_path_factory):
     """A config, its updates, and the folder of the uninterrupted run."""
     config, updates = CONFIGS[request.param]
+    tt.save(HOME, rows=10)
     folder = tmp_path_factory.mktemp("whole")
     before = os.getcwd()
     os.chdir(folder)

@@ -8,7 +8,6 @@ from rlhf_jax import stages
 from rlhf_jax.algorithms.groups import group_rollout
 from rlhf_jax.algorithms.response_logprobs import response_logprobs
 from rlhf_jax.config import GRPOConfig, PPOConfig
-from rlhf_jax.data.fast_tokenizer import EOS
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import sharding
 from rlhf_jax.stages import turns
@@ -16,7 +15,7 @@ from tests.helpers import tool_tokenizer as tt
 from tests.helpers.runs import compilations
 
 LENGTH, BATCH, GROUP = 96, 16, 2
-STOPS = tuple(map(tt.VOCABULARY.index, (EOS, *"3456789")))  # so that turns are short
+STOPS = tt.SHORT_TURNS
 OPTIONS = {
     "run_dir": None,
     "sft_model_path": None,
@@ -215,30 +214,6 @@ def test_updates_learn_from_sampled_tokens_and_evaluations_call_tools(tokenizer,
 # --- environments
 
 
-class Counter:
-    """Counts up to a number that the row has."""
-
-    def __init__(self):
-        self.resets = 0
-
-    def reset(self, prompt, answer, **_):
-        self.resets, self.count, self.answer = self.resets + 1, 0, answer
-        return f" {int(answer) % 10}" if int(answer) % 3 else None
-
-    def add(self, a: int, b: int) -> int:
-        """Counts.
-
-        Args:
-            a: How much.
-            b: Ignored.
-        """
-        self.count += 1 if isinstance(a, int) else 0
-        return self.count
-
-    def get_reward(self):
-        return float(self.count)
-
-
 class Teller:
     def reset(self, prompt, answer):
         self.word = answer
@@ -257,7 +232,7 @@ class Teller:
 
 
 def test_an_environment_is_reset_for_each_response_and_gives_tools_and_reward(tokenizer):
-    stage = stage_of(tokenizer, tools=[tt.tell], environment_factory=Counter, learning_rate=1e-3)
+    stage = stage_of(tokenizer, tools=[tt.tell], environment_factory=tt.Counter, learning_rate=1e-3)
     assert stage.scorer.names == ("told", "Counter")
     responses = respond(stage)
     said, rollout = responses.conversations, responses.rollout
@@ -290,7 +265,7 @@ def test_an_environment_is_reset_for_each_response_and_gives_tools_and_reward(to
 
 def test_rows_choose_among_several_environments(tokenizer):
     rows = [{**row, "environment": ("count", "say")[i % 2]} for i, row in enumerate(tt.prompts(16))]
-    factories = {"count": Counter, "say": Teller}
+    factories = {"count": tt.Counter, "say": Teller}
     stage = stage_of(tokenizer, tools=[], environment_factory=factories, train_dataset=rows)
     responses = respond(stage)
     for row in range(BATCH):
@@ -313,17 +288,17 @@ class NoReset:
     pass
 
 
-class BadReset(Counter):
+class BadReset(tt.Counter):
     def reset(self, **row):
         raise RuntimeError("no game today")
 
 
-class LongReset(Counter):
+class LongReset(tt.Counter):
     def reset(self, **row):
         return " x" * 40
 
 
-class OddReset(Counter):
+class OddReset(tt.Counter):
     def reset(self, **row):
         return 7
 
@@ -348,8 +323,8 @@ def test_a_reset_that_fails_ends_the_run_with_its_line(tokenizer, environment, m
     [
         ({"environment_factory": NoReset}, "environment NoReset has no method reset"),
         ({"environment_factory": 7}, "is no function or class: 7"),
-        ({"environment_factory": {"count": Counter}, "tools": []}, r"row 0: 'environment' is None; .* has 'count'"),
-        ({"environment_factory": Counter}, "tool 'add' has the name of an environment's method"),
+        ({"environment_factory": {"count": tt.Counter}, "tools": []}, r"row 0: 'environment' is None; .* has 'count'"),
+        ({"environment_factory": tt.Counter}, "tool 'add' has the name of an environment's method"),
         ({"rollout_max_steps": 4, "old_logprobs": "sampler"}, "rollout_max_steps with tools is not supported"),
         ({"structured_outputs_regex": "x+"}, "structured_outputs_regex with tools is not supported"),
         ({"stop_token": None, "stop_token_ids": None}, "tools need a token that ends the policy's messages"),
