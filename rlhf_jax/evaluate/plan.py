@@ -79,6 +79,8 @@ def make_plan(config: EvaluateConfig) -> Plan:
     stage = None if name is None else stages[name]
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
+    if isinstance(stage, PolicyConfig):
+        _refuse_tools(config, stage, objects.get(name, []))
     prompts = policy = ref = None
     others: tuple[Checkpoint, ...] = ()
     reference: bool | None = False
@@ -139,6 +141,15 @@ def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, li
     return stages, objects
 
 
+def _refuse_tools(config: EvaluateConfig, run: PolicyConfig, objects: list[str]) -> None:
+    """Raises a UserError for a run whose policy calls tools."""
+    if run.tools or run.environment_factory or {"tools", "environment_factory"} & {*objects}:
+        raise UserError(
+            f"--run_dir {config.run_dir}: this run has tools, which evaluate does not call: its answers would have one "
+            "turn. The run's own evaluations (eval_steps) call them; --model samples the policy without tools"
+        )
+
+
 def _absent_objects(
     config: EvaluateConfig,
     stage: str | None,
@@ -147,7 +158,7 @@ def _absent_objects(
     pairs: RewardConfig | None,
 ) -> tuple[str, ...]:
     """Warnings of reward functions that were arguments of `rlhf_jax.run` and so are not in the run's folder; a
-    UserError if the evaluation data were, or if the policy calls tools."""
+    UserError if the evaluation data were."""
     for name, used, option in ((stage, prompts, "data"), ("reward", pairs, "pairs")):
         given = objects.get(name, [])
         lost = "eval_dataset" in given or ("train_dataset" in given and used and used.eval_dataset_name is None)
@@ -156,12 +167,6 @@ def _absent_objects(
                 f"--run_dir {config.run_dir}: the data set of this run was an argument of rlhf_jax.run, so its folder "
                 f"does not name it. Set --{option} to a file, a folder or a hub name"
             )
-    tools = {"tools", "environment_factory"}
-    if prompts is not None and (tools & {*objects.get(stage, [])} or prompts.tools or prompts.environment_factory):
-        raise UserError(
-            f"--run_dir {config.run_dir}: this run has tools, which evaluate does not call: answers would "
-            "have one turn. The run's own evaluations (eval_steps) call them; --model samples the policy without tools"
-        )
     if prompts is not None and "reward_funcs" in objects.get(stage, []) and config.reward_funcs is None:
         return (
             "the reward functions of this run were arguments of rlhf_jax.run, so its folder does not name them and "

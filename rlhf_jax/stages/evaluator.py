@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms import nonfinite
+from rlhf_jax.algorithms.groups import sampled_mask
 from rlhf_jax.parallel import sharding
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.rewards.scorer import Scored, Scorer
@@ -213,9 +214,10 @@ class RolloutEvaluator:
           without a reference; scores and rewards are NaN where no reward applies; the entropy of a response is
           estimated by the mean of -log p of its tokens, at the sampler's temperature}
         """
-        parts = []
+        parts, prompts = [], []
         for batch, real in self._sample(policy, source, limit=limit, tick=tick, temperature=temperature):
             rollout = batch.rollout
+            prompts += batch.source.display_texts(batch.rows[:real])
             kl = None
             if self.programs.has_reference:
                 kl = self.programs.token_kl(policy, rollout, images=batch.images)
@@ -225,17 +227,18 @@ class RolloutEvaluator:
                 rollout.response,
                 rollout.lengths,
                 rollout.ended,
-                rollout.logprobs,
+                -rollout.logprobs.sum(axis=1) / jnp.maximum(sampled_mask(rollout).sum(axis=1), 1),
                 score,
                 batch.scored.each_reward,
             )
             host = sharding.fetch((*of_rows, *by_token))
-            parts.append([None if x is None else x[:real] for x in (*host, batch.rows)])
-        response, lengths, ended, logprobs, scores, each, token_kl, token_advantages, rows = (
+            parts.append([None if x is None else x[:real] for x in host])
+        response, lengths, ended, entropy, scores, each, token_kl, token_advantages = (
             None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True)
         )
+        rows = np.arange(len(prompts))
         return {
-            "prompts": source.display_texts(rows),
+            "prompts": prompts,
             "completions": self.texts(response, lengths),
             "columns": source.columns(rows),
             "rows": rows.tolist(),
@@ -244,7 +247,7 @@ class RolloutEvaluator:
             "scores": scores,
             "rewards": dict(zip(self.scorer.names, each.T, strict=True)),
             "kl": None if token_kl is None else token_kl.sum(axis=1),
-            "entropy": -logprobs.sum(axis=1) / np.maximum(lengths, 1),
+            "entropy": entropy,
             "ids": response,
             "token_kl": token_kl,
             "advantages": None if token_advantages is None else token_advantages.reshape(len(lengths), -1),

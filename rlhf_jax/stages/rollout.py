@@ -120,7 +120,7 @@ class RolloutStage(Stage):
     def _open(self, train_dataset, eval_dataset, reward_funcs: list, template_date) -> None:
         """Tokenizer, data, models without params and rewards: all that can be refused, before a weight is read."""
         config, context, tools = self.config, self.context, self._tools
-        train_rows = data.load_training_rows(config, "demonstrations", train_dataset)
+        train_rows = data.load_training_rows(tools.prompt_config, "demonstrations", train_dataset)
         opened = rollout_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.generation = exported_generation(rollout_models.policy_source(config), self.tokenizer)

@@ -428,6 +428,14 @@ def test_what_was_given_to_run_as_an_object_is_asked_for(room, tmp_path):
     assert made(["reward_funcs"], reward_funcs=("m.py:f",)).warnings == ()
 
 
+def test_a_run_with_tools_is_refused(room, tmp_path):
+    folder = finished_run(room, tmp_path, reward_model_path=None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tools": ["my_tools.py:add"]}))
+    with pytest.raises(UserError, match="has tools, which evaluate does not call.*--model samples the policy without"):
+        plan.make_plan(EvaluateConfig(run_dir=str(folder)))
+
+
 def test_an_unfinished_run_is_refused(room, tmp_path):
     folder = finished_run(room, tmp_path)
     os.remove(folder / "finished.json")

@@ -205,9 +205,29 @@ def test_updates_learn_from_sampled_tokens_and_evaluations_call_tools(tokenizer,
     evaluated = stage.evaluate(state)
     assert evaluated["eval_tools/call_frequency"] > 0
     rows, _ = stage.samples(state)
-    assert len(rows) == 5
+    assert [row["query"].split("<user>")[1] for row in rows] == [
+        f"{row['prompt'][0]['content']}<|endoftext|><assistant>" for row in tt.prompts(5)
+    ]
     table, _ = stage.training_completions()
     assert len(table) == BATCH
+    stage.close()
+
+
+def test_prompts_of_files_and_of_objects_show_the_tools(tokenizer, tmp_path):
+    tt.save(tmp_path, rows=16)
+    files = {"dataset_name": f"{tmp_path}/prompts.jsonl", "eval_dataset_name": f"{tmp_path}/prompts.jsonl"}
+    config = GRPOConfig(**{**OPTIONS, "tokenizer_name_or_path": tokenizer, **files})
+    stage = stages.open_stage(config, reward_funcs=[told], tools=tt.TOOLS)
+    for source in (stage.train_data, *stage.eval_sets.values()):
+        assert all(text.startswith("<tools>add tell fail ") for text in source.display_texts(range(len(source))))
+    stage.close()
+    mixture = [{"path": files["dataset_name"]}, {"path": files["dataset_name"], "chat_template_kwargs": {"x": 1}}]
+    stage = stages.open_stage(
+        GRPOConfig(**{**OPTIONS, "tokenizer_name_or_path": tokenizer, "datasets": mixture, "eval_dataset_name": None}),
+        reward_funcs=[told],
+        tools=tt.TOOLS,
+    )
+    assert all(text.startswith("<tools>add tell fail ") for text in stage.train_data.display_texts(range(32)))
     stage.close()
 
 
@@ -253,12 +273,15 @@ def test_an_environment_is_reset_for_each_response_and_gives_tools_and_reward(to
         counted = [text for text in added if "error" not in text]
         assert counted == [str(n + 1) for n in range(len(counted))]
     assert any(each.count for each in said.environments)
+    rows, _ = stage.samples(stage.state)
+    ends = [row["query"].removesuffix("<|endoftext|><assistant>")[-2:] for row in rows]
+    assert [end for i, end in enumerate(ends) if i % 3] == [f" {i % 10}" for i in range(len(ends)) if i % 3]
     state, _, _ = stage.train_step(stage.state, 0)
     batch = stage._recent_batches[1][0]
     counts = [float(each.count) for each in said.environments]  # of the same instances
     np.testing.assert_array_equal(np.asarray(batch.scored.each_reward)[:, 1], counts)
     stage.train_step(state, 1)
-    assert max(each.resets for each in said.environments) == 3, "instances are used again"
+    assert max(each.resets for each in said.environments) == 4, "instances are used again"
     assert compilations(stage) == {"generate": 1, "experience": 1, "update": 1}
     stage.close()
 
