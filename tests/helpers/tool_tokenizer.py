@@ -1,6 +1,7 @@
 """A tokenizer with whole calls of tools as single tokens, so that random weights call tools; and the tools."""
 
 import json
+import os
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
 
@@ -94,6 +95,7 @@ def prompts(count):
 
 def save(folder, rows):
     """Writes the tokenizer and prompts.jsonl with `rows` rows."""
+    os.makedirs(folder, exist_ok=True)
     save_tokenizer(f"{folder}/tokenizer")
     with open(f"{folder}/prompts.jsonl", "w") as file:
         file.writelines(json.dumps(row) + "\n" for row in prompts(rows))

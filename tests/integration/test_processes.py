@@ -15,12 +15,13 @@ import time
 import numpy as np
 import pytest
 
+from tests.helpers import tool_tokenizer
 from tests.helpers.children import QUICK, reward_checkpoint
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.processes
 
-STAGES = ("all/sft", "all/reward", "all/ppo", "rloo", "grpo")
+STAGES = ("all/sft", "all/reward", "all/ppo", "rloo", "grpo", "tools")
 MESHES = {"one": (1, 1, "1 1"), "two": (2, 2, "2 1"), "four": (4, 1, "1 2")}
 """Processes, devices each, devices on fsdp and on tensor; `data` takes the others, 2."""
 SHARES = {"two": (8, 8), "four": (8, 0, 8, 0)}
@@ -32,6 +33,7 @@ import dataclasses
 import os
 
 from rlhf_jax.config import GRPOConfig, Pipeline, PPOConfig, RLOOConfig, RewardConfig, SFTConfig
+from tests.helpers.tool_tokenizer import SHORT_TURNS
 
 SHARED = dict(
     dataset_name="synthetic",
@@ -84,6 +86,13 @@ def get_config(variant):
         # The gradient of their sum is nearly 0, which Adam with its small epsilon makes large.
         entropy = dict(use_adaptive_entropy=True, entropy_target=20.0, adam_epsilon=1e-5)
         return GRPOConfig(num_generations=2, beta=0.05, num_iterations=2, **entropy, **START, **POLICY)
+    if variant == "tools":
+        helper = "tests.helpers.tool_tokenizer"
+        policy = {**POLICY, "response_length": 64, "length_buckets": (64,), "dataset_name": "TOOLS/prompts.jsonl"}
+        policy |= {"eval_dataset_name": "TOOLS/prompts.jsonl", "stop_token_ids": SHORT_TURNS, "temperature": 1.0}
+        start = {**START, "tokenizer_name_or_path": "TOOLS/tokenizer"}
+        calls = dict(tools=(f"{helper}:tell", f"{helper}:fail"), environment_factory=(f"{helper}:Counter",))
+        return GRPOConfig(num_generations=2, **calls, **start, **policy)
     # The reward model of RLOO reads text, with a tokenizer of its own.
     reads = dict(reward_model_path="REWARD", reward_input="text")
     rloo = RLOOConfig(sft_model_path=None, num_generations=2, **reads, **START, **POLICY)
@@ -93,7 +102,7 @@ def get_config(variant):
     return rloo
 
 
-VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "ends"))
+VARIANTS = dict.fromkeys(("all", "rloo", "grpo", "tools", "ends"))
 """
 
 REWARDS = """
@@ -216,7 +225,9 @@ def folder(tmp_path_factory):
     reward_checkpoint(folder)
     (folder / "rewards.py").write_text(REWARDS)
     config = CONFIG.replace("REWARDS:", f"{folder / 'rewards.py'}:")
-    (folder / "config.py").write_text(config.replace('"REWARD"', repr(str(folder / "reward"))))
+    tool_tokenizer.save(folder / "tools", rows=16)
+    config = config.replace('"REWARD"', repr(str(folder / "reward"))).replace("TOOLS/", f"{folder / 'tools'}/")
+    (folder / "config.py").write_text(config)
     return folder
 
 
@@ -229,8 +240,9 @@ def runs(folder):
         for codes, texts in [started.ends() for started in pair]:
             assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
     # GRPO has RLOO's trainer, so that two meshes are enough.
-    for codes, texts in [started.ends() for started in [Started(folder, mesh, "grpo") for mesh in ("one", "two")]]:
-        assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
+    for variant, meshes in {"grpo": ("one", "two"), "tools": ("one", "four")}.items():
+        for codes, texts in [started.ends() for started in [Started(folder, mesh, variant) for mesh in meshes]]:
+            assert not any(codes), "\n-----\n".join(text[-3000:] for text in texts)
     return folder
 
 
@@ -248,7 +260,9 @@ def notes_of(folder, mesh, variant):
     return found
 
 
-PAIRS = [(mesh, run) for mesh in ("two", "four") for run in STAGES if (mesh, run) != ("four", "grpo")]
+PAIRS = [
+    (mesh, run) for mesh in ("two", "four") for run in STAGES if (mesh, run) not in (("four", "grpo"), ("two", "tools"))
+]
 
 
 @pytest.mark.parametrize("mesh, run", PAIRS)
@@ -269,7 +283,9 @@ def test_metrics_do_not_depend_on_the_processes(runs, mesh, run):
         assert not far
 
 
-@pytest.mark.parametrize("mesh, variant", [(mesh, variant) for mesh in SHARES for variant in ("all", "rloo")])
+@pytest.mark.parametrize(
+    "mesh, variant", [*((mesh, variant) for mesh in SHARES for variant in ("all", "rloo")), ("four", "tools")]
+)
 def test_each_row_is_scored_once_by_one_process(runs, mesh, variant):
     one, many = notes_of(runs, "one", variant), notes_of(runs, mesh, variant)
     training = [row for row in one if row[1] is not None]
