@@ -154,6 +154,9 @@ class PromptOptions(DataOptions):
     shuffle_dataset: bool = option(True, rare=True)
     """Shuffle the prompts each epoch; false: keep their order."""
 
+    # Where there are no options of tools.
+    environment_factory = ()
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOptions(DataOptions):

@@ -22,6 +22,10 @@ from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import PromptBatch
 
+NO_PROMPT = [{"role": "user", "content": "\u200b"}]
+"""Stands for the prompt of a row that has none, until its environment is reset. Its content is not empty, as that of a
+prompt must not be."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptData(batches.Batched[PromptBatch]):
@@ -198,8 +202,10 @@ def make_prompts(
     shuffle: bool = True,
     num_proc: int | None = None,
     processor: image_rows.ImageProcessor | None = None,
+    environments: bool = False,
 ) -> PromptData:
-    """Tokenizes prompts. The arguments are options of the config; `processor`: of the model, where rows have images.
+    """Tokenizes prompts. The arguments are options of the config; `processor`: of the model, where rows have images;
+    `environments`: whether rows may have no prompt, since environments begin it.
 
     A prompt that is a list of messages {"role", "content"} is rendered by the tokenizer's chat template with its
     generation prompt. The prompts of a data set are all texts or all conversations; a row of the other kind is bad. A
@@ -211,6 +217,8 @@ def make_prompts(
     """
     is_post = set(row_texts.TEMPLATE_COLUMNS) <= set(rows.column_names)
     whole = prompt_column if prompt_column == "prompt" and not is_post else None
+    if environments and whole is not None and whole not in rows.column_names:
+        rows = rows.mapped(_without_prompt, [whole], "no prompt")
     rows = rows if processor is None else image_rows.encoded(rows)
     rows = conversation_forms.house_form(rows, (prompt_column,), whole=whole, answer="completion")
     columns = row_texts.prompt_columns(rows, prompt_column)
@@ -243,6 +251,10 @@ def make_prompts(
         describe=PromptData.describe,
     )
     return build(made, length_buckets)
+
+
+def _without_prompt(row: Any) -> Any:
+    return {**row, "prompt": NO_PROMPT} if isinstance(row, Mapping) else row
 
 
 def _prompts_of(
@@ -359,6 +371,7 @@ def prompts_from_rows(
         shuffle=config.shuffle_dataset,
         num_proc=config.dataset_num_proc,
         processor=processor,
+        environments=bool(config.environment_factory),
     )
 
 

@@ -61,9 +61,12 @@ class Tools:
         entries, own = self.config.datasets, "chat_template_kwargs"
         if entries is not None:
             entries = tuple({**entry, own: shown(entry[own])} if own in entry else entry for entry in entries)
-        return dataclasses.replace(
-            self.config, chat_template_kwargs=shown(self.config.chat_template_kwargs), datasets=entries
-        )
+        factory = self.config.environment_factory
+        if self.environments is not None:
+            factory = factory or ("an argument of rlhf_jax.run",)
+        kwargs = shown(self.config.chat_template_kwargs)
+        changes: dict[str, Any] = {own: kwargs, "datasets": entries, "environment_factory": factory}
+        return dataclasses.replace(self.config, **changes)
 
     def turns(self, sources: Sequence[PromptData], tokenizer: Tokenizer, *, positions: int, mesh: Any) -> Turns | None:
         """The turns of a policy; None without tools.

@@ -20,6 +20,7 @@ import numpy as np
 from rlhf_jax.config import PolicyConfig
 from rlhf_jax.data import PromptData
 from rlhf_jax.data.chat import ChatTemplate, Conversation, text_messages, text_of
+from rlhf_jax.data.prompts import NO_PROMPT
 from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
 from rlhf_jax.parallel import local_rows, multihost
@@ -210,9 +211,8 @@ class Turns:
         instances: list[Any] = []
         try:
             numbers = [int(rows[row]) for row in own]
-            of_data = [
-                {**source.raw[i], "prompt": text} for i, text in zip(numbers, source.texts(numbers), strict=True)
-            ]
+            prompts = map(_prompt_argument, source.texts(numbers))
+            of_data = [{**source.raw[i], **prompt} for i, prompt in zip(numbers, prompts, strict=True)]
             instances, texts = environments.begin(of_data)
             for row, data, text in zip(own, of_data, texts, strict=True):
                 result.append((row, *self._prompt(source, int(rows[row]), environments.name_of(data), text)))
@@ -240,6 +240,8 @@ class Turns:
         """(ids, text, messages) of a prompt that ends with what a reset returned."""
         assert source.conversations is not None
         messages = [dict(message) for message in source.conversations[row]]
+        if messages == NO_PROMPT:
+            messages = [{"role": "user", "content": ""}]
         if text is not None:
             messages = [*messages[:-1], {**messages[-1], "content": text_of(messages[-1]) + text}]
         if name not in self._templates:
@@ -320,6 +322,11 @@ class Turns:
         self._toolbox.close()
         if self._environments is not None:
             self._environments.close()
+
+
+def _prompt_argument(prompt: Any) -> dict[str, Any]:
+    """What reset gets of a row's prompt."""
+    return {} if prompt == NO_PROMPT else {"prompt": prompt}
 
 
 def respond(

@@ -68,6 +68,8 @@ class GRPO(Current):
     def weights(self, each) -> tuple[float, ...]:
         """The weight of each reward function."""
         weights = tuple(self.options.get("reward_weights") or [1.0] * each.shape[1])
+        if self.turns is not None:  # those of environments are 1
+            weights += (1.0,) * (each.shape[1] - len(weights))
         if len(weights) != each.shape[1]:
             raise Refused(f"{self.folder.name}: option reward_weights: {len(weights)} for {each.shape[1]} functions")
         return weights

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.config import GRPOConfig
-from rlhf_jax.data import load_tokenizer, make_prompts
+from rlhf_jax.data import PromptData, load_tokenizer, make_prompts
 from rlhf_jax.data.files import from_list
 from rlhf_jax.parallel.sharding import make_mesh
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.python_functions import HostRewards
 from rlhf_jax.stages.open_tools import open_tools
+from rlhf_jax.stages.turns import Turns
 from rlhf_jax.types import PartialResponses, PromptBatch, Rollout
 from tests.parity.report import Report, distance
 
@@ -60,21 +61,37 @@ class RecordedTurns:
             response_length=self.length,
             max_tool_calling_iterations=options.get("max_tool_calling_iterations"),
             chat_template_kwargs=options.get("chat_template_kwargs"),
+            query_length=100_000,
         )
-        tools = open_tools(config, module.TOOLS, module.ENVIRONMENTS)
         rows = from_list(json.loads((folder / "prompts.json").read_text()), "prompts.json")
-        kwargs = tools.prompt_config.chat_template_kwargs
-        self.prompts = make_prompts(rows, self.tokenizer, query_length=100_000, chat_template_kwargs=kwargs)
-        mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        positions = vocabulary["max_position_embeddings"]
-        self.turns = tools.turns([self.prompts], self.tokenizer, positions=positions, mesh=mesh)
-        self.rewards = HostRewards(module.REWARDS)
+
+        def opened() -> tuple[Any, PromptData, Turns]:
+            tools = open_tools(config, module.TOOLS, module.ENVIRONMENTS)
+            prompts = make_prompts(
+                rows,
+                self.tokenizer,
+                query_length=100_000,
+                chat_template_kwargs=tools.prompt_config.chat_template_kwargs,
+                environments=tools.environments is not None,
+            )
+            mesh, positions = make_mesh(1, 1, 1, devices=jax.devices()[:1]), vocabulary["max_position_embeddings"]
+            turns = tools.turns([prompts], self.tokenizer, positions=positions, mesh=mesh)
+            assert turns is not None
+            return tools, prompts, turns
+
+        tools, self.prompts, self.turns = opened()
+        environments = tools.environments
+        self.rewards = HostRewards([*module.REWARDS, *([] if environments is None else environments.reward_functions)])
+        self.tokens = list(self.prompts.tokens)
+        if environments is not None:  # of other instances, as these are reset for responses alone
+            every = np.arange(len(self.prompts))
+            self.tokens = opened()[2]._begin(self.prompts, every, every.tolist(), len(every))[0].tokens
 
     def rollout(self, generation: int, report: Report, whole: Rollout) -> tuple[Rollout, dict[str, float]]:
         """A generation batch, compared, and the metrics of tools and of reward functions; `whole`: as recorded."""
         where, recorded = f"generation {generation}", self.generations[generation]
         prompt_ids, mask = (self.trace[f"prompt_{name}_{generation}"] for name in ("ids", "mask"))
-        ours = {tokens.tobytes(): row for row, tokens in enumerate(self.prompts.tokens)}
+        ours = {tokens.tobytes(): row for row, tokens in enumerate(self.tokens)}
         wanted = [ids[keep.astype(bool)].astype(np.int32) for ids, keep in zip(prompt_ids, mask, strict=True)]
         rows = np.array([ours.get(ids.tobytes(), -1) for ids in wanted])
         report.add("tools: prompts", float((rows < 0).sum()), 0.0, where)
@@ -95,12 +112,11 @@ class RecordedTurns:
         messages = [row["completion"] for row in recorded["rows"]]
         different = sum(own != row for own, row in zip(said.messages, messages, strict=True))
         report.add("tools: messages", float(different), 0.0, where)
-        rewards = self.rewards.call(
-            self.prompts.texts(rows), said.messages, ids, self.prompts.columns(rows), TrainerState()
-        )
-        report.add(
-            "tools: rewards", distance(rewards.rewards, self.trace[f"rewards_per_func_{generation}"]), 1e-6, where
-        )
+        prompts, columns = responses.source.texts(responses.rows), {**self.prompts.columns(rows), **said.columns}
+        rewards = self.rewards.call(prompts, said.messages, ids, columns, TrainerState())
+        numbers = [np.nan_to_num(x, nan=1e6) for x in (rewards.rewards, self.trace[f"rewards_per_func_{generation}"])]
+        difference = distance(*numbers)  # NaN: a reward of another environment
+        report.add("tools: rewards", difference, 1e-6, where)
         pad = ((0, 0), (0, whole.response.shape[1] - rollout.response.shape[1]))
         rollout = whole.replace(
             response=jnp.pad(rollout.response, pad),

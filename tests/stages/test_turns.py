@@ -307,6 +307,27 @@ def test_rows_choose_among_several_environments(tokenizer):
     stage.close()
 
 
+class Owner(tt.Counter):
+    def reset(self, answer, **row):
+        assert row == {}
+        self.count, self.answer = 0, answer
+        return f"x {answer}"
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+def test_an_environment_may_own_the_prompts(tokenizer, rows):
+    data = [{"answer": row["answer"]} for row in tt.prompts(rows)]
+    stage = stage_of(tokenizer, tools=[], environment_factory=Owner, train_dataset=data * (16 // rows))
+    responses = respond(stage)
+    for row in range(BATCH):
+        answer = responses.source.raw[row]["answer"]
+        assert responses.source.texts([row])[0] == [{"role": "user", "content": f"x {answer}"}]
+        assert responses.source.display_texts([row])[0] == f"<tools>add <user>x {answer}<|endoftext|><assistant>"
+    stage.close()
+    with pytest.raises(UserError, match="has no column 'prompt'"):
+        stage_of(tokenizer, train_dataset=data)
+
+
 class NoReset:
     pass
 
