@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,9 +78,44 @@ class _Row:
     """A response whose last turn may call tools."""
 
     prefix: str  # the text before the turn
+    active: bool
     start: int = 0  # column of the turn's first token
     messages: Conversation = dataclasses.field(default_factory=list)
-    active: bool = True
+
+
+class _Held:
+    """The H responses that this process' devices hold, on the host.
+
+    Attributes:
+      rows: their positions in the batch, ascending.
+      states: of each.
+    """
+
+    def __init__(self, rows: list[int], texts: Sequence[str], columns: int, real: int):
+        self.rows = rows
+        self.states = {row: _Row(text, row < real) for row, text in zip(rows, texts, strict=True)}
+        self._index = {row: index for index, row in enumerate(rows)}
+        self.response, self.sampled = np.zeros((len(rows), columns), np.int32), np.ones((len(rows), columns), bool)
+        self.lengths, self.ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), bool)
+
+    def fetch(self, rollout: Rollout, mesh: Any) -> None:
+        """Takes over what was generated, in one transfer."""
+        fetched = local_rows.fetch((rollout.response, rollout.lengths, rollout.ended), mesh)
+        self.response, self.lengths, self.ended = map(np.array, fetched)
+
+    def turn(self, row: int) -> np.ndarray:
+        """The tokens of a response's last turn."""
+        index = self._index[row]
+        return self.response[index, self.states[row].start : self.lengths[index]]
+
+    def go_on(self, row: int, suffix: list[int], text: str) -> None:
+        """A response goes on after results: tokens that were not sampled."""
+        index, state = self._index[row], self.states[row]
+        own = np.s_[index, self.lengths[index] : self.lengths[index] + len(suffix)]
+        self.response[own], self.sampled[own] = suffix, False
+        self.lengths[index] += len(suffix)
+        self.ended[index] = False
+        state.start, state.prefix = int(self.lengths[index]), text
 
 
 class Turns:
@@ -141,60 +176,46 @@ class Turns:
         if self._environments is not None:
             source, rows, environments = self._begin(source, rows, own, real)
             prompts = source.of_rows(rows, held)
-        states = {row: _Row(text) for row, text in zip(held.tolist(), source.display_texts(rows[held]), strict=True)}
-        for row in states:
-            states[row].active = row < real
+        columns = self._config.response_length
+        responses = _Held(held.tolist(), source.display_texts(rows[held]), columns, real)
         prompt_lengths = {row: len(source.tokens[rows[row]]) for row in own}
-        shape = (len(held), self._config.response_length)
-        sampled, begun = np.ones(shape, bool), self._nothing(count, shape)
-        place = {row: index for index, row in enumerate(held.tolist())}
+        logprobs = local_rows.place(np.zeros((len(held), columns), np.float32), self._mesh, count)
         calls = failures = 0
         seconds = time.perf_counter() - began
         for iteration in itertools.count():
             if iteration:
                 tick()
+            arrays = (responses.response, responses.lengths, responses.ended)
+            response, lengths, ended = local_rows.place(arrays, self._mesh, count)
+            begun = PartialResponses(response, logprobs, lengths, ended)
             rollout, rollout_state, placed = generate(prompts, begun)
-            fetched = local_rows.fetch((rollout.response, rollout.lengths, rollout.ended), self._mesh)
+            responses.fetch(rollout, self._mesh)
+            logprobs = rollout.logprobs
             began = time.perf_counter()
-            response, lengths, ended = map(np.array, fetched)
-            turns = {row: response[place[row], states[row].start : lengths[place[row]]] for row in own}
             most = self._config.max_tool_calling_iterations
-            result = error = None
-            try:
-                go_on = most is None or iteration < most
-                result = self._call(turns, states, prompt_lengths, environments, may_go_on=go_on)
-            except UserError as raised:
-                error = raised
-            goes_on = False
-            for part in multihost.agree(result, error):
-                calls, failures = calls + part["calls"], failures + part["failures"]
-                for row, messages, suffix, text in part["rows"]:
-                    goes_on |= suffix is not None
-                    if row not in states:
-                        continue
-                    states[row].messages += messages
-                    states[row].active = suffix is not None
-                    if suffix is None:
-                        continue
-                    index = place[row]
-                    end = lengths[index] + len(suffix)
-                    response[index, lengths[index] : end], sampled[index, lengths[index] : end] = suffix, False
-                    lengths[index], ended[index] = end, False
-                    states[row].start, states[row].prefix = int(end), text
+            may_go_on = most is None or iteration < most
+            parts = self._call(responses, own, prompt_lengths, environments, may_go_on=may_go_on)
+            calls += sum(part["calls"] for part in parts)
+            failures += sum(part["failures"] for part in parts)
+            said = [row for part in parts for row in part["rows"]]
+            for row, turn, suffix, text in said:
+                if row in responses.states:
+                    responses.states[row].messages += turn
+                    responses.states[row].active = suffix is not None
+                    if suffix is not None:
+                        responses.go_on(row, suffix, text)
             seconds += time.perf_counter() - began
-            if not goes_on:
+            if all(suffix is None for _, _, suffix, _ in said):
                 break
-            arrays = local_rows.place((response, lengths, ended), self._mesh, count)
-            begun = PartialResponses(arrays[0], rollout.logprobs, arrays[1], arrays[2])
-        rollout = rollout.replace(sampled=local_rows.place(sampled, self._mesh, count))
+        rollout = rollout.replace(sampled=local_rows.place(responses.sampled, self._mesh, count))
         metrics = {
             "tools/call_frequency": calls / max(real, 1),
             "tools/failure_frequency": failures / calls if calls else 0.0,
         }
-        messages = [states[row].messages for row in held.tolist()]
-        instances = None if self._environments is None else [environments.get(row) for row in held.tolist()]
-        said = Conversations(messages, instances, metrics, seconds)
-        return Responses(rollout, rollout_state, placed, source, rows, said)
+        instances = None if self._environments is None else [environments.get(row) for row in responses.rows]
+        messages = [state.messages for state in responses.states.values()]
+        conversations = Conversations(messages, instances, metrics, seconds)
+        return Responses(rollout, rollout_state, placed, source, rows, conversations)
 
     # --- environments
 
@@ -261,51 +282,51 @@ class Turns:
 
     # --- a turn
 
-    def _nothing(self, count: int, shape: tuple[int, int]) -> PartialResponses:
-        """The beginning of B responses, of which this process holds `shape`."""
-        integers, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        arrays = (integers, floats, integers[:, 0], np.zeros(shape[0], bool))
-        return PartialResponses(*local_rows.place(arrays, self._mesh, count))
-
     def _call(
         self,
-        turns: dict[int, np.ndarray],
-        states: dict[int, _Row],
+        responses: _Held,
+        own: list[int],
         prompt_lengths: dict[int, int],
         environments: dict[int, Any],
         *,
         may_go_on: bool,
-    ) -> dict[str, Any]:
-        """Makes the calls of the turns that ended.
+    ) -> list[dict[str, Any]]:
+        """Makes the calls of the turns that ended, each process those of its own rows.
 
         Args:
-          turns: their tokens, by this process' rows.
-          states: of the rows.
+          responses: that this process holds.
+          own: the rows whose tools this process calls.
           prompt_lengths: tokens of their prompts.
-          environments: of the rows, where there are any.
+          environments: of these rows, where there are any.
           may_go_on: whether a response may go on after a call.
 
         Returns:
-          {"rows": [(row, messages of the turn, ids of what follows or None, their text)], "calls", "failures"}, of
-          values that JSON has.
+          Of each process {"rows": [(row, messages of the turn, ids of what follows or None, their text)], "calls",
+          "failures"}.
+
+        Raises:
+          UserError: a tool returned what is no text, on any process.
         """
-        said = {}
-        for row, tokens in turns.items():
-            if states[row].active:
-                said[row] = [self._calls.parse(tokens.tolist(), states[row].prefix)] if len(tokens) else []
-        calling = [row for row, turn in said.items() if may_go_on and turn and turn[0].get("tool_calls")]
-        of_environments = [methods(environments[row]) for row in calling] if environments else None
-        results = self._toolbox.call([said[row][0]["tool_calls"] for row in calling], of_environments)
-        outcomes = []
-        for row, turn in said.items():
-            suffix = text = None
-            if row in calling:
-                answers = results.messages[calling.index(row)]
-                used = states[row].start + len(turns[row])
+        result = error = None
+        try:
+            said: dict[int, Conversation] = {}
+            for row in own:
+                tokens, state = responses.turn(row), responses.states[row]
+                if state.active:
+                    said[row] = [self._calls.parse(tokens.tolist(), state.prefix)] if len(tokens) else []
+            calling = [row for row, turn in said.items() if may_go_on and turn and turn[0].get("tool_calls")]
+            further = [methods(environments[row]) for row in calling] if environments else None
+            results = self._toolbox.call([said[row][0]["tool_calls"] for row in calling], further)
+            outcomes: list[tuple[int, Conversation, list[int] | None, str | None]] = []
+            for row, answers in zip(calling, results.messages, strict=True):
+                used = responses.states[row].start + len(responses.turn(row))
                 suffix, text = self._suffix(answers, used, prompt_lengths[row])
-                turn = turn if suffix is None else [*turn, *answers]
-            outcomes.append((row, turn, suffix, text))
-        return {"rows": outcomes, "calls": results.calls, "failures": results.failures}
+                outcomes.append((row, said.pop(row) + (answers if suffix is not None else []), suffix, text))
+            outcomes += [(row, turn, None, None) for row, turn in said.items()]
+            result = {"rows": outcomes, "calls": results.calls, "failures": results.failures}
+        except UserError as raised:
+            error = raised
+        return multihost.agree(result, error)
 
     def _suffix(self, answers: Conversation, used: int, prompt_length: int) -> tuple[list[int] | None, str | None]:
         """What follows a response of `used` tokens; (None, None) where there is no room for it."""

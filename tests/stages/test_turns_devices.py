@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers import tool_tokenizer as tt
 from tests.helpers.children import child, last_line
+from tests.helpers.runs import compilations
 
 MESHES = {"one": (1, 1, 1), "8x1x1": (8, 1, 1), "2x2x2": (2, 2, 2)}
 
@@ -52,6 +53,7 @@ def responses(folder: str, mesh: tuple[int, int, int]) -> dict:
     found = {name: getattr(rollout, name).tolist() for name in ("response", "lengths", "ended", "sampled", "logprobs")}
     names = ("tools/call_frequency", "tools/failure_frequency", "reward", "grad_norm")
     found["metrics"] = {name: float(sharding.fetch(metrics[name])) for name in names}
+    found["compilations"] = compilations(stage)
     stage.close()
     return found
 
@@ -66,6 +68,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("mesh", ["8x1x1", "2x2x2"])
 def test_turns_do_not_depend_on_the_devices(found, mesh):
     one, many = found["one"], found[mesh]
+    assert many["compilations"] == {"generate": 1, "experience": 1, "update": 1}
     assert one["metrics"]["tools/call_frequency"] > 0.2
     for name in ("response", "lengths", "ended", "sampled"):
         assert many[name] == one[name], name
