@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transformers.utils import get_json_schema
-
 from rlhf_jax.data.chat import Conversation, Message
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards.interface import function_name, is_async, load_function
@@ -139,6 +137,8 @@ def _raising(error: Exception, module: str = __name__) -> Callable:
 
 def tool_schema(function: Callable) -> dict[str, Any]:
     """The JSON schema of a tool, with transformers' rules."""
+    from transformers.utils import get_json_schema  # which takes seconds to import
+
     advice = "A tool is a function with type hints and a Google docstring that describes each argument (docs/tools.md)"
     if not callable(function) or not hasattr(function, "__name__"):
         raise UserError(f"tool {function!r:.80} is of type {type(function).__name__}. {advice}")

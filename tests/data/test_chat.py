@@ -352,6 +352,7 @@ def test_the_config_says_whether_to_shuffle_and_what_the_template_gets():
         "max_train_samples": None, "prompt_column": "prompt", "on_bad_row": "raise", "query_length": 99,
         "query_overflow": "drop", "length_buckets": None, "shuffle_dataset": False,
         "chat_template_kwargs": {"title": "help"}, "datasets": None, "dataset_num_proc": None,
+        "environment_factory": (),
     }  # fmt: skip
     tokenizer = synthetic_tokenizer()
     made = data.load_prompts(types.SimpleNamespace(**options), tokenizer, ROWS)

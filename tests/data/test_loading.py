@@ -52,6 +52,7 @@ def config(**options):
         "datasets": None,
         "dataset_num_proc": None,
         "shuffle_dataset": True,
+        "environment_factory": (),
         "assistant_only_loss": False,
         "completion_only_loss": False,
         "max_length": 128,

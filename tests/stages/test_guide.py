@@ -179,6 +179,7 @@ def test_the_tables_are_arguments_of_the_programs(tmp_path):
         seed=stage.state.seed,
         step=stage.state.step,
         rollout_state=None,
+        begun=None,
         automaton=stage.automaton,
         temperature=0.7,
         greedy=False,
