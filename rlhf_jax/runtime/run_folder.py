@@ -149,6 +149,7 @@ class RunFolder:
                     storage.make_dir(folder.path)
                     folder.lock.take()
                     folder._check_inputs(inputs or {}, config, override)
+                    folder._drop_records_of_another_run(config)
                     environments = folder.environments()
                     if environment is not None and environment not in environments[-1:]:
                         environments.append(environment)
@@ -168,6 +169,13 @@ class RunFolder:
                 if is_main():
                     storage.remove(os.path.join(folder.path, probe))
         return folder
+
+    def _drop_records_of_another_run(self, config: dict[str, Any]) -> None:
+        """Removes what tools returned (tools.jsonl) to a run with another config that left no checkpoint."""
+        names = [name for name in storage.list_names(self.path) if re.fullmatch(r"tools(?:\.\d+)?\.jsonl", name)]
+        if names and not self.has_progress() and _config_of(self, self.path) != config:
+            for name in names:
+                storage.remove(os.path.join(self.path, name))
 
     def _write_probe(self) -> str | None:
         """Writes a file that the other processes must see. Returns its name; None with a single process."""

@@ -92,7 +92,7 @@ class RolloutEvaluator:
         """
         metrics, step = {}, int(sharding.fetch(state.step))
         for name, source in self.eval_sets.items():
-            means, scores = self._evaluate_set(state, source, step, tick)
+            means, scores = self._evaluate_set(state, name, source, step, tick)
             metrics.update({f"eval_{name}_{key}" if name else f"eval_{key}": value for key, value in means.items()})
             if "eval/scores" not in metrics:
                 deviation = np.std(scores, ddof=1) / np.sqrt(len(scores)) if len(scores) > 1 else np.nan
@@ -104,11 +104,12 @@ class RolloutEvaluator:
                 metrics["eval/eos_rate"] = 1.0 - means["completions/clipped_ratio"]
         return metrics
 
-    def _evaluate_set(self, state: TrainState, source, step: int, tick: Tick):
+    def _evaluate_set(self, state: TrainState, name: str, source, step: int, tick: Tick):
         """Metrics of one set, batches weighted by their responses, and the scores of the responses that have one."""
         by_batch, weights, scores = [], [], []
         programs, policy = self.programs, state.params["policy"]
-        sampled = self._sample(policy, source, limit=len(source), group_size=self.group_size, step=step, tick=tick)
+        options: dict[str, Any] = {"limit": len(source), "group_size": self.group_size, "step": step, "tick": tick}
+        sampled = self._sample(policy, source, at=f"evaluation {name} after update {step}", **options)
         for batch, real in sampled:
             experience, metrics = programs.make_experience(
                 state, batch.rollout, batch.scored, self.group_size, batch.images
@@ -149,6 +150,7 @@ class RolloutEvaluator:
         policy: Params,
         source,
         *,
+        at: str,
         limit: int,
         tick: Tick,
         temperature: float | None = None,
@@ -168,6 +170,7 @@ class RolloutEvaluator:
                 prompts,
                 source,
                 group_size=group_size,
+                at=f"{at}, prompts from {start}",
                 real=real,
                 tick=tick,
                 seed=self.seed,
@@ -197,6 +200,7 @@ class RolloutEvaluator:
         temperature: float | None,
         advantages: Callable[[ScoredBatch], Array] | None = None,
         tick: Tick = no_tick,
+        at: str = "",
     ) -> dict[str, Any]:
         """A response of a policy to each of the first `limit` prompts of `source`, in order.
 
@@ -207,6 +211,7 @@ class RolloutEvaluator:
           temperature: of sampling; None: as in training.
           advantages: ScoredBatch -> [B, 1, T]; None: no advantages.
           tick: called before each batch; may raise.
+          at: when in the run, for the records of tools.
 
         Returns:
           {"prompts", "completions", "columns", "rows": lists; "lengths", "ended", "scores", "kl", "entropy": numpy [N];
@@ -215,7 +220,7 @@ class RolloutEvaluator:
           estimated by the mean of -log p of its tokens, at the sampler's temperature}
         """
         parts, prompts = [], []
-        for batch, real in self._sample(policy, source, limit=limit, tick=tick, temperature=temperature):
+        for batch, real in self._sample(policy, source, at=at, limit=limit, tick=tick, temperature=temperature):
             rollout = batch.rollout
             prompts += batch.source.display_texts(batch.rows[:real])
             kl = None
@@ -265,7 +270,8 @@ class RolloutEvaluator:
                 return experience.advantages
 
         limit = min(len(source), self._config.batch_size, TOKEN_ROWS)
-        answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages, tick)
+        at = f"samples after update {int(sharding.fetch(state.step))}"
+        answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages, tick, at)
         columns = (answers[name] for name in ("prompts", "completions", "scores", "lengths", "ended"))
         rows = [
             {"query": query, "model response": text, "score": float(score), "length": int(length), "ended": bool(ended)}

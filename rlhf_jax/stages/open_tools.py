@@ -45,7 +45,7 @@ class Tools:
         if not self:
             return []
         names = ", ".join(schema["function"]["name"] for schema in self.schemas)
-        return [f"tools {names} run in this process, with your rights; a resume calls those of its first update again"]
+        return [f"tools {names} run in this process, with your rights"]
 
     @property
     def prompt_config(self) -> PolicyConfig:

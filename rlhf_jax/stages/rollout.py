@@ -259,6 +259,7 @@ class RolloutStage(Stage):
             prompts,
             self.train_data,
             group_size=group_size,
+            at=f"update {step + 1}",
             tick=tick,
             seed=state.seed,
             step=state.step,
@@ -455,6 +456,11 @@ class RolloutStage(Stage):
         )
         experience, metrics = programs.make_experience(state, rollout, scored, self.group_size, images)
         programs.update(state, experience, metrics)
+
+    def record_calls(self, folder: str) -> None:
+        """As `Stage.record_calls`."""
+        if self.turns is not None:
+            self.turns.record(folder)
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""

@@ -85,6 +85,9 @@ class Stage:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""
         raise NotImplementedError
 
+    def record_calls(self, folder: str) -> None:
+        """From now on calls of tools are recorded in the run's folder, and those recorded there are not made again."""
+
     def inputs(self) -> dict[str, str]:
         """Fingerprints of every data set and starting checkpoint, by what it is."""
         raise NotImplementedError

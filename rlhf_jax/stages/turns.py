@@ -27,6 +27,7 @@ from rlhf_jax.parallel import local_rows, multihost
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.programs import Programs, prompt_width
 from rlhf_jax.tools.environments import Environments, methods
+from rlhf_jax.tools.records import ToolRecords
 from rlhf_jax.tools.toolbox import Toolbox
 from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout, RolloutState
 
@@ -144,6 +145,21 @@ class Turns:
         longest = max(map(len, calls.tokenizer.hf.get_vocab()), default=1)
         self._most_characters = longest * config.response_length
         self._templates: dict[str | None, ChatTemplate] = {}
+        self._records: ToolRecords | None = None
+
+    def record(self, folder: str) -> None:
+        """From now on calls are recorded in a run's folder, and those that are recorded there are not made again. Every
+        process must call it.
+
+        Raises:
+          UserError: as `ToolRecords`, on any process.
+        """
+        error = None
+        try:
+            self._records = ToolRecords(folder, jax.process_index())
+        except UserError as raised:
+            error = raised
+        multihost.agree(error=error)
 
     def respond(
         self,
@@ -154,6 +170,7 @@ class Turns:
         *,
         real: int,
         tick: Tick,
+        at: str,
     ) -> Responses:
         """All turns of B responses.
 
@@ -164,6 +181,7 @@ class Turns:
           rows: [B] row numbers in it.
           real: the first rows, whose responses may call tools.
           tick: called before each turn but the first; may raise.
+          at: which responses of the run they are, for the records.
 
         Raises:
           UserError: a reset failed, a prompt is too long, or a tool returned what is no text, on any process.
@@ -194,7 +212,8 @@ class Turns:
             began = time.perf_counter()
             most = self._config.max_tool_calling_iterations
             may_go_on = most is None or iteration < most
-            parts = self._call(responses, own, prompt_lengths, environments, may_go_on=may_go_on)
+            place = (at, iteration)
+            parts = self._call(responses, own, prompt_lengths, environments, place, may_go_on=may_go_on)
             calls += sum(part["calls"] for part in parts)
             failures += sum(part["failures"] for part in parts)
             said = [row for part in parts for row in part["rows"]]
@@ -288,6 +307,7 @@ class Turns:
         own: list[int],
         prompt_lengths: dict[int, int],
         environments: dict[int, Any],
+        place: tuple[str, int],
         *,
         may_go_on: bool,
     ) -> list[dict[str, Any]]:
@@ -298,6 +318,7 @@ class Turns:
           own: the rows whose tools this process calls.
           prompt_lengths: tokens of their prompts.
           environments: of these rows, where there are any.
+          place: which responses of the run they are, and which turn, for the records.
           may_go_on: whether a response may go on after a call.
 
         Returns:
@@ -305,9 +326,10 @@ class Turns:
           "failures"}.
 
         Raises:
-          UserError: a tool returned what is no text, on any process.
+          UserError: a tool returned what is no text or not what is recorded, on any process.
         """
         result = error = None
+        at, iteration = place
         try:
             said: dict[int, Conversation] = {}
             for row in own:
@@ -315,15 +337,20 @@ class Turns:
                 if state.active:
                     said[row] = [self._calls.parse(tokens.tolist(), state.prefix)] if len(tokens) else []
             calling = [row for row, turn in said.items() if may_go_on and turn and turn[0].get("tool_calls")]
-            further = [methods(environments[row]) for row in calling] if environments else None
-            results = self._toolbox.call([said[row][0]["tool_calls"] for row in calling], further)
+            results = self._toolbox.call(
+                [said[row][0]["tool_calls"] for row in calling],
+                [methods(environments[row]) for row in calling] if environments else None,
+                records=self._records,
+                places=[(at, row, iteration) for row in calling],
+            )
             outcomes: list[tuple[int, Conversation, list[int] | None, str | None]] = []
             for row, answers in zip(calling, results.messages, strict=True):
                 used = responses.states[row].start + len(responses.turn(row))
                 suffix, text = self._suffix(answers, used, prompt_lengths[row])
                 outcomes.append((row, said.pop(row) + (answers if suffix is not None else []), suffix, text))
             outcomes += [(row, turn, None, None) for row, turn in said.items()]
-            result = {"rows": outcomes, "calls": results.calls, "failures": results.failures}
+            count = sum(map(len, results.calls))
+            result = {"rows": outcomes, "calls": count, "failures": results.failures}
         except UserError as raised:
             error = raised
         return multihost.agree(result, error)
@@ -358,6 +385,7 @@ def respond(
     source: PromptData,
     *,
     group_size: int,
+    at: str,
     real: int | None = None,
     tick: Tick = no_tick,
     **options: Any,
@@ -371,7 +399,7 @@ def respond(
       prompts: a batch of `source`, on the host.
       source: the prompts.
       group_size: responses to a prompt.
-      real, tick: of `Turns.respond`; real None: all rows.
+      at, real, tick: of `Turns.respond`; real None: all rows.
     """
     rows = np.repeat(prompts.rows, group_size)
     if turns is None:
@@ -385,4 +413,4 @@ def respond(
         placed, responses = placed_prompts[0], len(rows) // len(batch.rows)
         return *programs.generate(policy, placed, group_size=responses, begun=begun, **options), placed
 
-    return turns.respond(generate, source, prompts, rows, real=len(rows) if real is None else real, tick=tick)
+    return turns.respond(generate, source, prompts, rows, real=len(rows) if real is None else real, tick=tick, at=at)

@@ -8,20 +8,38 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_jax.data.chat import Conversation, Message
+from rlhf_jax.data.chat import Conversation
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards.interface import function_name, is_async, load_function
+from rlhf_jax.tools.records import Place, RecordedCall, ToolRecords
 from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
 
 
 @dataclasses.dataclass
 class Results:
-    """What the calls of some rows returned."""
+    """What the calls of some rows returned.
 
-    messages: list[Conversation]
-    """Of role 'tool', one a call: those of plain functions in the order of the calls, then those of async ones."""
-    calls: int
-    failures: int
+    Attributes:
+      calls: of each row, in their order.
+    """
+
+    calls: list[list[RecordedCall]]
+
+    @property
+    def messages(self) -> list[Conversation]:
+        """Of role 'tool', one a call: those of plain functions first, then those of async ones."""
+        return [
+            [
+                {"role": "tool", "name": call["name"], "content": call["content"]}
+                for call in sorted(row, key=lambda call: call["last"])
+            ]
+            for row in self.calls
+        ]
+
+    @property
+    def failures(self) -> int:
+        """Calls that failed."""
+        return sum(call["failed"] for row in self.calls for call in row)
 
 
 class Toolbox:
@@ -49,34 +67,54 @@ class Toolbox:
             self.schemas.append(schema)
 
     def call(
-        self, rows: Sequence[Sequence[dict[str, Any]]], methods: Sequence[Mapping[str, Callable]] | None = None
+        self,
+        rows: Sequence[Sequence[dict[str, Any]]],
+        methods: Sequence[Mapping[str, Callable]] | None = None,
+        *,
+        records: ToolRecords | None = None,
+        places: Sequence[tuple[str, int, int]] = (),
     ) -> Results:
         """Makes the calls of rows.
 
         Args:
           rows: the calls of each, as `ToolCalls.parse` returns them under 'tool_calls'.
           methods: further tools of each row, those of its environment.
+          records: functions whose calls are recorded are not called again; methods of environments are. The others are
+            recorded.
+          places: `at`, `row` and `turn` of each row in the records.
 
         Raises:
-          UserError: a result is no text.
+          UserError: a result is no text, or not the one that is recorded.
         """
-        plain: list[list[Call]] = [[] for _ in rows]
-        together: list[list[Call]] = [[] for _ in rows]
+        results: list[list[RecordedCall]] = [[{} for _ in calls] for calls in rows]
+        together: list[tuple[int, int, Call]] = []
+
+        def ended(row: int, number: int, call: Call) -> None:
+            result = results[row][number]
+            result["content"], result["failed"] = self._answer(call)
+            if records is not None:
+                records.add(Place(*places[row], number), result)
+
         for row, calls in enumerate(rows):
-            functions = {**self._functions, **(methods[row] if methods is not None else {})}
-            for function in (call.get("function", call) for call in calls):
-                call, on_loop = self._prepared(functions, function["name"], copy.deepcopy(function["arguments"]))
-                if on_loop:
-                    together[row].append(call)
+            own = methods[row] if methods is not None else {}
+            for number, function in enumerate(call.get("function", call) for call in calls):
+                name, arguments = function["name"], function["arguments"]
+                recorded = None if records is None else records.find(Place(*places[row], number), function)
+                if recorded is not None and name not in own:
+                    results[row][number] = recorded
+                    continue
+                call, last = self._prepared({**self._functions, **own}, name, copy.deepcopy(arguments))
+                results[row][number] = {"name": name, "arguments": arguments, "last": last}
+                if last:
+                    together.append((row, number, call))
                 else:
-                    plain[row].append(call)
                     self._caller.call(call)
-        with self._caller.together([call for calls in together for call in calls]) as wait:
+                    ended(row, number, call)
+        with self._caller.together([call for *_, call in together]) as wait:
             wait()
-        by_row = [[*first, *second] for first, second in zip(plain, together, strict=True)]
-        answers = [[self._answer(call) for call in calls] for calls in by_row]
-        failed = [failed for row in answers for _, failed in row]
-        return Results([[message for message, _ in row] for row in answers], len(failed), sum(failed))
+        for row, number, call in together:
+            ended(row, number, call)
+        return Results(results)
 
     def _prepared(self, functions: Mapping[str, Callable], name: str, arguments: Any) -> tuple[Call, bool]:
         """(the call, whether it runs on the event loop)"""
@@ -94,7 +132,7 @@ class Toolbox:
             return Call(name, function, self._timeout, arguments), False
         return Call(name, function, self._timeout), False
 
-    def _answer(self, call: Call) -> tuple[Message, bool]:
+    def _answer(self, call: Call) -> tuple[str, bool]:
         """(what the policy reads, whether the call failed)"""
         outcome = call.outcome
         assert outcome is not None
@@ -112,8 +150,8 @@ class Toolbox:
             text = str({"error": f"{call.title} {error}"})
         elif error is not None:
             text = str({"error": _without_hash(str(error), call.function)})
-        text = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
-        return {"role": "tool", "name": call.title, "content": text}, error is not None
+        # No tokenizer takes lone surrogates.
+        return text.encode("utf-8", "replace").decode(), error is not None
 
     def close(self) -> None:
         """Ends the threads of tools."""

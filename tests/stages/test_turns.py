@@ -59,7 +59,7 @@ def respond(stage, group=GROUP, **options):
     """The first update's responses."""
     state, prompts = stage.state, stage.train_data.batch(stage.config.seed, 0, BATCH // group)
     given = (stage.programs, stage.turns, state.params["policy"], prompts, stage.train_data)
-    return turns.respond(*given, group_size=group, seed=state.seed, step=state.step, **options)
+    return turns.respond(*given, group_size=group, at="update 1", seed=state.seed, step=state.step, **options)
 
 
 def parts(rollout, row):
@@ -91,7 +91,7 @@ def assert_is_what_was_said(stage, responses, iterations=None):
             if iterations is not None and turns_so_far > iterations:
                 assert not runs
                 break
-            made += results.calls
+            made += len(results.calls[0])
             suffix = calls.suffix(results.messages[0])[0]
             if length + len(suffix) > LENGTH:
                 assert not runs

@@ -114,7 +114,7 @@ def toolbox():
 def test_a_result_or_an_error_is_text_that_the_policy_reads(toolbox, name, arguments, content, failed):
     results = toolbox.call([[call(name, arguments)]])
     assert results.messages == [[{"role": "tool", "name": name, "content": content}]]
-    assert (results.calls, results.failures) == (1, int(failed))
+    assert ([len(row) for row in results.calls], results.failures) == ([1], int(failed))
 
 
 def test_an_image_is_refused_with_the_name_of_the_tool(toolbox):
@@ -129,7 +129,7 @@ def test_plain_calls_run_in_order_and_async_ones_together_after_them(toolbox):
     assert time.monotonic() - began < 1.2  # six of 0.4 s one after another take 2.4 s
     contents = [[message["content"] for message in row] for row in results.messages]
     assert contents == [["2", "0", "2"], [], ["4", "6", "8", "10"]]
-    assert (results.calls, results.failures) == (7, 0)
+    assert ([len(row) for row in results.calls], results.failures) == ([3, 0, 4], 0)
 
 
 def test_a_call_that_hangs_is_an_error_and_the_others_are_made():

@@ -1,0 +1,124 @@
+"""Runs with tools, killed in a call, between calls and between turns: the bytes of the whole run, and no recorded call
+made twice."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import tool_tokenizer as tt
+from tests.helpers.children import QUICK
+from tests.helpers.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "chaos"))  # as for a script run from there
+
+import chaos_compare  # noqa: E402
+
+pytestmark = pytest.mark.runs
+
+CONFIG = """
+from rlhf_jax.config import GRPOConfig
+from tests.helpers.tool_tokenizer import SHORT_TURNS
+
+
+def get_config(variant):
+    return GRPOConfig(
+        run_dir="run",
+        sft_model_path=None,
+        scratch_model="1x16x2",
+        tokenizer_name_or_path="tools/tokenizer",
+        dataset_name="tools/prompts.jsonl",
+        dataset_test_split=None,
+        eval_dataset_name="tools/prompts.jsonl",
+        max_eval_samples=4,
+        eval_steps=1,
+        query_length=44,
+        length_buckets=(44,),
+        response_length=64,
+        stop_token_ids=SHORT_TURNS,
+        temperature=1.0,
+        batch_size=8,
+        num_generations=2,
+        total_episodes=24,
+        learning_rate=1e-3,
+        save_steps=1,
+        tools=("my_tools.py:tell",),
+        environment_factory=("my_tools.py:Counter",),
+    )
+"""
+TOOLS = """
+import json, os, signal
+
+from tests.helpers import tool_tokenizer
+
+
+def _note(**what):
+    with open("calls.jsonl", "a") as file:
+        file.write(json.dumps(what) + "\\n")
+    with open("calls.jsonl") as file:
+        count = sum(1 for _ in file)
+    if os.environ.get("KILL") == f"{count} {what['when']}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell(word: str) -> str:
+    '''Says a word.
+
+    Args:
+        word: The word.
+    '''
+    _note(name="tell", when="in a call")
+    return word
+
+
+class Counter(tool_tokenizer.Counter):
+    pass
+"""
+
+
+def run(folder, **environment):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "tests.helpers.one_cache", "--config", "config.py"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stderr[-3000:]
+
+
+def prepare(folder):
+    tt.save(folder / "tools", rows=8)
+    (folder / "config.py").write_text(CONFIG)
+    (folder / "my_tools.py").write_text(TOOLS)
+    return folder
+
+
+def recorded(folder):
+    return [json.loads(line) for line in (folder / "run" / "tools.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = prepare(tmp_path_factory.mktemp("whole"))
+    code, said = run(folder)
+    assert code == 0, said
+    return folder
+
+
+@pytest.mark.parametrize("at", [2, 9])
+def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at):
+    folder = prepare(tmp_path)
+    code, _ = run(folder, KILL=f"{at} in a call")
+    assert code == -signal.SIGKILL
+    code, said = run(folder)
+    assert code == 0, said
+    assert chaos_compare.differences(whole / "run", folder / "run") == []
+    assert recorded(folder) == recorded(whole)
+    tells = sum(line["name"] == "tell" for line in recorded(whole))
+    assert tells >= at
+    made = (folder / "calls.jsonl").read_text().splitlines()
+    assert len(made) == tells + 1, "the call in which it was killed is made again, and no other"
+    places = collections.Counter((line["at"], line["row"], line["turn"], line["number"]) for line in recorded(folder))
+    assert max(places.values()) == 1
+    assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation"}
