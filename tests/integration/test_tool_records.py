@@ -25,7 +25,7 @@ from rlhf_jax.config import GRPOConfig
 from tests.helpers.tool_tokenizer import SHORT_TURNS
 
 
-def get_config(variant):
+def get_config(variant=None):
     return GRPOConfig(
         run_dir="run",
         sft_model_path=None,
@@ -121,4 +121,4 @@ def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at
     assert len(made) == tells + 1, "the call in which it was killed is made again, and no other"
     places = collections.Counter((line["at"], line["row"], line["turn"], line["number"]) for line in recorded(folder))
     assert max(places.values()) == 1
-    assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation"}
+    assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation", "samples"}
