@@ -35,6 +35,7 @@ from rlhf_jax.runtime.lease import Lease
 from rlhf_jax.runtime.lock import Lock
 from rlhf_jax.storage import relocation, write_atomically
 from rlhf_jax.storage.relocation import Relocation
+from rlhf_jax.tools import records
 from rlhf_jax.utils.strict_json import json_text, with_floats
 from rlhf_jax.utils.text import parse_json, short_repr
 
@@ -172,7 +173,7 @@ class RunFolder:
 
     def _drop_records_of_another_run(self, config: dict[str, Any]) -> None:
         """Removes what tools returned (tools.jsonl) to a run with another config that left no checkpoint."""
-        names = [name for name in storage.list_names(self.path) if re.fullmatch(r"tools(?:\.\d+)?\.jsonl", name)]
+        names = list(filter(records.NAMES.fullmatch, storage.list_names(self.path)))
         if names and not self.has_progress() and _config_of(self, self.path) != config:
             for name in names:
                 storage.remove(os.path.join(self.path, name))

@@ -198,6 +198,7 @@ class RolloutEvaluator:
         source,
         limit: int,
         temperature: float | None,
+        *,
         advantages: Callable[[ScoredBatch], Array] | None = None,
         tick: Tick = no_tick,
         at: str = "",
@@ -271,7 +272,8 @@ class RolloutEvaluator:
 
         limit = min(len(source), self._config.batch_size, TOKEN_ROWS)
         at = f"samples after update {int(sharding.fetch(state.step))}"
-        answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, advantages, tick, at)
+        options: dict[str, Any] = {"advantages": advantages, "tick": tick, "at": at}
+        answers = self.complete(state.params["policy"], source, limit, NEARLY_GREEDY, **options)
         columns = (answers[name] for name in ("prompts", "completions", "scores", "lengths", "ended"))
         rows = [
             {"query": query, "model response": text, "score": float(score), "length": int(length), "ended": bool(ended)}

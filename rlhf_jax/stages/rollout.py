@@ -421,8 +421,8 @@ class RolloutStage(Stage):
         images = jax.tree.map(lambda x: rows(p, *x.shape[1:], dtype=x.dtype), images)
         start = None if self.automaton is None else rows(p)
         group_size = self.group_size
-        if self._tools.environments is not None:  # each response has a prompt of its own
-            p, group_size = b, 1
+        if self._tools.environments is not None:  # each response has a prompt of its own, of the widest prompts' width
+            p, group_size, width = b, 1, prompt_width(self.config)
         prompts = PromptBatch(rows(p, width), rows(p), rows(p), images, start)
         begun = None
         if self.turns is not None:

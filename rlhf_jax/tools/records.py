@@ -13,7 +13,8 @@ from rlhf_jax.errors import UserError
 RecordedCall = dict[str, Any]
 """{"name", "arguments", "content": what the policy read, "failed", "last": whether it comes after those of plain
 functions}"""
-_NAME = re.compile(r"tools(?:\.\d+)?\.jsonl")
+NAMES = re.compile(r"tools(?:\.\d+)?\.jsonl")
+"""Of the files of records in a run's folder."""
 
 
 class Place(NamedTuple):
@@ -40,7 +41,7 @@ class ToolRecords:
     def __init__(self, folder: str, process: int):
         self._path = os.path.join(folder, f"tools.{process}.jsonl" if process else "tools.jsonl")
         self._calls: dict[Place, RecordedCall] = {}
-        for name in sorted(filter(_NAME.fullmatch, os.listdir(folder))):
+        for name in sorted(filter(NAMES.fullmatch, os.listdir(folder))):
             self._read(os.path.join(folder, name))
 
     def _read(self, path: str) -> None:
