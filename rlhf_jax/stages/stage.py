@@ -86,7 +86,7 @@ class Stage:
         raise NotImplementedError
 
     def record_calls(self, folder: str) -> None:
-        """From now on calls of tools are recorded in the run's folder, and those recorded there are not made again."""
+        """Records tool calls in the run's folder from now on; calls that are recorded there are not repeated."""
 
     def inputs(self) -> dict[str, str]:
         """Fingerprints of every data set and starting checkpoint, by what it is."""

@@ -110,7 +110,7 @@ class _Held:
         return self.response[index, self.states[row].start : self.lengths[index]]
 
     def go_on(self, row: int, suffix: list[int], text: str) -> None:
-        """A response goes on after results: tokens that were not sampled."""
+        """Appends results to a response, as tokens that were not sampled; it continues after them."""
         index, state = self._index[row], self.states[row]
         own = np.s_[index, self.lengths[index] : self.lengths[index] + len(suffix)]
         self.response[own], self.sampled[own] = suffix, False
@@ -148,8 +148,8 @@ class Turns:
         self._records: ToolRecords | None = None
 
     def record(self, folder: str) -> None:
-        """From now on calls are recorded in a run's folder, and those that are recorded there are not made again. Every
-        process must call it.
+        """Records calls in a run's folder from now on; calls that are recorded there are not repeated. Every process
+        must call it.
 
         Raises:
           UserError: as `ToolRecords`, on any process.

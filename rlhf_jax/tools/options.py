@@ -19,7 +19,7 @@ class ToolOptions(Options):
     """Class whose instances are reset for each response and whose methods the policy may call: 'file.py:Class', or
     several as 'NAME=file.py:Class' with a column 'environment' in the data (docs/tools.md)."""
     max_tool_calling_iterations: PositiveInt | None = option(None, rare=True)
-    """Most times that a response goes on after calls of tools; None: no limit but response_length."""
+    """Maximum number of times that a response continues after tool calls; None: limited by response_length alone."""
     tool_timeout: PositiveFloat = option(60.0, rare=True)
     """Timeout of one call of a tool, in seconds; its result is then an error that the policy reads. The timeout of a
     reset too, which ends the run."""
