@@ -197,7 +197,7 @@ def place_scores(rewards: Array, scores: Array, lengths: Array, position: str = 
 
 
 def gae(
-    rewards: Array, values: Array, *, gamma: float, lam: float | Array, mask: Array | None = None
+    rewards: Array, values: Array, *, gamma: float | Array, lam: float | Array, mask: Array | None = None
 ) -> tuple[Array, Array]:
     """Generalised advantage estimation over whole rows; nothing follows the last column.
 
@@ -206,8 +206,8 @@ def gae(
     Columns after the end of a response take part, so give them reward 0 and value 0. Columns outside the mask do not:
     t + 1 is the next column inside it, and their own advantages and returns are 0.
 
-    Args: rewards, values [B, T] float; gamma in [0, 1]; lam in [0, 1], or [B] float, one of each row; mask [B, T] bool,
-    None: all columns. Returns (advantages, returns), each float32 [B, T].
+    Args: rewards, values [B, T] float; gamma in [0, 1], or [B, T] float, from each column to the next; lam the same, or
+    [B] float, one of each row; mask [B, T] bool, None: all columns. Returns (advantages, returns), each float32 [B, T].
     Source: Schulman et al. 2016 (arXiv 1506.02438), equations 11, 12 and 16; TRL :787-796.
     """
     rewards, values = _float(rewards), _float(values)
@@ -216,9 +216,10 @@ def gae(
 
     def step(carry: tuple[Array, Array], column: tuple) -> tuple[tuple[Array, Array], Array]:
         advantage, next_value = carry
-        reward, value, inside = column
-        delta = reward + gamma * next_value - value
-        here = delta + gamma * lam * advantage
+        reward, value, inside, own_gamma, own_lam = column
+        discount, decay = gamma if own_gamma is None else own_gamma, lam if own_lam is None else own_lam
+        delta = reward + discount * next_value - value
+        here = delta + discount * decay * advantage
         if inside is None:
             return (here, value), here
         after = jnp.where(inside, here, advantage), jnp.where(inside, value, next_value)
@@ -227,13 +228,29 @@ def gae(
     rewards, values = (x.astype(jnp.promote_types(rewards.dtype, values.dtype)) for x in (rewards, values))
     if jnp.ndim(lam) > 0:
         lam = jnp.asarray(lam).astype(values.dtype)
-        chex.assert_shape(lam, values.shape[:1])
+        chex.assert_shape(lam, values.shape[: lam.ndim])
+    if jnp.ndim(gamma) > 0:
+        gamma = jnp.asarray(gamma).astype(values.dtype)
+        chex.assert_shape(gamma, values.shape)
     end = jnp.zeros_like(values[:, 0])
-    columns = (rewards.T, values.T, None if mask is None else mask.T)
+    of_columns = (jnp.asarray(x).T if jnp.ndim(x) == 2 else None for x in (gamma, lam))
+    columns = (rewards.T, values.T, None if mask is None else mask.T, *of_columns)
     _, advantages = jax.lax.scan(step, (end, end), columns, reverse=True)
     if mask is None:
         return advantages.T, advantages.T + values
     return advantages.T, jnp.where(mask, advantages.T + values, 0)
+
+
+def between_turns(x: float, mask: Array | None) -> float | Array:
+    """gamma or lambda that apply once a turn: `x` from the last token of a turn to the next turn, 1 within a turn.
+
+    Args: x in [0, 1]; mask [B, T] bool, False at tokens that came from elsewhere between two turns; None: there is one
+    turn. Returns float32 [B, T], or 1 for one turn.
+    """
+    if mask is None:
+        return 1.0
+    following = jnp.concatenate([mask[:, 1:], jnp.ones_like(mask[:, :1])], axis=1)
+    return jnp.where(mask & ~following, x, 1.0)
 
 
 def length_adaptive_lam(lengths: Array, alpha: float) -> Array:

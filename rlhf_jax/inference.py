@@ -31,7 +31,7 @@ from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.runtime import compile_cache
 from rlhf_jax.stages import open_models
 from rlhf_jax.stages.open_models import Source
-from rlhf_jax.types import Params, PromptBatch, Rollout
+from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout
 
 POLICY_STAGES = ("ppo", "rloo", "grpo", "sft")
 _MIN_WIDTH = 32  # columns of the shortest padded prompt
@@ -155,9 +155,24 @@ class Policy:
         return self._unstacked
 
     def _pure_sample(
-        self, layers, prompts, seed, rows, limit, numbers, *, automaton, length, greedy, top_k, suppress_ids, group
+        self,
+        layers,
+        prompts,
+        seed,
+        rows,
+        limit,
+        numbers,
+        begun,
+        *,
+        automaton,
+        length,
+        greedy,
+        top_k,
+        suppress_ids,
+        group,
     ):
         options = {"group": group, "rows": rows, "dtype": self.dtype, "limits": jnp.full(rows.shape, limit)}
+        options["begun"] = begun
         if automaton is not None:
             options["guide"] = Guide(automaton, jnp.repeat(prompts.start, group))
         numbers = {name: value for name, value in numbers.items() if value is not None}
@@ -178,12 +193,13 @@ class Policy:
         length: int | None = None,
         *,
         automaton: Automaton | None = None,
+        begun: PartialResponses | None = None,
     ) -> Rollout:
         """`group` responses to each prompt of a batch.
 
         Args:
-          prompts: numpy arrays, tokens [P, C] left-padded, lengths [P], images, with an automaton start [P]; P divides
-            over the devices.
+          prompts: arrays of numpy or on the mesh, tokens [P, C] left-padded, lengths [P], images, with an automaton
+            start [P]; P divides over the devices.
           seed: together with a row's number, it determines the response.
           sampling: options.
           group: responses per prompt, G.
@@ -191,6 +207,7 @@ class Policy:
           length: columns of the responses, at least `sampling.max_new_tokens`, which is the default. The program is
             compiled for it; numbers that are not 0 or off are arguments of the program.
           automaton: of the texts that responses may have; None: any.
+          begun: what the P * G responses have already; None: nothing.
 
         Returns:
           Rollout of P * G rows on the devices.
@@ -211,6 +228,7 @@ class Policy:
             rows,
             np.int32(sampling.max_new_tokens),
             numbers,
+            begun=begun,
             automaton=automaton,
             length=length or sampling.max_new_tokens,
             greedy=sampling.temperature == 0,

@@ -162,6 +162,31 @@ def test_gae_takes_a_lambda_for_each_row():
         advantages.gae(rewards, values, gamma=0.9, lam=lams[:2])
 
 
+def test_gae_by_turns_discounts_where_a_turn_ends():
+    # Two turns of two tokens, a token from elsewhere between them, then the column of the score.
+    mask = jnp.array([[True, True, False, True, True, True]])
+    rewards, values = jnp.array([[0.0, 0, 9, 0, 0, 1]]), jnp.array([[0.5, 0.25, 9, 0.5, 0.75, 0]])
+    gamma, lam = (advantages.between_turns(x, mask) for x in (0.9, 0.5))
+    close(gamma, [[1, 0.9, 1, 1, 1, 1]])
+    got, returns = advantages.gae(rewards, values, gamma=gamma, lam=lam, mask=mask)
+    # Within the last turn: the score minus the value. At the end of the first: 0.9 * 0.5 - 0.25 = 0.2, decay 0.45.
+    first = 0.2 + 0.45 * 0.5
+    wanted = np.array([[0.25 - 0.5 + first, first, 0, 0.5, 0.25, 1]])
+    close(got, wanted)
+    close(returns, np.where(mask, wanted + np.asarray(values), 0))
+
+
+def test_gae_by_turns_is_that_of_tokens_where_a_turn_has_one_token_and_undiscounted_where_there_is_one_turn():
+    rng = np.random.default_rng(5)
+    rewards, values = (jnp.asarray(rng.normal(size=(2, 7)), jnp.float32) for _ in range(2))
+    mask = jnp.asarray([[True, False] * 3 + [True]] * 2)
+    by_turns = {"gamma": advantages.between_turns(0.9, mask), "lam": advantages.between_turns(0.8, mask)}
+    alone = advantages.gae(rewards[:, ::2], values[:, ::2], gamma=0.9, lam=0.8)
+    close([x[:, ::2] for x in advantages.gae(rewards, values, **by_turns, mask=mask)], alone)
+    whole = {"gamma": advantages.between_turns(0.9, None), "lam": advantages.between_turns(0.8, None)}
+    close(advantages.gae(rewards, values, **whole), advantages.gae(rewards, values, gamma=1.0, lam=1.0))
+
+
 def test_a_length_adaptive_lambda_by_hand():
     lengths = jnp.array([100, 1000, 40, 20, 10, 1, 0, -1])
     close(advantages.length_adaptive_lam(lengths, 0.05), [0.8, 0.98, 0.5, 0, 0, 0, 0, 0])

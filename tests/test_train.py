@@ -406,8 +406,23 @@ def test_the_quickstart_of_verifiable_rewards_trains_by_functions_and_shows_them
     assert '<th scope="col">exact_match_reward</th>' in text and '<th scope="col">entropy</th>' in text
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize(("variant", "name"), [("boxes", "grpo"), ("guess_ppo", "ppo")])
+def test_the_quickstart_of_tools_trains_by_turns_and_records_its_calls(tmp_path, capsys, variant, name):
+    flags = ["--run_dir", str(tmp_path / "run"), "--sft.max_steps", "40", "--sft.scratch_model", "qwen2:1x32x2x1"]
+    flags += ["--sft.learning_rate", "0.01", "--sft.max_eval_samples", "8"]
+    short = {"total_episodes": 32, "batch_size": 16, "max_eval_samples": 8, "num_sample_generations": 1}
+    more = [word for option, value in short.items() for word in (f"--{name}.{option}", str(value))]
+    assert train.main(["--config", f"quickstart_tools.py:{variant}", *flags, *more]) == 0
+    assert f"{name.upper()} - SFT in score, mean over prompts" in capsys.readouterr().out
+    metrics = lines(tmp_path / "run" / name)
+    assert len(metrics) == 2 and {"tools/call_frequency", "tools/failure_frequency"} <= set(metrics[0])
+    calls = [json.loads(line) for line in (tmp_path / "run" / name / "tools.jsonl").read_text().splitlines()]
+    assert {call["name"] for call in calls} == {"open_box" if variant == "boxes" else "guess"}
+
+
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
-    for spec in ("quickstart.py", "quickstart_math.py"):
+    for spec in ("quickstart.py", "quickstart_math.py", "quickstart_tools.py:guess_ppo"):
         code = train.main(["--config", spec, "--run_dir", str(tmp_path / "run"), "--dry_run", "true"])
         out = capsys.readouterr().out
         assert code == 0 and not (tmp_path / "run").exists()

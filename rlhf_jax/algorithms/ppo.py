@@ -73,20 +73,24 @@ def advantages_and_returns(
     Args:
       rewards, values: [B, T] float32.
       lengths: [B] int32, tokens of the responses that were sampled.
-      config: gamma, lam, value_lam, adaptive_lam_alpha.
+      config: gamma, lam, value_lam, adaptive_lam_alpha, gae_unit.
       mask: [B, T] bool, columns that are steps; None: all.
 
     Returns:
       (advantages, returns), each [B, T] float32.
     """
     adaptive = config.adaptive_lam_alpha is not None
-    lam: Array | float = config.lam
+
+    def in_unit(x: float) -> Array | float:
+        return adv.between_turns(x, mask) if config.gae_unit == "turn" else x
+
+    gamma, lam = in_unit(config.gamma), in_unit(config.lam)
     if adaptive:
         lam = adv.length_adaptive_lam(lengths, config.adaptive_lam_alpha)
-    advantages, returns = adv.gae(rewards, values, gamma=config.gamma, lam=lam, mask=mask)
+    advantages, returns = adv.gae(rewards, values, gamma=gamma, lam=lam, mask=mask)
     if adaptive or config.value_lam is not None:
-        value_lam = config.lam if config.value_lam is None else config.value_lam
-        _, returns = adv.gae(rewards, values, gamma=config.gamma, lam=value_lam, mask=mask)
+        value_lam = in_unit(config.lam if config.value_lam is None else config.value_lam)
+        _, returns = adv.gae(rewards, values, gamma=gamma, lam=value_lam, mask=mask)
     return advantages, returns
 
 

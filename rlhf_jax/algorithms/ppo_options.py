@@ -60,6 +60,9 @@ class PPOOptions(PolicyGradientOptions):
     adaptive_lam_alpha: PositiveFloat | None = option(None, rare=True)
     """GAE lambda of the advantages by the response's length l in tokens: 1 - 1 / (adaptive_lam_alpha * l), at least 0
     (VAPO: 0.05); None: lam."""
+    gae_unit: Literal["token", "turn"] = option("token", rare=True)
+    """What gamma and the GAE lambdas apply to: each token, or each turn of a response that calls tools; within a turn
+    both are 1."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation; the mean is kept."""
     whiten_ddof: Literal[0, 1] = option(1, rare=True)
@@ -99,6 +102,8 @@ class PPOOptions(PolicyGradientOptions):
         if self.value_learning_rate and self.vf_coef == 0:
             yield f"value_learning_rate {self.value_learning_rate:g} with vf_coef 0: the value loss has no gradient."
         alpha, longest = self.adaptive_lam_alpha, self.response_length
+        if alpha is not None and self.gae_unit == "turn":
+            yield "adaptive_lam_alpha with gae_unit turn: it makes a lambda of tokens; remove one of them."
         if alpha is not None and alpha * longest <= 1:
             yield (
                 f"adaptive_lam_alpha {alpha:g} x response_length {longest} = {alpha * longest:g}: lambda = "

@@ -61,8 +61,11 @@ def _pipeline_links(config: Pipeline) -> Iterator[str]:
                 f"{policy}: reward_model_path is {stage.reward_model_path!r}, but the pipeline has no reward stage "
                 "(reward is None): set it to None and give reward_funcs or reward_server, or add the stage."
             )
-        elif not stage.reward_funcs and stage.reward_server is None:
-            yield f"{policy}: without a reward stage (reward is None) the pipeline needs reward_funcs or reward_server."
+        elif not stage.reward_funcs and stage.reward_server is None and not stage.environment_factory:
+            yield (
+                f"{policy}: without a reward stage (reward is None) the pipeline needs reward_funcs, reward_server or "
+                "environment_factory."
+            )
 
 
 def _starts(config: Pipeline, policy: str, stage: Any) -> Iterator[tuple[str, str | None]]:

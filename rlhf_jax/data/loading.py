@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from rlhf_jax import storage
-from rlhf_jax.data import arithmetic, arrow_cache, instructions, reasoning_gym, shapes, synthetic
+from rlhf_jax.data import arithmetic, arrow_cache, instructions, reasoning_gym, shapes, synthetic, tool_tasks
 from rlhf_jax.data.files import (
     MalformedRow,
     Rows,
@@ -52,6 +52,8 @@ BUILT_IN = {
     "arithmetic": BuiltIn(arithmetic.load_arithmetic, arithmetic.SIZES),
     "instructions": BuiltIn(instructions.load_instructions, instructions.SIZES),
     "shapes": BuiltIn(shapes.load_shapes, shapes.SIZES, cached_rows=None),  # pictures
+    "boxes": BuiltIn(tool_tasks.loader("boxes"), tool_tasks.SIZES),
+    "guess_number": BuiltIn(tool_tasks.loader("guess_number"), tool_tasks.SIZES),
 }
 """Built-in data sets by name; beside them, the tasks of reasoning-gym."""
 TEXT_COLUMNS = frozenset("prompt completion chosen rejected summary subreddit title post".split())

@@ -62,8 +62,9 @@ class DataOptions(LengthOptions):
     dataset_name: str = option("trl-lib/tldr", path=True)
     """Hub name, file or folder (jsonl, json and csv, also compressed as .gz, .bz2 or .zst, parquet, arrow; local or in
     a bucket), or a built-in task: 'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions),
-    'shapes' (pictures and questions), 'instructions' (questions with requirements that a program checks) or
-    'reasoning_gym:TASK?PARAMETER=VALUE&...' (docs/rewards.md)."""
+    'shapes' (pictures and questions), 'boxes' and 'guess_number' (calls of tools, docs/tools.md), 'instructions'
+    (questions with requirements that a program checks) or 'reasoning_gym:TASK?PARAMETER=VALUE&...'
+    (docs/rewards.md)."""
     datasets: tuple[dict[str, Any], ...] | None = option(None, path=True)
     """Several datasets to train on, in place of dataset_name: a list of dicts with path, and name, revision, split,
     parameters, weight or fraction, max_train_samples, format and columns of their own (docs/tutorial.md)."""

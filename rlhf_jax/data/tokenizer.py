@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 
 from rlhf_jax import storage
-from rlhf_jax.data import arithmetic, shapes, synthetic
+from rlhf_jax.data import arithmetic, shapes, synthetic, tool_tasks
 from rlhf_jax.data.fast_tokenizer import fast_tokenizer
 from rlhf_jax.errors import UserError
 
@@ -22,6 +22,7 @@ BUILT_IN = {
     "synthetic": synthetic.build_tokenizer,
     "arithmetic": arithmetic.build_tokenizer,
     "shapes": shapes.build_tokenizer,
+    "tool_tasks": tool_tasks.build_tokenizer,
 }
 """Tokenizers of the built-in tasks by name."""
 PAD_TOKEN = "[PAD]"
@@ -191,7 +192,7 @@ def _load(name_or_path: str, revision: str | None) -> Any:
     if name_or_path in BUILT_IN:
         return BUILT_IN[name_or_path]()
     name_or_path = storage.local_copy(name_or_path, (*_FILE_PATTERNS, "*.json"))
-    names = "'synthetic', 'arithmetic' or 'shapes'"
+    names = "'synthetic', 'arithmetic', 'shapes' or 'tool_tasks'"
     advice = f"Set tokenizer_name_or_path to a hub name, a folder with tokenizer.json, {names}."
     if os.path.isdir(name_or_path):
         if not any(os.path.exists(os.path.join(name_or_path, file)) for file in _FILES):

@@ -94,7 +94,8 @@ def policy_row(
 
     Returns:
       {"name", "path", "prompts", "responses", "length", "characters", "eos_rate", and if available "score", "rewards":
-      by name, "kl", and the names in `extra`}, each as `mean_of`; with rewards and tasks `by_task`.
+      by name, "kl", and the names in `extra`}, each as `mean_of`; with rewards and tasks `by_task`, with tools their
+      metrics.
     """
     row: dict[str, Any] = {"name": answers.name, "path": answers.path, "prompts": len(answers.texts)}
     row["responses"] = int(answers.lengths.size)
@@ -108,7 +109,7 @@ def policy_row(
     row["length"] = mean_of(answers.lengths, **options)
     row["characters"] = mean_of(character_counts(answers), **options)
     row["eos_rate"] = mean_of(answers.ended, **options)
-    return row | {name: mean_of(values, **options) for name, values in answers.extra.items()}
+    return row | {name: mean_of(values, **options) for name, values in answers.extra.items()} | answers.of_tools
 
 
 def character_counts(answers: Answers) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,30 @@ from rlhf_jax.data.chat import text_of
 from rlhf_jax.errors import UserError
 from rlhf_jax.generate.guided import Automaton
 from rlhf_jax.inference import Policy
-from rlhf_jax.parallel import sharding
+from rlhf_jax.parallel import local_rows, sharding
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
+from rlhf_jax.runtime.stopping import no_tick
 from rlhf_jax.stages.programs import sampling_of
-from rlhf_jax.types import PromptBatch, Rollout
+from rlhf_jax.stages.turns import Conversations, Turns
+from rlhf_jax.types import PartialResponses, PromptBatch, Rollout
+
+
+class Batch(NamedTuple):
+    """Answers that are scored together.
+
+    Attributes:
+      rollout: on the host.
+      source, rows: the prompts, and the row in them of each answer.
+      real: the first answers, without those that pad the batch.
+      conversations: of answers that may call tools; None: there are no tools.
+    """
+
+    rollout: Rollout
+    source: PromptData
+    rows: np.ndarray
+    real: int
+    conversations: Conversations | None = None
 
 
 @dataclasses.dataclass
@@ -36,10 +55,11 @@ class Answers:
       lengths: [P, G] tokens, including eos.
       ended: [P, G] bool, whether the answer ended with eos.
       kl: [P, G] nats, or None.
-      rollouts: (rollout on the host, its rows, its number of prompts without padding) of each batch.
+      batches: all answers, in order.
       rewards: [P, G, F], NaN where a reward does not apply; None before `add_scores`, or without rewards.
       scores: [P, G], the weighted sum of rewards, NaN where none applies.
       extra: further metrics, [P, G] by name.
+      of_tools: how often tools were called, and failed.
     """
 
     name: str
@@ -48,10 +68,11 @@ class Answers:
     lengths: np.ndarray
     ended: np.ndarray
     kl: np.ndarray | None
-    rollouts: list[tuple[Rollout, np.ndarray, int]]
+    batches: list[Batch]
     rewards: np.ndarray | None = None
     scores: np.ndarray | None = None
     extra: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    of_tools: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def first(self) -> list[str]:
@@ -90,6 +111,7 @@ class Sampler:
       seed, batch_size: options of the command.
       greedy: greedy decoding, without KL.
       automaton: of the texts that responses may have; None: any.
+      turns: of responses that call tools; None: there are no tools.
       ref: reference policy of the KL with its weights loaded, or None.
       on_progress: called with a policy's name, the prompts done and the total.
     """
@@ -106,12 +128,13 @@ class Sampler:
         batch_size: int,
         greedy: bool = False,
         automaton: Automaton | None = None,
+        turns: Turns | None = None,
         ref: Policy | None = None,
         on_progress: Callable[[str, int, int], None] = lambda *_: None,
     ):
         self._config, self._source, self._samples, self._on_progress = config, source, samples, on_progress
         self._seed, self._batch_size, self._greedy = seed, batch_size, greedy
-        self._automaton = automaton
+        self._automaton, self._turns = automaton, turns
         self._ref = None if greedy else ref
         self._sampling = sampling_of(config, eos_ids, 0.0 if greedy else None, suppress_ids)
 
@@ -121,31 +144,52 @@ class Sampler:
         group = self._samples if policy_index == 0 else 1
         size = prompts_per_batch(self._batch_size, group, len(self._source), sharding.row_shards(policy.mesh))
         compute_kl = None if self._ref is None else self._kl_program(policy)
-        seed, sampling = policy_seed(self._seed, policy_index), self._sampling
-        rollouts, texts, lengths, ended, kls = [], [], [], [], []
-        for prompts, real in iterate_batches(self._source, size):
-            start = len(texts)
-            rows = np.arange(start * group, (start + size) * group, dtype=np.int32)
-            rollout = policy.sample(prompts, seed, sampling, group, rows, automaton=self._automaton)
+        seed, answered, texts, kls = policy_seed(self._seed, policy_index), [], [], []
+        for start in range(0, len(self._source), size):
+            batch, images = self._batch(policy, seed, start, size, group)
             kl = None
             if compute_kl is not None:
-                images = self._images(prompts, policy)
-                kl = compute_kl(policy.params, self._ref.params, rollout, images, sampling.temperature)
-            host, kl = sharding.fetch((rollout, kl))
-            rollouts.append((host, prompts.rows, real))
-            count = real * group
-            ids = completion_ids(host.response[:count], host.lengths[:count])
+                images = None if images is None else sharding.shard_batch(images, policy.mesh)
+                kl = compute_kl(policy.params, self._ref.params, batch.rollout, images, self._sampling.temperature)
+            host, kl = sharding.fetch((batch.rollout, kl))
+            answered.append(batch._replace(rollout=host))
+            ids = completion_ids(host.response[: batch.real], host.lengths[: batch.real])
             decoded = [policy.tokenizer.decode(own, skip_special_tokens=True) for own in ids]
-            texts += [decoded[i : i + group] for i in range(0, count, group)]
-            for column, values in ((lengths, host.lengths), (ended, host.ended), (kls, kl)):
-                if values is not None:
-                    column.append(np.asarray(values)[:count].reshape(-1, group))
+            texts += [decoded[i : i + group] for i in range(0, batch.real, group)]
+            kls += [] if kl is None else [np.asarray(kl)[: batch.real].reshape(-1, group)]
             self._on_progress(name, len(texts), len(self._source))
         kl = np.concatenate(kls).astype(np.float64) if kls else None
-        return Answers(name, policy.path, texts, np.concatenate(lengths), np.concatenate(ended), kl, rollouts)
+        lengths, ended = (
+            np.concatenate([getattr(each.rollout, of)[: each.real].reshape(-1, group) for each in answered])
+            for of in ("lengths", "ended")
+        )
+        return Answers(name, policy.path, texts, lengths, ended, kl, answered, of_tools=_of_tools(answered))
 
-    def _images(self, prompts: PromptBatch, policy: Policy):
-        return None if prompts.images is None else sharding.shard_batch(prompts.images, policy.mesh)
+    def _batch(self, policy: Policy, seed: int, start: int, size: int, group: int) -> tuple[Batch, Any]:
+        """(answers to `size` prompts, with their rollout on the devices; the prompts' images)"""
+        sampling, numbers = self._sampling, np.arange(start * group, (start + size) * group, dtype=np.int32)
+        real = min(size, len(self._source) - start) * group
+        if self._turns is None:
+            prompts = self._source.in_order(start, size)
+            rollout = policy.sample(prompts, seed, sampling, group, numbers, automaton=self._automaton)
+            return Batch(rollout, self._source, np.repeat(prompts.rows, group), real), prompts.images
+
+        def place(prompts: PromptBatch) -> PromptBatch:
+            count = len(prompts.rows)
+            share = prompts.replace(rows=prompts.rows[local_rows.held_rows(policy.mesh, count)])
+            return local_rows.place(share, policy.mesh, count)
+
+        def generate(prompts: PromptBatch, begun: PartialResponses) -> tuple[Rollout, None]:
+            own = len(numbers) // len(prompts.rows)  # an environment's prompt has one response
+            return policy.sample(prompts, seed, sampling, own, numbers, begun=begun), None
+
+        prompts = self._source.in_order(start, size, local_rows.held_rows(policy.mesh, size))
+        rows = np.repeat(prompts.rows, group)
+        said = self._turns.respond(
+            generate, place, self._source, prompts, rows, real=real, tick=no_tick, at=f"prompts from {start}"
+        )
+        self._turns.keep_environments()  # they are scored after all answers
+        return Batch(said.rollout, said.source, said.rows, real, said.conversations), None
 
     def _kl_program(self, policy: Policy):
         reference = self._ref.model
@@ -159,6 +203,21 @@ class Sampler:
             return token_kl(models, rollout, config, images).sum(axis=1)
 
         return jax.jit(kl)
+
+
+def _of_tools(answered: list[Batch]) -> dict[str, float]:
+    """How often tools were called in all answers, and failed; empty without tools."""
+    each = [(x.real, x.conversations.metrics) for x in answered if x.conversations is not None]
+    if not each:
+        return {}
+    calls = [real * metrics["tools/call_frequency"] for real, metrics in each]
+    failures = sum(
+        number * metrics["tools/failure_frequency"] for number, (_, metrics) in zip(calls, each, strict=True)
+    )
+    return {
+        "tools/call_frequency": sum(calls) / sum(real for real, _ in each),
+        "tools/failure_frequency": failures / sum(calls) if sum(calls) else 0.0,
+    }
 
 
 def reference_answers(
@@ -190,7 +249,7 @@ def reference_answers(
     ended = np.asarray([len(own) <= max_tokens for own in ids])
     ids = [np.asarray(own[:max_tokens], np.int32) for own in ids]
     width = batches.bucket(max(map(len, ids)), batches.default_buckets(max(map(len, ids))))
-    size, rollouts = prompts_per_batch(batch_size, 1, len(texts), shards), []
+    size, answered = prompts_per_batch(batch_size, 1, len(texts), shards), []
     for prompts, real in iterate_batches(source, size):
         own, before = [ids[row] for row in prompts.rows], [heads[row] for row in prompts.rows]
         lengths = batches.lengths_of(own)
@@ -203,27 +262,25 @@ def reference_answers(
             logprobs=np.zeros((size, width), np.float32),
             response_mask=np.ones((size, width), bool),
         )
-        rollouts.append((rollout, prompts.rows, real))
+        answered.append(Batch(rollout, source, prompts.rows, real))
     lengths = batches.lengths_of(ids)[:, None]
-    answers = Answers("reference", None, [[text] for text in texts], lengths, ended[:, None], None, rollouts)
+    answers = Answers("reference", None, [[text] for text in texts], lengths, ended[:, None], None, answered)
     return answers, int((~ended).sum())
 
 
-def add_scores(answers: Answers, scorer: Scorer, source: PromptData, mesh) -> None:
+def add_scores(answers: Answers, scorer: Scorer, mesh) -> None:
     """Sets `rewards` and `scores` of all answers."""
     rewards, scores = [], []
     group = answers.lengths.shape[1]
-    for rollout, rows, real in answers.rollouts:
-        total, count = len(rows) * group, real * group
-        lengths = np.where(np.arange(total) < count, rollout.lengths, -1).astype(np.int32)  # -1 marks padding rows
+    for rollout, source, rows, real, conversations in answers.batches:
+        lengths = np.where(np.arange(len(rows)) < real, rollout.lengths, -1).astype(np.int32)  # -1 marks padding rows
         placed = sharding.shard_batch(rollout.replace(lengths=lengths), mesh)
-        scored = scorer.score(
-            placed, source, np.repeat(rows, group), group=group, state=TrainerState(is_eval=True), limit=count
-        )
+        state = TrainerState(is_eval=True)
+        scored = scorer.score(placed, source, rows, group=group, state=state, limit=real, conversations=conversations)
         each, total_scores, scorable = sharding.fetch((scored.each_reward, scored.total_scores, scored.scorable))
         weighted = np.where(scorable, total_scores, np.float32(np.nan))
-        rewards.append(each[:count].reshape(real, group, -1))
-        scores.append(weighted[:count].reshape(real, group))
+        rewards.append(each[:real].reshape(-1, group, each.shape[1]))
+        scores.append(weighted[:real].reshape(-1, group))
     answers.rewards = np.concatenate(rewards).astype(np.float64)
     answers.scores = np.concatenate(scores).astype(np.float64)
 

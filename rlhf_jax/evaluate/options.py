@@ -25,6 +25,7 @@ from rlhf_jax.option import (
 )
 from rlhf_jax.parallel.options import ProcessOptions
 from rlhf_jax.rewards.options import RewardOptions
+from rlhf_jax.tools.options import ToolOptions
 from rlhf_jax.utils.text import has_password
 
 PROG = "rlhf-jax evaluate"
@@ -88,6 +89,10 @@ class EvaluateConfig(ProcessOptions):
     stop_token_ids: tuple[int, ...] | Literal["generation_config"] | None = option(None, like=SamplingOptions)
     structured_outputs_regex: str | None = option(None, like=SamplingOptions)
     structured_outputs_regex_column: str | None = option(None, like=SamplingOptions)
+    tools: tuple[str, ...] | None = option(None, like=ToolOptions)
+    environment_factory: tuple[str, ...] | None = option(None, like=ToolOptions)
+    max_tool_calling_iterations: PositiveInt | None = option(None, like=ToolOptions)
+    tool_timeout: PositiveFloat | None = option(None, like=ToolOptions)
     seed: Seed = 42
     """Seed of responses and bootstrap resamples."""
     batch_size: PositiveInt = 64

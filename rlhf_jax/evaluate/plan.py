@@ -21,6 +21,7 @@ from rlhf_jax.rewards.options import RewardOptions
 from rlhf_jax.runtime import config_diff, run_folder
 from rlhf_jax.stages import ALGORITHMS, adapters
 from rlhf_jax.storage.relocation import Relocation
+from rlhf_jax.tools.options import ToolOptions
 
 REFERENCE, REF_MODEL, POLICY = "reference", "ref_model", "policy"
 
@@ -79,8 +80,6 @@ def make_plan(config: EvaluateConfig) -> Plan:
     stage = None if name is None else stages[name]
     if stages and stage is None and config.model is None and config.data is not None:
         raise UserError(f"--run_dir {config.run_dir} has a reward model and no policy: --data needs --model too")
-    if isinstance(stage, PolicyConfig):
-        _refuse_tools(config, stage, objects.get(name, []))
     prompts = policy = ref = None
     others: tuple[Checkpoint, ...] = ()
     reference: bool | None = False
@@ -141,15 +140,6 @@ def _finished_stages(run_dir: str) -> tuple[dict[str, StageConfig], dict[str, li
     return stages, objects
 
 
-def _refuse_tools(config: EvaluateConfig, run: PolicyConfig, objects: list[str]) -> None:
-    """Raises a UserError for a run whose policy calls tools."""
-    if run.tools or run.environment_factory or {"tools", "environment_factory"} & {*objects}:
-        raise UserError(
-            f"--run_dir {config.run_dir}: this run has tools, which evaluate does not call: its answers would have one "
-            "turn. The run's own evaluations (eval_steps) call them; --model samples the policy without tools"
-        )
-
-
 def _absent_objects(
     config: EvaluateConfig,
     stage: str | None,
@@ -166,6 +156,12 @@ def _absent_objects(
             raise UserError(
                 f"--run_dir {config.run_dir}: the data set of this run was an argument of rlhf_jax.run, so its folder "
                 f"does not name it. Set --{option} to a file, a folder or a hub name"
+            )
+    for option, example in (("tools", "FILE.py:FUNCTION"), ("environment_factory", "FILE.py:CLASS")):
+        if prompts is not None and option in objects.get(stage, []) and not getattr(prompts, option):
+            raise UserError(
+                f"--run_dir {config.run_dir}: {option} of this run was an argument of rlhf_jax.run, so its folder does "
+                f"not name it. Set --{option} to {example}"
             )
     if prompts is not None and "reward_funcs" in objects.get(stage, []) and config.reward_funcs is None:
         return (
@@ -202,7 +198,7 @@ def _set_options(config: EvaluateConfig, target: type) -> dict[str, Any]:
 
 
 _OF_PROMPTS = (
-    *(PromptOptions, SamplingOptions, RewardOptions, MeshOptions),
+    *(PromptOptions, SamplingOptions, RewardOptions, ToolOptions, MeshOptions),
     *("seed", "dtype", "missing_eos_penalty", "eos_penalty_mode"),
 )
 _OF_PAIRS = (PairOptions, MeshOptions, "seed", "dtype")

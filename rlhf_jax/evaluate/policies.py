@@ -33,6 +33,7 @@ from rlhf_jax.runtime.run_folder import template_date
 from rlhf_jax.stages import open_models
 from rlhf_jax.stages.guide import open_guide
 from rlhf_jax.stages.open_models import Source
+from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.stages.programs import sampling_of
 from rlhf_jax.stages.rollout_models import suppressed_ids
 from rlhf_jax.storage import write_atomically
@@ -59,12 +60,19 @@ class PolicyEvaluation:
         tokenizer = dataclasses.replace(self.policy.tokenizer, template_date=date)
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
-        self.source = data.prompts_from_rows(rows, plan.prompts, tokenizer, self.policy.processor)
+        self.tools = open_tools(plan.prompts, (), None)
+        self.source = data.prompts_from_rows(rows, self.tools.prompt_config, tokenizer, self.policy.processor)
         self.references = self._load_references()
         has_references = bool(self.references) and plan.reference is not False
         self.opponents = [*(["reference"] if has_references else []), *(other.name for other in plan.others)]
         self.scorer = self._open_scorer(tokenizer)
         policies = [self.policy, *self.others.values()]
+        self.turns = self.tools.turns(
+            [self.source],
+            tokenizer,
+            positions=min(policy.model.config.max_position_embeddings for policy in policies),
+            mesh=self.weights.mesh,
+        )
         self.suppress_ids, self.messages = suppressed_ids(
             plan.prompts,
             tokenizer,
@@ -80,6 +88,7 @@ class PolicyEvaluation:
             stop_ids=sampling_of(plan.prompts, self.eos_ids).stop_ids,
             excluded_ids={*self.suppress_ids, *(i for policy in policies for i in policy.model.suppress_ids)},
         )
+        self.messages += self.tools.messages
         if self.scorer is not None:
             self.messages += self.scorer.type_notes(self.source.some_raw())
         if config.best_of_n and self.scorer is None:
@@ -151,15 +160,17 @@ class PolicyEvaluation:
         return references
 
     def _open_scorer(self, tokenizer: data.Tokenizer) -> scoring.Scorer | None:
-        config = self.plan.prompts
-        if config.reward_model_path is None and not config.reward_funcs and config.reward_server is None:
+        config, environments = self.plan.prompts, self.tools.environments
+        functions = [] if environments is None else environments.reward_functions
+        if not (config.reward_model_path or config.reward_funcs or config.reward_server or functions):
             return None
         models = scoring.open_models(config, tokenizer, self.source.conversational)
         for model in models:
             model.model = open_models.on_mesh(model.model, self.weights, "scalar", model.path, dtype=config.dtype)
             self._check_context(model.model, model.path)
-        scorer = scoring.Scorer(config, tokenizer, models, [], self.weights.mesh)
-        scorer.check_columns(tuple(self.source.columns([0])))
+        scorer = scoring.Scorer(config, tokenizer, models, functions, self.weights.mesh)
+        more = () if environments is None else ("environments",)
+        scorer.check_columns((*self.source.columns([0]), *more))
         return scorer
 
     def run(
@@ -234,6 +245,9 @@ class PolicyEvaluation:
             "generation_kwargs": config.generation_kwargs,
             "structured_outputs_regex": config.structured_outputs_regex,
             "structured_outputs_regex_column": config.structured_outputs_regex_column,
+            "tools": list(config.tools),
+            "environment_factory": list(config.environment_factory),
+            "max_tool_calling_iterations": config.max_tool_calling_iterations,
             "response_length": config.response_length,
             "stop_token_ids": list(self.eos_ids) if config.stop_token_ids is not None else None,
             "query_length": config.query_length,
@@ -258,6 +272,7 @@ class PolicyEvaluation:
             eos_ids=self.eos_ids,
             suppress_ids=self.suppress_ids,
             automaton=self.automaton,
+            turns=self.turns,
             seed=self.config.seed,
             batch_size=self.config.batch_size,
             greedy=self.plan.greedy,
@@ -267,11 +282,15 @@ class PolicyEvaluation:
         policies = [(self.plan.policy.name, self.policy)]
         policies += [(other.name, policy) for other, policy in self.others.items()]
         all_answers = []
-        for policy_index, (name, policy) in enumerate(policies):
-            policy.load()
-            all_answers.append(sampler.answers(name, policy, policy_index))
-            if policy is not self.ref:
-                policy.release()
+        try:
+            for policy_index, (name, policy) in enumerate(policies):
+                policy.load()
+                all_answers.append(sampler.answers(name, policy, policy_index))
+                if policy is not self.ref:
+                    policy.release()
+        finally:
+            if self.turns is not None:
+                self.turns.close()
         if self.ref is not None:
             self.ref.release()
         if "reference" in self.opponents:
@@ -303,7 +322,10 @@ class PolicyEvaluation:
             self.scorer.set_params([self.weights.load(m.model, m.path, "scalar", m.revision) for m in models])
             try:
                 for answers in all_answers:
-                    add_scores(answers, self.scorer, self.source, self.weights.mesh)
+                    if answers.path is None and self.tools.environments is not None:
+                        log("reference: answers that had no environment have no rewards")
+                        continue
+                    add_scores(answers, self.scorer, self.weights.mesh)
             finally:
                 self.scorer.close()
             log(f"rewards: {', '.join(self.scorer.names)}")

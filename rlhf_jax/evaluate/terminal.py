@@ -73,6 +73,9 @@ def _policies_table(results: dict[str, Any]) -> str:
     ):
         if any(key in row for row in rows):
             columns[head] = lambda r, key=key, digits=digits, percent=percent: _mean(r.get(key), digits, percent)
+    for key, head, digits in (("call_frequency", "calls", 2), ("failure_frequency", "failed calls", 3)):
+        if any(f"tools/{key}" in row for row in rows):
+            columns[head] = lambda r, key=f"tools/{key}", digits=digits: f"{r[key]:.{digits}f}" if key in r else "-"
     sampling = results["sampling"]
     title = f"{results['data']['prompts']} prompts of {results['data']['name']}, "
     title += f"temperature {sampling['temperature']:g}"

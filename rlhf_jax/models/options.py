@@ -46,7 +46,8 @@ class ModelOptions(Options):
     """Start from random weights of this shape: a Pythia size ('14m'), 'LAYERSxWIDTHxHEADS' of GPT-NeoX ('4x128x4'), or
     'FAMILY:LAYERSxWIDTHxHEADS[xKV]' ('qwen2:4x128x4x2')."""
     tokenizer_name_or_path: str | None = option(None, path=True)
-    """Tokenizer, if not the model's own; 'synthetic', 'arithmetic' and 'shapes' are those of the built-in tasks."""
+    """Tokenizer, if not the model's own; 'synthetic', 'arithmetic', 'shapes' and 'tool_tasks' are those of the built-in
+    tasks."""
     freeze_vision_tower: bool = False
     """Of a model that reads images, without use_peft: train its connector and its text model, not its vision
     transformer."""

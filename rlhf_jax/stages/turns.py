@@ -163,7 +163,8 @@ class Turns:
 
     def respond(
         self,
-        generate: Callable[[PromptBatch, PartialResponses], tuple[Rollout, RolloutState | None, PromptBatch]],
+        generate: Callable[[PromptBatch, PartialResponses], tuple[Rollout, RolloutState | None]],
+        place: Callable[[PromptBatch], PromptBatch],
         source: PromptData,
         prompts: PromptBatch,
         rows: np.ndarray,
@@ -175,7 +176,8 @@ class Turns:
         """All turns of B responses.
 
         Args:
-          generate: (prompts, what the responses have already) -> (Rollout, RolloutState, prompts on the mesh).
+          generate: (prompts on the mesh, what the responses have already) -> (Rollout, RolloutState).
+          place: puts prompts on the mesh, this process' share.
           source: the prompts.
           prompts: a batch of them, on the host.
           rows: [B] row numbers in it.
@@ -194,7 +196,7 @@ class Turns:
         if self._environments is not None:
             source, rows, environments = self._begin(source, rows, own, real)
             prompts = source.of_rows(rows, held)
-        columns = self._config.response_length
+        placed, columns = place(prompts), self._config.response_length
         responses = _Held(held.tolist(), source.display_texts(rows[held]), columns, real)
         prompt_lengths = {row: len(source.tokens[rows[row]]) for row in own}
         logprobs = local_rows.place(np.zeros((len(held), columns), np.float32), self._mesh, count)
@@ -206,14 +208,14 @@ class Turns:
             arrays = (responses.response, responses.lengths, responses.ended)
             response, lengths, ended = local_rows.place(arrays, self._mesh, count)
             begun = PartialResponses(response, logprobs, lengths, ended)
-            rollout, rollout_state, placed = generate(prompts, begun)
+            rollout, rollout_state = generate(placed, begun)
             responses.fetch(rollout, self._mesh)
             logprobs = rollout.logprobs
             began = time.perf_counter()
             most = self._config.max_tool_calling_iterations
             may_go_on = most is None or iteration < most
-            place = (at, iteration)
-            parts = self._call(responses, own, prompt_lengths, environments, place, may_go_on=may_go_on)
+            turn = (at, iteration)
+            parts = self._call(responses, own, prompt_lengths, environments, turn, may_go_on=may_go_on)
             calls += sum(part["calls"] for part in parts)
             failures += sum(part["failures"] for part in parts)
             said = [row for part in parts for row in part["rows"]]
@@ -365,6 +367,11 @@ class Turns:
             return None, None
         return suffix, text
 
+    def keep_environments(self) -> None:
+        """Leaves the environments of responses as they are, as `Environments.keep`."""
+        if self._environments is not None:
+            self._environments.keep()
+
     def close(self) -> None:
         """Ends the threads of tools."""
         self._toolbox.close()
@@ -405,12 +412,9 @@ def respond(
     if turns is None:
         placed = programs.place(prompts)
         return Responses(*programs.generate(policy, placed, group_size=group_size, **options), placed, source, rows)
-    placed_prompts: dict[int, PromptBatch] = {}
 
-    def generate(batch: PromptBatch, begun: PartialResponses) -> tuple[Rollout, RolloutState | None, PromptBatch]:
-        if not placed_prompts:
-            placed_prompts[0] = programs.place(batch)
-        placed, responses = placed_prompts[0], len(rows) // len(batch.rows)
-        return *programs.generate(policy, placed, group_size=responses, begun=begun, **options), placed
+    def generate(placed: PromptBatch, begun: PartialResponses) -> tuple[Rollout, RolloutState | None]:
+        return programs.generate(policy, placed, group_size=len(rows) // len(placed.rows), begun=begun, **options)
 
-    return turns.respond(generate, source, prompts, rows, real=len(rows) if real is None else real, tick=tick, at=at)
+    real = len(rows) if real is None else real
+    return turns.respond(generate, programs.place, source, prompts, rows, real=real, tick=tick, at=at)

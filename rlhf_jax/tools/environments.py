@@ -92,6 +92,10 @@ class Environments:
             texts.append(_observation(call))
         return instances, texts
 
+    def keep(self) -> None:
+        """Leaves the instances as they are: later responses have others."""
+        self._pool = {name: [] for name in self._pool}
+
     def close(self) -> None:
         """Ends the thread of resets."""
         self._caller.close()

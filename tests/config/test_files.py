@@ -22,6 +22,8 @@ from rlhf_jax.config import (
 from rlhf_jax.config import files as config_files
 from rlhf_jax.config.check import check
 from rlhf_jax.data import arithmetic, load_tokenizer
+from rlhf_jax.data.chat import ChatTemplate
+from rlhf_jax.data.loading import load_rows
 from rlhf_jax.errors import UserError
 from rlhf_jax.option import checked_types
 from rlhf_jax.runtime import config_diff
@@ -127,6 +129,7 @@ def test_shipped_configs_fit_a_screen_and_say_what_they_are():
         "quickstart_vision.py",
         "rloo_smolvlm.py",
         "quickstart_smollm2.py",
+        "quickstart_tools.py",
         "tldr_smollm2.py",
     }
     assert set(lines) == {"tldr_sft.py", "tldr_reward.py", "tldr_ppo.py", "tldr_ppo_nplus.py", "quickstart.py"} | more
@@ -270,7 +273,9 @@ def test_a_pipeline_without_a_reward_stage_has_rewards_of_another_kind():
     assert config_files.from_json(config_files.to_json(pipeline)).reward is None
     ppo = PPOConfig(sft_model_path=SFT_EXPORT, reward_model_path=None, reward_server="http://localhost:1/score")
     check(Pipeline(reward=None, ppo=ppo))
-    with pytest.raises(UserError, match="rloo: without a reward stage .* needs reward_funcs or reward_server"):
+    with pytest.raises(
+        UserError, match="rloo: without a reward stage .* needs reward_funcs, .* or environment_factory"
+    ):
         check(dataclasses.replace(pipeline, rloo=dataclasses.replace(scored, reward_funcs=())))
     with pytest.raises(UserError, match="reward_model_path is '{run_dir}/reward/.*no reward stage.*set it to None"):
         check(Pipeline(reward=None))
@@ -290,6 +295,23 @@ def test_the_quickstart_of_verifiable_rewards_has_a_variant_of_each_algorithm(va
     assert max(len(tokenizer.encode(row["prompt"])) for row in rows) <= stage.query_length
     assert max(len(tokenizer.encode(row["completion"])) for row in rows) + 1 <= stage.response_length
     assert config.sft.max_length >= stage.query_length + stage.response_length - 3
+
+
+@pytest.mark.parametrize("task", ["boxes", "guess"])
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
+def test_the_quickstart_of_tools_has_each_task_with_each_algorithm(task, algorithm):
+    config = config_files.load_config(f"quickstart_tools:{task}{'' if algorithm == 'grpo' else f'_{algorithm}'}")
+    check(config)
+    stages = stages_of(config)
+    assert list(stages) == ["sft", algorithm] and stages["sft"].chat_template_kwargs["tools"]
+    stage, sft = stages[algorithm], stages["sft"]
+    shown = ChatTemplate(load_tokenizer("tool_tasks"), sft.chat_template_kwargs)
+    for row in load_rows(stage.dataset_name, kind="demonstrations", split="test", max_samples=300):
+        prompt = shown.tokenizer.encode(shown.render(row["prompt"], generation_prompt=True))
+        ids, _ = shown.encode_with_assistant_mask(row["prompt"] + row["completion"])
+        assert len(prompt) <= stage.query_length
+        calls = len(row["completion"]) // 2
+        assert calls > 5 or len(ids) - len(prompt) <= stage.response_length and len(ids) <= sft.max_length
 
 
 # --- bad files

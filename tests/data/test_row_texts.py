@@ -166,7 +166,7 @@ def test_reference_answers_are_the_tokens_of_the_joined_text():
     for tokenizer in TOKENIZERS.values():
         source = data.make_prompts(data.load_rows([{"prompt": prompt} for prompt in prompts]), tokenizer)
         answers, _ = reference_answers(texts, source, tokenizer, batch_size=4, shards=1, max_tokens=50)
-        ((rollout, rows, real),) = answers.rollouts
+        ((rollout, _, rows, real, _),) = answers.batches
         width = rollout.prompt_tokens.shape[1]
         for row in range(real):
             prompt = rollout.prompt_tokens[row, width - rollout.prompt_lengths[row] :].tolist()
@@ -180,6 +180,6 @@ def test_reference_answers_of_a_prompt_that_was_cut_follow_its_tokens():
     tokenizer = space_before("legacy")
     source = data.make_prompts(data.load_rows([{"prompt": "Q: is it red? A:"}]), tokenizer, query_length=6)
     answers, _ = reference_answers([" no"], source, tokenizer, batch_size=1, shards=1, max_tokens=50)
-    rollout, _, _ = answers.rollouts[0]
+    rollout = answers.batches[0].rollout
     assert rollout.prompt_tokens[0, -rollout.prompt_lengths[0] :].tolist() == source.tokens[0].tolist()
     assert rollout.response[0, : rollout.lengths[0]].tolist() == [*tokenizer.encode(" no"), 2]

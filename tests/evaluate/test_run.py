@@ -146,7 +146,7 @@ def test_the_kl_is_that_of_two_forward_passes(room, whole):
     )
     found = sampler.answers("policy", policy, 0)
     assert found.kl[0].tolist() == [answer["kl"] for answer in whole[1][0]["answers"]["policy"]]
-    rollout = found.rollouts[0][0]
+    rollout = found.batches[0].rollout
     row, columns = int(np.argmax(rollout.lengths)), rollout.prompt_tokens.shape[1]
     tokens = jnp.asarray(np.concatenate([rollout.prompt_tokens[row], rollout.response[row]]))[None]
     there = np.arange(tokens.shape[1])[None] >= columns - rollout.prompt_lengths[row]
@@ -426,14 +426,17 @@ def test_what_was_given_to_run_as_an_object_is_asked_for(room, tmp_path):
     (warning,) = made(["reward_funcs"]).warnings
     assert "set --reward_funcs to FILE.py:FUNCTION" in warning
     assert made(["reward_funcs"], reward_funcs=("m.py:f",)).warnings == ()
+    with pytest.raises(UserError, match="tools of this run was an argument of rlhf_jax.run.* Set --tools to FILE.py"):
+        made(["tools"])
+    assert made(["tools"], tools=("m.py:f",)).prompts.tools == ("m.py:f",)
+    with pytest.raises(UserError, match="Set --environment_factory to FILE.py:CLASS"):
+        made(["environment_factory"])
 
 
-def test_a_run_with_tools_is_refused(room, tmp_path):
-    folder = finished_run(room, tmp_path, reward_model_path=None)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tools": ["my_tools.py:add"]}))
-    with pytest.raises(UserError, match="has tools, which evaluate does not call.*--model samples the policy without"):
-        plan.make_plan(EvaluateConfig(run_dir=str(folder)))
+def test_a_runs_tools_are_those_of_its_evaluation(room, tmp_path):
+    folder = finished_run(room, tmp_path, reward_model_path=None, tools=("my_tools.py:add",), tool_timeout=3.0)
+    prompts = plan.make_plan(EvaluateConfig(run_dir=str(folder))).prompts
+    assert prompts.tools == ("my_tools.py:add",) and prompts.tool_timeout == 3.0
 
 
 def test_an_unfinished_run_is_refused(room, tmp_path):

@@ -82,7 +82,9 @@ class Case:
         rows = np.arange(len(plans))
         sampler = Sampler(plans, self.tokenizer.eos_id, length)
         batch = prompts.of_rows(rows, slice(None))
-        responses = turns.respond(sampler, prompts, batch, rows, real=len(plans), tick=lambda: None, at="")
+        responses = turns.respond(
+            sampler, lambda batch: batch, prompts, batch, rows, real=len(plans), tick=lambda: None, at=""
+        )
         turns.close()
         rollout, said = responses.rollout, responses.conversations
         ids = completion_ids(np.asarray(rollout.response), np.asarray(rollout.lengths))

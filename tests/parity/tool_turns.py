@@ -97,7 +97,9 @@ class RecordedTurns:
         report.add("tools: prompts", float((rows < 0).sum()), 0.0, where)
         batch = self.prompts.of_rows(rows.astype(np.int32), slice(None))
         sampler = Sampler([row["turns"] for row in recorded["rows"]], self.tokenizer.eos_id, self.length)
-        responses = self.turns.respond(sampler, self.prompts, batch, rows, real=len(rows), tick=lambda: None, at="")
+        responses = self.turns.respond(
+            sampler, lambda batch: batch, self.prompts, batch, rows, real=len(rows), tick=lambda: None, at=""
+        )
         rollout, said = responses.rollout, responses.conversations
         assert rollout.sampled is not None
         ids = completion_ids(np.asarray(rollout.response), np.asarray(rollout.lengths))
@@ -154,4 +156,4 @@ class Sampler:
             logprobs=begun.logprobs,
             response_mask=jnp.ones(response.shape, bool),
         )
-        return rollout, None, prompts
+        return rollout, None
