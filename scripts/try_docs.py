@@ -27,6 +27,7 @@ SHORT = {
     "quickstart_lora.py": "--sft.max_steps 8 --reward.max_steps 8 --ppo.total_episodes 512 --ppo.max_eval_samples 64",
     "quickstart_math.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
     "quickstart_rloo.py": "--sft.max_steps 8 --reward.max_steps 8 --rloo.total_episodes 512 --rloo.max_eval_samples 64",
+    "quickstart_tools.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
     "quickstart_vision.py": "--sft.max_steps 8 --grpo.total_episodes 512 --grpo.max_eval_samples 64",
 }
 SHORT_SCRIPTS = {

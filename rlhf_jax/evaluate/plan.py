@@ -214,7 +214,7 @@ def _prompts_config(config: EvaluateConfig, run: StageConfig | None, policy: Che
     """Data, sampling and rewards: those of the run, overridden by options of the command."""
     base: dict[str, Any] = {"reward_model_path": None, "dataset_test_split": "validation", "max_eval_samples": 256}
     if run is not None:
-        base |= _options_of_run(run, _OF_PROMPTS) | {"reward_failure": "raise"}
+        base |= _options_of_run(run, _OF_PROMPTS) | {"reward_failure": "raise", "tools_replay": None}
     if isinstance(run, SFTConfig):
         base["response_length"] = run.max_length - run.query_length
     base |= {"sft_model_path": policy.path, "model_revision": policy.revision or "main", "batch_size": 64}

@@ -12,6 +12,7 @@ from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
 from rlhf_jax.stages.turns import Turns
 from rlhf_jax.tools.environments import Environments, open_environments
+from rlhf_jax.tools.records import replayed
 from rlhf_jax.tools.toolbox import Toolbox, open_toolbox
 
 
@@ -110,6 +111,10 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
     """
     environments = open_environments(config.environment_factory, environment_factory, config.tool_timeout)
     tools = Tools(open_toolbox(config.tools, functions, config.tool_timeout), environments, config)
+    if config.tools_replay is not None:
+        if not tools:
+            raise UserError("tools_replay needs tools or environment_factory")
+        replayed(config.tools_replay)
     if not tools:
         return tools
     for name in ("rollout_max_steps", "structured_outputs_regex", "structured_outputs_regex_column"):

@@ -85,7 +85,7 @@ class Stage:
         """The rows of update `step` (1-based, one of the last two), for nonfinite/STEP.jsonl; on every process."""
         raise NotImplementedError
 
-    def record_calls(self, folder: str) -> None:
+    def record_calls(self, folder: str | None) -> None:
         """Records tool calls in the run's folder from now on; calls that are recorded there are not repeated."""
 
     def inputs(self) -> dict[str, str]:

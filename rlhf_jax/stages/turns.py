@@ -147,16 +147,16 @@ class Turns:
         self._templates: dict[str | None, ChatTemplate] = {}
         self._records: ToolRecords | None = None
 
-    def record(self, folder: str) -> None:
-        """Records calls in a run's folder from now on; calls that are recorded there are not repeated. Every process
-        must call it.
+    def record(self, folder: str | None) -> None:
+        """Records calls in a run's folder from now on (None: nowhere); calls that are recorded there, or in the run of
+        tools_replay, are not repeated. Every process must call it.
 
         Raises:
           UserError: as `ToolRecords`, on any process.
         """
         error = None
         try:
-            self._records = ToolRecords(folder, jax.process_index())
+            self._records = ToolRecords(folder, jax.process_index(), self._config.tools_replay)
         except UserError as raised:
             error = raised
         multihost.agree(error=error)

@@ -23,3 +23,6 @@ class ToolOptions(Options):
     tool_timeout: PositiveFloat = option(60.0, rare=True)
     """Timeout of one call of a tool, in seconds; its result is then an error that the policy reads. The timeout of a
     reset too, which ends the run."""
+    tools_replay: str | None = option(None, path=True, rare=True, resume="free")
+    """Folder of a run of these options that called tools: its recorded results are taken in place of calls of
+    functions; environments are reset, and their calls repeated and compared."""

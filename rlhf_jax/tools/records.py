@@ -31,20 +31,25 @@ class ToolRecords:
     `RecordedCall`.
 
     Args:
-      folder: of the run, which all processes see.
+      folder: of the run, which all processes see; None: nothing is written.
       process: of this process.
+      replay: folder of another run, whose results are taken in place of calls; None: calls are made.
 
     Raises:
-      UserError: a line is no record.
+      UserError: a line is no record, or `replay` has none.
     """
 
-    def __init__(self, folder: str, process: int):
-        self._path = os.path.join(folder, f"tools.{process}.jsonl" if process else "tools.jsonl")
+    def __init__(self, folder: str | None, process: int, replay: str | None = None):
+        self._folder, self._replay = folder, replay
+        self._path = os.path.join(folder or "", f"tools.{process}.jsonl" if process else "tools.jsonl")
         self._calls: dict[Place, RecordedCall] = {}
-        for name in sorted(filter(NAMES.fullmatch, os.listdir(folder))):
-            self._read(os.path.join(folder, name))
+        self._replayed: dict[Place, RecordedCall] = {}
+        for path in () if folder is None else recordings(folder):
+            self._read(path, self._calls)
+        for path in () if replay is None else replayed(replay):
+            self._read(path, self._replayed)
 
-    def _read(self, path: str) -> None:
+    def _read(self, path: str, calls: dict[Place, RecordedCall]) -> None:
         """Takes over a file, without a last line that is cut off."""
         with open(path, "rb") as file:
             content = file.read()
@@ -54,7 +59,7 @@ class ToolRecords:
         for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
             try:
                 record = json.loads(line)
-                self._calls[Place(*(record.pop(name) for name in Place._fields))] = record
+                calls[Place(*(record.pop(name) for name in Place._fields))] = record
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{path}, line {number} is no record of a call: remove the line") from error
 
@@ -62,17 +67,22 @@ class ToolRecords:
         """What a call returned before; None: it was not made.
 
         Raises:
-          UserError: another call is recorded in its place.
+          UserError: another call is recorded in its place, or the run to replay has none there.
         """
-        recorded = self._calls.get(place)
+        recorded = self._calls.get(place) or self._replayed.get(place)
         if recorded is None:
+            if self._replay is not None:
+                raise UserError(
+                    f"tools_replay: {_named(place)} calls {function['name']!r}, but {self._replay} has no call there: "
+                    "it ended before, or has other options"
+                )
             return None
         ours, theirs = ((call["name"], call["arguments"]) for call in (function, recorded))
         if ours != theirs:
             raise UserError(
-                f"{place.at}, row {place.row}, turn {place.turn + 1}: the policy calls {ours!r:.200}, but "
-                f"{theirs!r:.200} is recorded: the run does not go on as it was, with other versions or on another "
-                f"machine perhaps. Remove {self._path} to make the calls again"
+                f"{_named(place)}: the policy calls {ours!r:.200}, but {theirs!r:.200} is recorded: the run does not "
+                f"go on as it was, with other versions or on another machine perhaps. {self._advice(place)} to make "
+                "the calls again"
             )
         return recorded
 
@@ -82,18 +92,39 @@ class ToolRecords:
         Raises:
           UserError: an environment, whose calls are repeated, did not return what is recorded.
         """
-        recorded = self._calls.get(place)
-        if recorded is not None:
-            if recorded["content"] != call["content"]:
-                raise UserError(
-                    f"{place.at}, row {place.row}, turn {place.turn + 1}: {call['name']} of the environment returned "
-                    f"{call['content']!r:.200}, but {recorded['content']!r:.200} is recorded: a resume resets "
-                    "environments and repeats their calls, which must return the same. Remove "
-                    f"{self._path} to go on with what they return now"
-                )
+        recorded = self._calls.get(place) or self._replayed.get(place)
+        if recorded is not None and recorded["content"] != call["content"]:
+            raise UserError(
+                f"{_named(place)}: {call['name']} of the environment returned {call['content']!r:.200}, but "
+                f"{recorded['content']!r:.200} is recorded: environments are reset and their calls repeated, which "
+                f"must return the same. {self._advice(place)} to go on with what they return now"
+            )
+        if place in self._calls:
             return
         self._calls[place] = call
+        if self._folder is None:
+            return
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({**place._asdict(), **call}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _advice(self, place: Place) -> str:
+        return f"Remove {self._path}" if place in self._calls else "Leave out tools_replay"
+
+
+def recordings(folder: str) -> list[str]:
+    """The files of records in a run's folder."""
+    return [os.path.join(folder, name) for name in sorted(filter(NAMES.fullmatch, os.listdir(folder)))]
+
+
+def replayed(folder: str) -> list[str]:
+    """The files of records of a run to replay. Raises a UserError where there are none."""
+    found = recordings(folder) if os.path.isdir(folder) else []
+    if not found:
+        raise UserError(f"tools_replay: {folder} has no tools.jsonl: give the folder of a run that called tools")
+    return found
+
+
+def _named(place: Place) -> str:
+    return f"{place.at}, row {place.row}, turn {place.turn + 1}"

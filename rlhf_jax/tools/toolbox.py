@@ -100,8 +100,9 @@ class Toolbox:
             for number, function in enumerate(call.get("function", call) for call in calls):
                 name, arguments = function["name"], function["arguments"]
                 recorded = None if records is None else records.find(Place(*places[row], number), function)
-                if recorded is not None and name not in own:
+                if records is not None and recorded is not None and name not in own:
                     results[row][number] = recorded
+                    records.add(Place(*places[row], number), recorded)
                     continue
                 call, last = self._prepared({**self._functions, **own}, name, copy.deepcopy(arguments))
                 results[row][number] = {"name": name, "arguments": arguments, "last": last}

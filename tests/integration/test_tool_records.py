@@ -122,3 +122,14 @@ def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at
     places = collections.Counter((line["at"], line["row"], line["turn"], line["number"]) for line in recorded(folder))
     assert max(places.values()) == 1
     assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation", "samples"}
+
+
+def test_a_replay_of_a_run_is_that_run_without_a_call(whole, tmp_path):
+    folder = prepare(tmp_path)
+    config = CONFIG.replace("        tools=(", f"        tools_replay={str(whole / 'run')!r},\n        tools=(")
+    (folder / "config.py").write_text(config)
+    code, said = run(folder)
+    assert code == 0, said
+    assert not (folder / "calls.jsonl").exists() and recorded(folder) == recorded(whole)
+    for name in ("metrics.jsonl", "policy/model.safetensors"):
+        assert (folder / "run" / name).read_bytes() == (whole / "run" / name).read_bytes()

@@ -105,3 +105,35 @@ def test_a_call_is_on_disk_before_the_next_one_is_made(tmp_path):
     results = toolbox.call([calls, calls], records=ToolRecords(str(tmp_path), 0), places=[("", 0, 0), ("", 1, 0)])
     toolbox.close()
     assert [message["content"] for row in results.messages for message in row] == ["0", "1", "2", "3"]
+
+
+def test_a_replay_takes_the_results_of_another_run_and_records_them_again(tmp_path):
+    def fail(a: int) -> int:
+        """Must not be called.
+
+        Args:
+            a: It.
+        """
+        raise AssertionError
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    call = {"name": "fail", "arguments": {"a": 1}, "last": False, "content": "7", "failed": False}
+    move = {"name": "move", "arguments": {"a": 1}, "last": False, "content": "moved", "failed": False}
+    recorded, place = ToolRecords(str(old), 0), ("update 1", 3, 0)
+    for number, line in enumerate((call, move)):
+        recorded.add(Place(*place, number), line)
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("fail", "move")]
+    toolbox, methods = Toolbox([fail], timeout=5.0), [{"move": lambda a: "moved"}]
+    for _ in range(2):  # and a resume of the replay
+        results = toolbox.call([calls], methods, records=ToolRecords(str(new), 0, str(old)), places=[place])
+        assert [message["content"] for message in results.messages[0]] == ["7", "moved"] and results.failures == 0
+        assert (new / "tools.jsonl").read_bytes() == (old / "tools.jsonl").read_bytes()
+    with pytest.raises(UserError, match="move of the environment returned 'x', but .*Leave out tools_replay"):
+        toolbox.call([calls], [{"move": lambda a: "x"}], records=ToolRecords(None, 0, str(old)), places=[place])
+    with pytest.raises(UserError, match="tools_replay: update 2, row 3, turn 1 calls 'fail', but .*has no call there"):
+        toolbox.call([calls], methods, records=ToolRecords(None, 0, str(old)), places=[("update 2", 3, 0)])
+    with pytest.raises(UserError, match="tools_replay: .*nothing has no tools.jsonl"):
+        ToolRecords(None, 0, str(tmp_path / "nothing"))
+    toolbox.close()
