@@ -78,6 +78,7 @@ setup(
         "vision": ["pillow>=11"],
         "math": ["math-verify>=0.9,<0.10"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "textarena": ["textarena>=0.7.4,<0.8"],
         "rouge": ["rouge-score>=0.1.2,<0.2"],
         "int8": ["qwix>=0.1.8,<0.2"],
         "wandb": ["wandb>=0.25,<1"],

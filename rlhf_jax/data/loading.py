@@ -52,8 +52,7 @@ BUILT_IN = {
     "arithmetic": BuiltIn(arithmetic.load_arithmetic, arithmetic.SIZES),
     "instructions": BuiltIn(instructions.load_instructions, instructions.SIZES),
     "shapes": BuiltIn(shapes.load_shapes, shapes.SIZES, cached_rows=None),  # pictures
-    "boxes": BuiltIn(tool_tasks.loader("boxes"), tool_tasks.SIZES),
-    "guess_number": BuiltIn(tool_tasks.loader("guess_number"), tool_tasks.SIZES),
+    **{name: BuiltIn(tool_tasks.loader(name), tool_tasks.SIZES) for name in ("boxes", "guess_number", "seeds")},
 }
 """Built-in data sets by name; beside them, the tasks of reasoning-gym."""
 TEXT_COLUMNS = frozenset("prompt completion chosen rejected summary subreddit title post".split())

@@ -62,7 +62,7 @@ class DataOptions(LengthOptions):
     dataset_name: str = option("trl-lib/tldr", path=True)
     """Hub name, file or folder (jsonl, json and csv, also compressed as .gz, .bz2 or .zst, parquet, arrow; local or in
     a bucket), or a built-in task: 'synthetic' (summaries and preferences), 'arithmetic' (sums with worked solutions),
-    'shapes' (pictures and questions), 'boxes' and 'guess_number' (calls of tools, docs/tools.md), 'instructions'
+    'shapes' (pictures and questions), 'boxes', 'guess_number' and 'seeds' (for tools, docs/tools.md), 'instructions'
     (questions with requirements that a program checks) or 'reasoning_gym:TASK?PARAMETER=VALUE&...'
     (docs/rewards.md)."""
     datasets: tuple[dict[str, Any], ...] | None = option(None, path=True)

@@ -113,7 +113,12 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
     }
 
 
-_MAKERS = {"boxes": boxes_row, "guess_number": guess_row}
+def seeds_row(rng: np.random.Generator, split: str) -> dict[str, int]:
+    """{"seed"} of 'seeds', for environments that make everything else of it."""
+    return {"seed": int(rng.integers(2**30)) * len(SIZES) + list(SIZES).index(split)}
+
+
+_MAKERS = {"boxes": boxes_row, "guess_number": guess_row, "seeds": seeds_row}
 
 
 def _load(name: str, kind: str, split: str = "train", size: int | None = None, seed: int = 0):
@@ -131,8 +136,9 @@ def _load(name: str, kind: str, split: str = "train", size: int | None = None, s
 
 
 def loader(name: str) -> Callable[..., Any]:
-    """(kind, split, size, seed) -> a datasets.Dataset of 'boxes' or 'guess_number'. Splits (train, validation, test)
-    share no box, or no number of a range. Rows are a function of the arguments; a smaller size gives the first rows."""
+    """(kind, split, size, seed) -> a datasets.Dataset of 'boxes', 'guess_number' or 'seeds'. Splits (train, validation,
+    test) share no box, no number of a range, or no seed. Rows are a function of the arguments; a smaller size gives the
+    first rows."""
     return functools.partial(_load, name)
 
 

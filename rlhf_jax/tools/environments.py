@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_jax.errors import UserError
 from rlhf_jax.rewards.interface import describe_error, load_object
+from rlhf_jax.tools import textarena_games
 from rlhf_jax.tools.toolbox import tool_schema
 from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
 
@@ -50,6 +51,8 @@ class Environments:
     def _new(self, name: str | None) -> Any:
         try:
             return self._factories[name]()
+        except UserError:
+            raise
         except Exception as error:  # the user's code
             what = "environment_factory" if name is None else f"environment_factory {name!r}"
             raise UserError(f"{what} failed: {describe_error(error)}") from error
@@ -112,7 +115,7 @@ def open_environments(specs: Sequence[str], factory: Any, timeout: float) -> Env
     without any.
 
     Args:
-      specs: 'file.py:Class', or several as 'NAME=file.py:Class'.
+      specs: 'file.py:Class' or 'textarena:GAME', or several as 'NAME=file.py:Class'.
       factory: a callable, or a dict of them; None: those of `specs`.
       timeout: seconds of a reset.
 
@@ -128,7 +131,7 @@ def open_environments(specs: Sequence[str], factory: Any, timeout: float) -> Env
             raise UserError(
                 f"environment_factory: several need a name each, NAME=file.py:Class; got {', '.join(specs)}"
             )
-        factory = {name: load_object(spec, "environment_factory") for name, spec in pairs}
+        factory = {name: _factory(spec) for name, spec in pairs}
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
     for name, each in factories.items():
         if not callable(each):
@@ -136,6 +139,12 @@ def open_environments(specs: Sequence[str], factory: Any, timeout: float) -> Env
                 f"environment_factory {'' if name is None else repr(name)} is no function or class: {each!r:.60}"
             )
     return Environments(factories, timeout) if factories else None
+
+
+def _factory(spec: str) -> Any:
+    if spec.startswith(textarena_games.PREFIX):
+        return textarena_games.factory(spec)
+    return load_object(spec, "environment_factory")
 
 
 def _observation(call: Call) -> str | None:

@@ -16,8 +16,8 @@ class ToolOptions(Options):
     """Functions that the policy may call in its responses to conversations: 'module:function', 'file.py:function' or
     'package.module.function', with type hints and a Google docstring (docs/tools.md)."""
     environment_factory: tuple[str, ...] = option((), path=True)
-    """Class whose instances are reset for each response and whose methods the policy may call: 'file.py:Class', or
-    several as 'NAME=file.py:Class' with a column 'environment' in the data (docs/tools.md)."""
+    """Class whose instances are reset for each response and whose methods the policy may call: 'file.py:Class' or
+    'textarena:GAME', or several as 'NAME=file.py:Class' with a column 'environment' in the data (docs/tools.md)."""
     max_tool_calling_iterations: PositiveInt | None = option(None, rare=True)
     """Maximum number of times that a response continues after tool calls; None: limited by response_length alone."""
     tool_timeout: PositiveFloat = option(60.0, rare=True)

@@ -1,0 +1,131 @@
+"""Games of the package textarena as environments: 'textarena:GAME', as 'textarena:GuessTheNumber-v0'.
+
+Games of one player that load nothing from the network. They draw from Python's and numpy's global generators, so each
+instance has states of its own of these, which are in place while it plays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import random
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.errors import UserError
+from rlhf_jax.rewards.interface import describe_error
+
+PREFIX = "textarena:"
+INSTALL = "pip install '.[textarena]'"
+
+
+class TextArenaGame:
+    """A game that a policy plays by calls of `play`.
+
+    The reward is the game's own once it is over, and 0 before.
+
+    Args:
+      name: of textarena, as 'GuessTheNumber-v0' or 'Sudoku-v0-easy'.
+
+    Raises:
+      UserError: there is no such game, it has several players, needs the network, or does not begin the same way twice.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._game = _made(name)
+        self._states: Any = None
+        if self._begun(0) != self._begun(0):
+            raise UserError(f"{PREFIX}{name} does not begin the same way twice with a seed: runs could not be resumed")
+
+    def _begun(self, seed: int) -> str:
+        self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        with self._own_randomness():
+            try:
+                self._game.reset(num_players=1, seed=None)
+            except Exception as error:  # the game's own
+                raise UserError(f"{PREFIX}{self._name} cannot be played here: {describe_error(error)}") from error
+            return self._said()
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        others = random.getstate(), np.random.get_state()
+        _set_random(self._states)
+        try:
+            yield
+        finally:
+            self._states = random.getstate(), np.random.get_state()
+            _set_random(others)
+
+    def _said(self) -> str:
+        """What the game has said since the last call."""
+        _, observations = self._game.get_observation()
+        own = {self._game.state.role_mapping.get(0)}
+        said = (text for player, text, _ in observations if self._game.state.role_mapping.get(player) not in own)
+        return "\n".join(said)
+
+    def reset(self, seed: int | None = None, **row) -> str:
+        """Begins a game. `seed`: a column of the data."""
+        if not isinstance(seed, int) or seed < 0:
+            raise UserError(
+                f"{PREFIX}{self._name} needs a column 'seed' with a number from 0, as the data set 'seeds' has; got "
+                f"{seed!r:.60}"
+            )
+        return self._begun(seed)
+
+    def play(self, move: str) -> str:
+        """Makes a move in the game.
+
+        Args:
+            move: The move, in the form that the game asks for, as "[4]".
+
+        Returns:
+            What the game answers.
+        """
+        if self._game.state.done:
+            return "The game is over."
+        with self._own_randomness():
+            done, _ = self._game.step(move)
+            said = self._said()
+        if not done:
+            return said
+        return "\n".join(filter(None, [said, "The game is over.", self._game.state.game_info[0].get("reason")]))
+
+    def get_reward(self) -> float:
+        """The game's reward; 0 while it is not over."""
+        rewards = self._game.state.rewards
+        return float(rewards[0]) if self._game.state.done and rewards else 0.0
+
+
+def factory(spec: str) -> Callable[[], TextArenaGame]:
+    """Makes games of 'textarena:GAME'."""
+    return functools.partial(TextArenaGame, spec.removeprefix(PREFIX))
+
+
+def _made(name: str) -> Any:
+    """The game of textarena, without the wrappers that keep what was said before a reset."""
+    if find_spec("textarena") is None:
+        raise UserError(f"{PREFIX}{name} needs the package textarena: {INSTALL}")
+    try:
+        from textarena.envs.registration import ENV_REGISTRY, make
+    except ImportError as error:
+        raise UserError(f"textarena cannot be imported: {describe_error(error)}. {INSTALL}") from error
+    entry = ENV_REGISTRY.get(f"{name}-raw")
+    if entry is None:
+        raise UserError(f"textarena has no game {name!r}; its games are listed at textarena.ai, as 'GuessTheNumber-v0'")
+    module = find_spec(str(entry.entry_point).partition(":")[0])
+    if module is None or module.origin is None or "nltk" in pathlib.Path(module.origin).read_text("utf-8"):
+        raise UserError(f"{PREFIX}{name} loads word lists from the network, and is not supported")
+    try:
+        return make(f"{name}-raw")
+    except Exception as error:  # the game's own
+        raise UserError(f"{PREFIX}{name} cannot be played here: {describe_error(error)}") from error
+
+
+def _set_random(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
