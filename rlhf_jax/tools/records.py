@@ -99,11 +99,9 @@ class ToolRecords:
                 f"{recorded['content']!r:.200} is recorded: environments are reset and their calls repeated, which "
                 f"must return the same. {self._advice(place)} to go on with what they return now"
             )
-        if place in self._calls:
+        if place in self._calls or self._folder is None:
             return
         self._calls[place] = call
-        if self._folder is None:
-            return
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({**place._asdict(), **call}) + "\n")
             file.flush()
