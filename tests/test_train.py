@@ -418,7 +418,7 @@ def test_the_quickstart_of_tools_trains_by_turns_and_records_its_calls(tmp_path,
     metrics = lines(tmp_path / "run" / name)
     assert len(metrics) == 2 and {"tools/call_frequency", "tools/failure_frequency"} <= set(metrics[0])
     calls = [json.loads(line) for line in (tmp_path / "run" / name / "tools.jsonl").read_text().splitlines()]
-    assert {call["name"] for call in calls} == {"open_box" if variant == "boxes" else "guess"}
+    assert ("open_box" if variant == "boxes" else "guess") in {call["name"] for call in calls}
 
 
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
