@@ -216,8 +216,9 @@ def gae(
 
     def step(carry: tuple[Array, Array], column: tuple) -> tuple[tuple[Array, Array], Array]:
         advantage, next_value = carry
-        reward, value, inside, own_gamma, own_lam = column
-        discount, decay = gamma if own_gamma is None else own_gamma, lam if own_lam is None else own_lam
+        reward, value, inside, column_gamma, column_lam = column
+        discount = gamma if column_gamma is None else column_gamma
+        decay = lam if column_lam is None else column_lam
         delta = reward + discount * next_value - value
         here = delta + discount * decay * advantage
         if inside is None:

@@ -16,13 +16,13 @@ policy that imitates them.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
+from rlhf_jax.data.splits import SPLITS, split_of
 from rlhf_jax.errors import MissingSplit, UserError
 
 MIN_TERMS, MAX_TERMS = 3, 8
@@ -37,8 +37,6 @@ OTHER_FORMAT_RATE = 0.25
 """Share of the demonstrations without <think>, without \\boxed{} or without steps."""
 SIZES = {"train": 16384, "validation": 2048, "test": 2048}
 """Default number of rows of each split."""
-
-_HASH_BUCKETS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 
 
 class Problem(NamedTuple):
@@ -59,12 +57,6 @@ class Problem(NamedTuple):
     def solution(self) -> str:
         """The right answer."""
         return str(sum(self.terms))
-
-
-def split_of(expression: str) -> str:
-    """The split of a sum. It does not depend on the seed: splits are disjoint."""
-    hash_bucket = zlib.crc32(expression.encode()) % 10
-    return next(name for name, buckets in _HASH_BUCKETS.items() if hash_bucket in buckets)
 
 
 def random_problem(rng: np.random.Generator, count: int) -> Problem:
@@ -119,7 +111,7 @@ def _problems(split: str, seed: int) -> Iterator[tuple[np.random.Generator, Prob
     of rows."""
     row = 0
     while True:
-        rng = np.random.default_rng([seed, list(_HASH_BUCKETS).index(split), row])
+        rng = np.random.default_rng([seed, SPLITS.index(split), row])
         yield rng, make_problem(rng, split)
         row += 1
 

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 from rlhf_jax.data.reasoning_gym_worker import BLOCK, ROW_SECONDS
+from rlhf_jax.data.splits import split_of
 from rlhf_jax.errors import MissingSplit, UserError
 from rlhf_jax.option import nearest
 from rlhf_jax.utils.json_worker import JsonWorker, NotStarted
@@ -39,7 +40,6 @@ _FORMATS: dict[str, tuple[str, re.Pattern[str]]] = {  # how an answer is written
     "number": ("{}", re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")),
     "text": ("{}", re.compile(r"\A(.*)\Z", re.DOTALL)),
 }
-_HASH_BUCKETS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 _CHUNK = 25  # rows a request
 
 
@@ -188,12 +188,6 @@ def _stream(name: str, source: Source) -> Iterator[tuple[int, int, str, str | No
 
 
 # --- rows
-
-
-def split_of(question: str) -> str:
-    """The split of a question. It depends on nothing else: splits are disjoint."""
-    bucket = zlib.crc32(question.encode()) % 10
-    return next(name for name, buckets in _HASH_BUCKETS.items() if bucket in buckets)
 
 
 def _rows(name: str, source: Source, split: str, size: int) -> list[tuple]:

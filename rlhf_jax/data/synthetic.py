@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import functools
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rlhf_jax.data import splits
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
 from rlhf_jax.data.tldr import format_post, parse_post
 from rlhf_jax.errors import MissingSplit, UserError
@@ -78,7 +78,6 @@ REPETITION_SHARE = 0.3
 SIZES = {"train": 16384, "validation": 2048, "test": 2048}
 """Default number of rows of each split."""
 
-_HASH_BUCKETS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 _SEED_STREAMS = {"prompts": 0, "demonstrations": 0, "pairs": 1}
 
 Fact = tuple[str, str]
@@ -94,8 +93,7 @@ class Post(NamedTuple):
 def split_of(facts: Sequence[Fact]) -> str:
     """The split of posts with these facts. It does not depend on their order, the seed or fillers: splits are
     disjoint."""
-    hash_bucket = zlib.crc32(repr(sorted(facts)).encode()) % 10
-    return next(name for name, buckets in _HASH_BUCKETS.items() if hash_bucket in buckets)
+    return splits.split_of(repr(sorted(facts)))
 
 
 def _random_object(rng: np.random.Generator, verb: str) -> str:
@@ -191,7 +189,7 @@ def _posts(kind: Kind, split: str, seed: int) -> Iterator[tuple[np.random.Genera
     of rows; prompts and demonstrations share posts."""
     row = 0
     while True:
-        rng = np.random.default_rng([seed, list(_HASH_BUCKETS).index(split), _SEED_STREAMS[kind], row])
+        rng = np.random.default_rng([seed, splits.SPLITS.index(split), _SEED_STREAMS[kind], row])
         yield rng, make_post(rng, split)
         row += 1
 

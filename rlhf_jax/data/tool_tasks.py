@@ -3,10 +3,10 @@ environment. The tool and the environment are in `rlhf_jax.tools.tasks`.
 
     <tools>open_box<user>Add the boxes 4071 2205<|endoftext|>
     <assistant><tool_call>{"name": "open_box", "arguments": {"number": 4071}}</tool_call><|endoftext|>
-    <tool>7<|endoftext|>
+    <tool>1<|endoftext|>
     <assistant><tool_call>{"name": "open_box", "arguments": {"number": 2205}}</tool_call><|endoftext|>
     <tool>3<|endoftext|>
-    <assistant>\\boxed{10}<|endoftext|>
+    <assistant>\\boxed{4}<|endoftext|>
 
 No text says what is in a box: the amount is a hash of its number, and splits share no box.
 
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data.fast_tokenizer import EOS, PAD, UNK, word_level_tokenizer
+from rlhf_jax.data.splits import SPLITS, split_of
 from rlhf_jax.errors import MissingSplit, UserError
 
 BOXES = range(1000, 10_000)
@@ -45,8 +46,6 @@ IMPOSSIBLE_RATE = 0.1
 SIZES = {"train": 16_384, "validation": 1024, "test": 1024}
 """Default number of rows of each split."""
 
-_HASH_BUCKETS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
-
 
 def amount(box: int) -> int:
     """The amount in a box, 1 to LARGEST_AMOUNT."""
@@ -61,7 +60,7 @@ def answer(number: int, guess: int) -> str:
 @functools.cache
 def boxes_of(split: str) -> tuple[int, ...]:
     """The boxes of a split."""
-    return tuple(box for box in BOXES if zlib.crc32(f"split {box}".encode()) % 10 in _HASH_BUCKETS[split])
+    return tuple(box for box in BOXES if split_of(f"split {box}") == split)
 
 
 def _said(content: str) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
     while True:
         top = int(rng.integers(SMALLEST_TOP, LARGEST_TOP + 1))
         number = int(rng.integers(1, top + 1))
-        if zlib.crc32(f"{top} {number}".encode()) % 10 in _HASH_BUCKETS[split]:
+        if split_of(f"{top} {number}") == split:
             break
     low, high, guess, calls = 1, top, 0, []
     while guess != number:
@@ -115,7 +114,7 @@ def guess_row(rng: np.random.Generator, split: str) -> dict[str, Any]:
 
 def seeds_row(rng: np.random.Generator, split: str) -> dict[str, int]:
     """{"seed"} of 'seeds', for environments that make everything else of it."""
-    return {"seed": int(rng.integers(2**30)) * len(SIZES) + list(SIZES).index(split)}
+    return {"seed": int(rng.integers(2**30)) * len(SIZES) + SPLITS.index(split)}
 
 
 _MAKERS = {"boxes": boxes_row, "guess_number": guess_row, "seeds": seeds_row}
@@ -130,7 +129,7 @@ def _load(name: str, kind: str, split: str = "train", size: int | None = None, s
         raise UserError(f"the data set {name!r} has no {kind}; it has prompts and demonstrations")
     rows = []
     for row in range(SIZES[split] if size is None else size):
-        made = _MAKERS[name](np.random.default_rng([seed, list(SIZES).index(split), row]), split)
+        made = _MAKERS[name](np.random.default_rng([seed, SPLITS.index(split), row]), split)
         rows.append({key: value for key, value in made.items() if kind == "demonstrations" or key != "completion"})
     return datasets.Dataset.from_list(rows)
 

@@ -24,7 +24,7 @@ from rlhf_jax.rewards.interface import TrainerState, completion_ids
 from rlhf_jax.rewards.scorer import Scorer
 from rlhf_jax.runtime.stopping import no_tick
 from rlhf_jax.stages.programs import sampling_of
-from rlhf_jax.stages.turns import Conversations, Turns
+from rlhf_jax.stages.turns import Conversations, Turns, call_metrics
 from rlhf_jax.types import PartialResponses, PromptBatch, Rollout
 
 
@@ -163,7 +163,9 @@ class Sampler:
             np.concatenate([getattr(each.rollout, of)[: each.real].reshape(-1, group) for each in answered])
             for of in ("lengths", "ended")
         )
-        return Answers(name, policy.path, texts, lengths, ended, kl, answered, of_tools=_of_tools(answered))
+        said = [batch.conversations for batch in answered if batch.conversations is not None]
+        of_tools = call_metrics(said) if said else {}
+        return Answers(name, policy.path, texts, lengths, ended, kl, answered, of_tools=of_tools)
 
     def _batch(self, policy: Policy, seed: int, start: int, size: int, group: int) -> tuple[Batch, Any]:
         """(answers to `size` prompts, with their rollout on the devices; the prompts' images)"""
@@ -180,8 +182,8 @@ class Sampler:
             return local_rows.place(share, policy.mesh, count)
 
         def generate(prompts: PromptBatch, begun: PartialResponses) -> tuple[Rollout, None]:
-            own = len(numbers) // len(prompts.rows)  # an environment's prompt has one response
-            return policy.sample(prompts, seed, sampling, own, numbers, begun=begun), None
+            responses = len(numbers) // len(prompts.rows)  # to a prompt; one where environments began them
+            return policy.sample(prompts, seed, sampling, responses, numbers, begun=begun), None
 
         prompts = self._source.in_order(start, size, local_rows.held_rows(policy.mesh, size))
         rows = np.repeat(prompts.rows, group)
@@ -203,21 +205,6 @@ class Sampler:
             return token_kl(models, rollout, config, images).sum(axis=1)
 
         return jax.jit(kl)
-
-
-def _of_tools(answered: list[Batch]) -> dict[str, float]:
-    """How often tools were called in all answers, and failed; empty without tools."""
-    each = [(x.real, x.conversations.metrics) for x in answered if x.conversations is not None]
-    if not each:
-        return {}
-    calls = [real * metrics["tools/call_frequency"] for real, metrics in each]
-    failures = sum(
-        number * metrics["tools/failure_frequency"] for number, (_, metrics) in zip(calls, each, strict=True)
-    )
-    return {
-        "tools/call_frequency": sum(calls) / sum(real for real, _ in each),
-        "tools/failure_frequency": failures / sum(calls) if sum(calls) else 0.0,
-    }
 
 
 def reference_answers(

@@ -160,8 +160,7 @@ class PolicyEvaluation:
         return references
 
     def _open_scorer(self, tokenizer: data.Tokenizer) -> scoring.Scorer | None:
-        config, environments = self.plan.prompts, self.tools.environments
-        functions = [] if environments is None else environments.reward_functions
+        config, functions = self.plan.prompts, self.tools.reward_functions
         if not (config.reward_model_path or config.reward_funcs or config.reward_server or functions):
             return None
         models = scoring.open_models(config, tokenizer, self.source.conversational)
@@ -169,8 +168,7 @@ class PolicyEvaluation:
             model.model = open_models.on_mesh(model.model, self.weights, "scalar", model.path, dtype=config.dtype)
             self._check_context(model.model, model.path)
         scorer = scoring.Scorer(config, tokenizer, models, functions, self.weights.mesh)
-        more = () if environments is None else ("environments",)
-        scorer.check_columns((*self.source.columns([0]), *more))
+        scorer.check_columns((*self.source.columns([0]), *self.tools.reward_columns))
         return scorer
 
     def run(

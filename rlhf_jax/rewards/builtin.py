@@ -41,7 +41,7 @@ def accuracy_reward(
     "answer". What exceeds the time limits of `math_verification` counts as not parsable or not equal.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       solution: B texts; of another value, its text (`written_forms`).
       log_extra: receives the columns solution, gold_parsed and answer_parsed.
       **kwargs: not read.
@@ -67,7 +67,7 @@ def reasoning_accuracy_reward(
     """`accuracy_reward` of the text after the reasoning; 0 for a completion whose reasoning does not end.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       solution: B texts.
       reasoning_delimiters: strings that end the reasoning, default ['</think>']. The first of them that is in the
         completion counts, where it occurs last.
@@ -118,7 +118,7 @@ def exact_match_reward(completions: Sequence[Completion], solution: Sequence[str
     Needs no package, unlike `accuracy_reward`, which compares answers as mathematics. Several boxes give 0.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       solution: B texts, or other values.
       **kwargs: not read.
 
@@ -148,7 +148,7 @@ def reasoning_gym_reward(
     (`data.reasoning_gym.Source`). A completion without an answer, and one whose verification takes too long, get 0.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       reasoning_gym: B records of the data set, or None.
       log_extra: receives the column answer.
       log_metric: receives accuracy/TASK, the share of the scores that are 1.
@@ -245,7 +245,7 @@ def think_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
     A chat template that puts <think> into the prompt leaves every completion with 0.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       **kwargs: not read.
 
     Returns:
@@ -268,7 +268,7 @@ def boxed_format_reward(completions: Sequence[Completion], **kwargs) -> list[flo
     Stricter than `think_format_reward`: no tag and no box may occur twice, and no text may follow the box.
 
     Args:
-      completions: B texts or lists of messages, of which the last one is read.
+      completions: B texts, or lists of messages, whose last message is read.
       **kwargs: not read.
 
     Returns:

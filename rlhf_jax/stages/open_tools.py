@@ -41,6 +41,16 @@ class Tools:
         return list({schema["function"]["name"]: schema for schema in schemas}.values())
 
     @property
+    def reward_functions(self) -> list[Callable]:
+        """Of the environments."""
+        return [] if self.environments is None else self.environments.reward_functions
+
+    @property
+    def reward_columns(self) -> tuple[str, ...]:
+        """What reward functions get beside the columns of the data (`Conversations.columns`)."""
+        return () if self.environments is None else ("environments",)
+
+    @property
     def messages(self) -> list[str]:
         """What is said of them at the start of a run."""
         if not self:

@@ -129,13 +129,11 @@ class RolloutStage(Stage):
         sources = (self.train_data, *self.eval_sets.values())
         positions = opened.policy.config.max_position_embeddings
         self.turns = tools.turns(sources, self.tokenizer, positions=positions, mesh=self.mesh)
-        environments = tools.environments
-        reward_funcs += [] if environments is None else environments.reward_functions
+        reward_funcs += tools.reward_functions
         reward_models = rollout_models.open_reward_models(context, self.tokenizer, self.train_data.conversational)
         self.scorer = Scorer(config, self.tokenizer, reward_models, reward_funcs, self.mesh)
-        more = () if environments is None else ("environments",)
         for source in sources:
-            self.scorer.check_columns((*source.columns([0]), *more))
+            self.scorer.check_columns((*source.columns([0]), *tools.reward_columns))
         if self.algorithm.has_value_model:
             opened = rollout_models.open_value_model(context, opened, reward_models)
         self.opened = opened

@@ -39,19 +39,37 @@ class Conversations:
     Attributes:
       messages: of each of the H responses.
       environments: of each of them; None: there are none.
-      metrics: how often tools were called, and failed.
+      responses, calls, failures: of all processes: responses, calls of tools in them, and those that failed.
       seconds: that resets and calls took.
     """
 
     messages: list[Conversation]
     environments: list[Any] | None
-    metrics: dict[str, float]
+    responses: int
+    calls: int
+    failures: int
     seconds: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """How often tools were called, and failed."""
+        return call_metrics([self])
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """What reward functions get beside the columns of the data."""
         return {} if self.environments is None else {"environments": self.environments}
+
+
+def call_metrics(conversations: Sequence[Conversations]) -> dict[str, float]:
+    """How often tools were called in all responses of some conversations, and failed."""
+    responses, calls, failures = (
+        sum(getattr(each, name) for each in conversations) for name in ("responses", "calls", "failures")
+    )
+    return {
+        "tools/call_frequency": calls / max(responses, 1),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }
 
 
 @dataclasses.dataclass
@@ -229,13 +247,9 @@ class Turns:
             if all(suffix is None for _, _, suffix, _ in said):
                 break
         rollout = rollout.replace(sampled=local_rows.place(responses.sampled, self._mesh, count))
-        metrics = {
-            "tools/call_frequency": calls / max(real, 1),
-            "tools/failure_frequency": failures / calls if calls else 0.0,
-        }
         instances = None if self._environments is None else [environments.get(row) for row in responses.rows]
         messages = [state.messages for state in responses.states.values()]
-        conversations = Conversations(messages, instances, metrics, seconds)
+        conversations = Conversations(messages, instances, real, calls, failures, seconds)
         return Responses(rollout, rollout_state, placed, source, rows, conversations)
 
     # --- environments

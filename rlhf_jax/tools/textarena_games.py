@@ -30,17 +30,19 @@ class TextArenaGame:
 
     Args:
       name: of textarena, as 'GuessTheNumber-v0' or 'Sudoku-v0-easy'.
+      make: makes the game of textarena.
 
     Raises:
-      UserError: there is no such game, it has several players, needs the network, or does not begin the same way twice.
+      UserError: the game cannot be made.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, make: Callable[[], Any]):
         self._name = name
-        self._game = _made(name)
         self._states: Any = None
-        if self._begun(0) != self._begun(0):
-            raise UserError(f"{PREFIX}{name} does not begin the same way twice with a seed: runs could not be resumed")
+        try:
+            self._game = make()
+        except Exception as error:  # the game's own
+            raise UserError(f"{PREFIX}{name} cannot be played here: {describe_error(error)}") from error
 
     def _begun(self, seed: int) -> str:
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
@@ -102,12 +104,21 @@ class TextArenaGame:
 
 
 def factory(spec: str) -> Callable[[], TextArenaGame]:
-    """Makes games of 'textarena:GAME'."""
-    return functools.partial(TextArenaGame, spec.removeprefix(PREFIX))
+    """Makes games of 'textarena:GAME'.
+
+    Raises:
+      UserError: there is no such game, it has several players, needs the network, or does not begin the same way twice.
+    """
+    name = spec.removeprefix(PREFIX)
+    made = functools.partial(TextArenaGame, name, _maker(name))
+    game = made()
+    if game.reset(seed=0) != game.reset(seed=0):
+        raise UserError(f"{PREFIX}{name} does not begin the same way twice with a seed: runs could not be resumed")
+    return made
 
 
-def _made(name: str) -> Any:
-    """The game of textarena, without the wrappers that keep what was said before a reset."""
+def _maker(name: str) -> Callable[[], Any]:
+    """Makes the game of textarena, without the wrappers that keep what was said before a reset."""
     if find_spec("textarena") is None:
         raise UserError(f"{PREFIX}{name} needs the package textarena: {INSTALL}")
     try:
@@ -120,10 +131,7 @@ def _made(name: str) -> Any:
     module = find_spec(str(entry.entry_point).partition(":")[0])
     if module is None or module.origin is None or "nltk" in pathlib.Path(module.origin).read_text("utf-8"):
         raise UserError(f"{PREFIX}{name} loads word lists from the network, and is not supported")
-    try:
-        return make(f"{name}-raw")
-    except Exception as error:  # the game's own
-        raise UserError(f"{PREFIX}{name} cannot be played here: {describe_error(error)}") from error
+    return functools.partial(make, f"{name}-raw")
 
 
 def _set_random(states: Any) -> None:
