@@ -1,5 +1,6 @@
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,10 @@ def test_a_run_reads_what_the_command_has_compiled(golden_sft, tmp_path):
     config, out = tmp_path / "ppo.py", tmp_path / "programs"
     config.write_text(CONFIG.format(run=str(tmp_path / "run"), sft=golden_sft.run_dir))
     printed = run("rlhf_jax.compile", "--config", str(config), "--out", str(out))
-    assert "ppo: compiled generate " in printed and printed.endswith(f"kept in {out}\n")
+    # Programs compile side by side and are listed as they end.
+    kinds = re.search(r"ppo: compiled (.+)\n", printed)[1]
+    assert {part.split()[0] for part in kinds.split(", ")} == {"experience", "generate", "update"}
+    assert printed.endswith(f"kept in {out}\n")
 
     def cached_programs():
         names = ("jit__generate-", "jit__experience-", "jit__update-")

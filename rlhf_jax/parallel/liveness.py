@@ -43,6 +43,7 @@ class PeerMonitor:
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         self._reason: str | None = None
+        self._verdict: dict[str, Any] | None = None  # process 0: who ended, as it told the others
         self._reported = threading.Event()  # that another process is gone
 
     # --- connections
@@ -110,6 +111,8 @@ class PeerMonitor:
         with self._lock:
             self._present[member["process"]] = connection
             self._connections.append(connection)
+            if self._verdict is not None:  # another process died while this one connected
+                _send(connection, self._verdict)
         try:
             for line in lines:
                 message = json.loads(line)
@@ -135,7 +138,10 @@ class PeerMonitor:
     def _ended(self, member: dict[str, Any], reason: str | None) -> None:
         """A process ended with an error, or died (reason None): informs the others and ends this one."""
         if self.me["process"] == 0:
-            self._broadcast({"member": member, "reason": reason})
+            verdict = {"member": member, "reason": reason}
+            with self._lock:
+                self._verdict = self._verdict or verdict
+            self._broadcast(verdict)
         _in_thread(self._end_process, member, reason)
 
     def _end_process(self, member: dict[str, Any], reason: str | None) -> None:

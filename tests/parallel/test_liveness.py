@@ -1,6 +1,7 @@
 """Who dies is named and ends the others; who says goodbye does not. Processes without jax, which start at once."""
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -118,6 +119,28 @@ def test_who_waits_for_the_others_in_cleaning_up_ends_when_they_are_gone(tmp_pat
 def test_a_broken_collective_can_wait_for_the_verdict(tmp_path):
     codes, texts, _, _ = run(tmp_path, "work", "collective", "killed")
     assert codes[:2] == [1, 1] and "seen True" in texts[1] and "process 2 of 3" in texts[1]
+
+
+def test_who_connects_after_a_process_died_is_told_which(monkeypatch):
+    from rlhf_jax.parallel import liveness
+
+    told = queue.Queue()
+    monkeypatch.setattr(
+        liveness.PeerMonitor,
+        "_end_process",
+        lambda monitor, member, reason: told.put((monitor.me["process"], member["process"], reason)),
+    )
+    first, second, third = (liveness.PeerMonitor(index, 3) for index in range(3))
+    port = first.listen("secret")
+    assert third.connect(["127.0.0.1"], port, "secret") is None
+    for connection in third._connections:
+        connection.shutdown(socket.SHUT_RDWR)
+    # Process 0 and the cut one, which sees the same.
+    assert {told.get(timeout=5) for _ in range(2)} == {(0, 2, None), (2, 0, None)}
+    assert second.connect(["127.0.0.1"], port, "secret") is None
+    assert told.get(timeout=5) == (1, 2, None)
+    for monitor in (first, second, third):
+        monitor.close()
 
 
 def test_a_stranger_on_the_port_is_not_a_process(tmp_path):
