@@ -71,6 +71,7 @@ def below_target_kl(approxkl: Array, config: PolicyGradientOptions) -> Array | b
     return True if config.target_kl is None else ~(approxkl > 1.5 * config.target_kl)
 
 
+@jax.named_scope("optimizer")
 def apply_if_finite(
     optimizer: Optimizer,
     params: Params,

@@ -175,6 +175,7 @@ def logit_block(rows: int, positions: int, model) -> tuple[int, int]:
     return chunk, -(-positions // parts)
 
 
+@jax.named_scope("logits")
 def map_logit_chunks(function, model, params: Params, rows):
     """Applies `function`, which computes logits, to one block of `logit_block` after another.
 

@@ -123,16 +123,26 @@ OTHER_MICRO_TOKENS = 16384
 """Padded tokens per device of an automatic micro-batch: on a CPU (few, for its caches), on any other device."""
 
 
-def with_micro_batch(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
-    """The config with a micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and
-    has at most MICRO_TOKENS tokens. A given size is kept. None (the whole minibatch) is kept if micro_batch_tokens is
-    given, or if the micro-batch size changes the loss (loss_aggregation token_mean_micro).
+def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
+    """The config with what its devices decide where it is None.
+
+    micro_batch_size: the largest divisor of the minibatch that spreads evenly over the devices and has at most
+    MICRO_TOKENS tokens. It stays None (the whole minibatch) with micro_batch_tokens, or if it would change the loss
+    (loss_aggregation token_mean_micro).
+
+    gradient_checkpointing: policy dots, but not on CPUs. Other devices write and read what a scan keeps of each layer
+    more slowly than they compute most of it again (docs/benchmarks.md, "Predicted beside measured").
 
     Args:
       config: a stage's config.
       row_shards: devices that rows are sharded over.
       platform: of the devices: 'cpu', 'gpu' or 'tpu'.
     """
+    if config.gradient_checkpointing is None:
+        policy = config.gradient_checkpointing_policy or "dots"
+        config = dataclasses.replace(
+            config, gradient_checkpointing=platform != "cpu", gradient_checkpointing_policy=policy
+        )
     if config.micro_batch_size is not None or config.depends_on_micro_batching:
         return config
     if config.micro_batch_tokens is not None:

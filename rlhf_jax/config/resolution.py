@@ -22,7 +22,7 @@ def resolve(config: Config) -> Config:
     """The config with every value of its declared type, its run folder named and, in a pipeline, each stage with its
     folder, the pipeline's own options, and `{run_dir}` replaced.
 
-    Idempotent; reads no file. Defaults that depend on devices stay None: see `batch_sizes.with_micro_batch`.
+    Idempotent; reads no file. Defaults that depend on devices stay None: see `batch_sizes.for_devices`.
 
     Raises:
       UserError: a value of another type, or a pipeline's stage with options that only the pipeline may have.

@@ -180,9 +180,8 @@ def show(config: StageConfig, log: Callable[[str], None] = print) -> None:
     mesh = memory.mesh_of(config)
     log(config_files.to_json(config))
     device = mesh.devices.flat[0]
-    for line in batch_sizes.batch_lines(
-        batch_sizes.with_micro_batch(config, sharding.row_shards(mesh), device.platform)
-    ):
+    config = batch_sizes.for_devices(config, sharding.row_shards(mesh), device.platform)
+    for line in batch_sizes.batch_lines(config):
         log(line)
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     where = f" of {config.topology}, described" if config.topology else ""

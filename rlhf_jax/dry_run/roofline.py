@@ -7,6 +7,7 @@ docs/benchmarks.md has its predicted and its measured seconds. Other GPUs and TP
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,8 +22,18 @@ CUDNN_FLOPS = 72 / 989
 of 256, and 37 GFLOP in 0.51 ms with heads of 64 (docs/benchmarks.md)."""
 LAUNCH = 3e-6
 """Seconds that an instruction takes at least on a GPU; assumed, not measured."""
-GROUPS = {"attention": r"attention", "mlp": r"/mlp", "norms": r"norm"}
-"""Parts of a program, by the names of the model's modules in XLA's op_name; the rest is 'other'."""
+GROUPS = {
+    "norms": r"norm",
+    "casts": r"convert_element_type$",
+    "attention": r"attention",
+    "mlp": r"mlp",
+    "logits": r"logits",
+    "optimizer": r"optimizer",
+    "gathers": r"(gather|scatter|scatter-add|_take\)+/.*)$",
+    "copies": r"^$|(dynamic_slice|dynamic_update_slice|copy)$",
+}
+"""Parts of a program by XLA's op_name, which has the names of modules and of `jax.named_scope`; the first that fits.
+Copies are what a scan keeps of each layer for the backward pass, and what XLA adds by itself; the rest is 'other'."""
 
 
 class Rates(NamedTuple):
@@ -45,7 +56,7 @@ class Predicted(NamedTuple):
     flops: float
     """Of its matrix products."""
     parts: Mapping[str, float]
-    """Seconds of each of `GROUPS` and of the rest."""
+    """Seconds of each of `GROUPS` that it has, and of the rest."""
     bounds: Mapping[str, float]
     """Seconds of what takes the time of its 'products', of its 'memory', and of its 'launches'."""
 
@@ -59,6 +70,11 @@ def rates(device: Any, dtype: str) -> Rates | None:
     return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, bandwidth * REACHED_BANDWIDTH, LAUNCH if gpu else 0.0)
 
 
+def group(op_name: str) -> str:
+    """The part of a program, of `GROUPS` or 'other', that an instruction belongs to."""
+    return next((name for name, pattern in GROUPS.items() if re.search(pattern, op_name)), "other")
+
+
 def predict(text: str, rates: Rates, unknown_trips: int) -> Predicted:
     """The time of a program.
 
@@ -67,10 +83,10 @@ def predict(text: str, rates: Rates, unknown_trips: int) -> Predicted:
       rates: of the device.
       unknown_trips: as in `hlo.costs`.
     """
-    parts, flops = dict.fromkeys((*GROUPS, "other"), 0.0), 0.0
+    parts, flops = collections.Counter(), 0.0
     bounds = dict.fromkeys(("products", "memory", "launches"), 0.0)
     for cost in hlo.costs(text, unknown_trips):
-        part = next((name for name, pattern in GROUPS.items() if re.search(pattern, cost.op)), "other")
+        part = group(cost.op)
         products = cost.flops / (rates.attention if cost.cudnn_attention else rates.flops)
         seconds = {"products": products, "memory": cost.bytes / rates.bandwidth, "launches": rates.launch}
         bound = max(seconds, key=seconds.__getitem__)

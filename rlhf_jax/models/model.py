@@ -228,6 +228,7 @@ class Model:
         kernel = jnp.broadcast_to(kernel, (shards, *kernel.shape))
         return {BY_DATA: constrain(self.layout, kernel, "data", None, "vocabulary")}
 
+    @jax.named_scope("logits")
     def next_logits(self, unstacked: Params, hidden: Array) -> Array:
         """`logits` of one position a row, from `unstack`ed params: [B, D] -> float32 [B, V], each row on one device."""
         kernel = unstacked["embed_out"]["kernel"] if "embed_out" in unstacked else None

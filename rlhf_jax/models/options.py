@@ -23,16 +23,18 @@ class ComputeOptions(Options):
     """Attention over whole rows: blocked: in blocks of queries, compiled by XLA, on every device; cudnn: cuDNN's flash
     attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: cudnn on Hopper (H100, H200)
     where it supports the model, else blocked. Decoding is the same with all."""
-    gradient_checkpointing: bool = option(False, resume="rounding", lowers={"update": 3})
-    """Recompute activations in the backward pass to save memory."""
-    gradient_checkpointing_policy: Literal["full", "dots"] = option("full", rare=True, resume="rounding")
-    """What gradient_checkpointing recomputes: full: everything within a layer; dots: everything but the outputs of
-    matrix multiplications and of attention, which is faster and uses more memory."""
+    gradient_checkpointing: bool | None = option(None, resume="rounding", lowers={"update": 3})
+    """Recompute activations in the backward pass to save memory. Default: on GPUs and TPUs, with policy dots."""
+    gradient_checkpointing_policy: Literal["full", "dots"] | None = option(
+        None, rare=True, resume="rounding", lowers={"update": 4}
+    )
+    """What gradient_checkpointing recomputes: full (default where it is true): everything within a layer; dots:
+    everything but the outputs of matrix multiplications and of attention, which is faster and uses more memory."""
 
     @property
     def remat(self) -> str:
         """What the backward pass recomputes: 'none', 'dots' or 'full'."""
-        return self.gradient_checkpointing_policy if self.gradient_checkpointing else "none"
+        return (self.gradient_checkpointing_policy or "full") if self.gradient_checkpointing else "none"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ class StageContext(Generic[ConfigT]):
         if weights is None:
             weights = Weights(sharding.make_mesh(config.mesh_data, config.mesh_fsdp, config.mesh_tensor))
         platform = weights.mesh.devices.flat[0].platform
-        return StageContext(batch_sizes.with_micro_batch(config, sharding.row_shards(weights.mesh), platform), weights)
+        return StageContext(batch_sizes.for_devices(config, sharding.row_shards(weights.mesh), platform), weights)
 
     @property
     def mesh(self):

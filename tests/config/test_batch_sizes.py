@@ -130,7 +130,7 @@ def test_reinforce_with_several_steps_an_update_is_remarked_on():
 
 
 def micro(config, devices=1, platform="cpu"):
-    return batch_sizes.with_micro_batch(config, devices, platform).micro_batch_size
+    return batch_sizes.for_devices(config, devices, platform).micro_batch_size
 
 
 def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow():
@@ -143,6 +143,21 @@ def test_a_micro_batch_has_as_many_rows_as_its_tokens_allow():
     assert micro(dataclasses.replace(ppo, query_length=4096), devices=4) == 4  # a row a device at least
     assert micro(dataclasses.replace(ppo, micro_batch_size=32)) == 32
     assert micro(dataclasses.replace(ppo, loss_aggregation="token_mean_micro")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "cpu", "gpu"),
+    [
+        ({}, "none", "dots"),
+        ({"gradient_checkpointing": False}, "none", "none"),
+        ({"gradient_checkpointing": True}, "full", "full"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_policy": "dots"}, "dots", "dots"),
+        ({"gradient_checkpointing_policy": "full"}, "none", "full"),
+    ],
+)
+def test_gpus_and_tpus_recompute_what_is_no_product_and_cpus_nothing_unless_told(options, cpu, gpu):
+    found = {name: batch_sizes.for_devices(PPOConfig(**options), 1, name).remat for name in ("cpu", "gpu", "tpu")}
+    assert found == {"cpu": cpu, "gpu": gpu, "tpu": gpu}
 
 
 def test_a_micro_batch_of_rloo_has_whole_groups_and_one_of_pairs_counts_both():
@@ -173,5 +188,5 @@ def test_micro_batch_tokens_are_at_least_a_row_of_each_device(config, devices, n
 
 def test_micro_batch_tokens_stand_in_place_of_a_micro_batch_size():
     config = PPOConfig(micro_batch_tokens=8192)
-    assert batch_sizes.with_micro_batch(config, 1, "cpu") == config
+    assert micro(config) is None
     assert "gradient: micro-batches of at most 8,192 tokens, as many as a step needs" in batch_sizes.batch_lines(config)

@@ -42,8 +42,26 @@ def test_an_instruction_takes_its_products_or_its_bytes_or_a_launch():
     assert found.flops == large + thin + tiny
     assert found.parts["mlp"] == pytest.approx(large / 100e12)
     assert found.parts["attention"] == pytest.approx(2 * (4096**2 + 2 * 8 * 4096) / 1e12)  # bound by memory
-    assert found.parts["other"] == roofline.LAUNCH and found.parts["norms"] == 0
+    assert found.parts["other"] == roofline.LAUNCH and not {"norms", "logits"} & {*found.parts}
     assert found.seconds == pytest.approx(sum(found.parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part"),
+    [
+        ("jit(update)/while/body/checkpoint/Block/post_attention_layernorm/reduce_sum", "norms"),
+        ("jit(update)/while/body/Block/mlp/dense_h_to_4h/convert_element_type", "casts"),
+        ("jit(update)/while/body/Block/attention/query_key_value/...d,df->...f/dot_general", "attention"),
+        ("jit(update)/while/body/logits/...d,df->...f/dot_general", "logits"),
+        ("jit(update)/while/body/optimizer/sub", "optimizer"),
+        ("jit(update)/while/body/transpose(jvp(jit(_take)))/scatter-add", "gathers"),
+        ("jit(update)/while/body/jvp()/while/body/dynamic_update_slice", "copies"),
+        ("", "copies"),
+        ("jit(update)/while/body/reduce_sum", "other"),
+    ],
+)
+def test_parts_are_told_by_the_name_of_the_operation(op_name, part):
+    assert roofline.group(op_name) == part
 
 
 def test_cudnns_attention_has_a_rate_of_its_own():
@@ -101,7 +119,7 @@ def test_a_dry_run_prints_seconds_shares_and_parts():
     programs = [program("generate"), program("update")]
     head, _, line, total, most = report.time_lines(programs, on_one(described()), config)
     assert "shares are of 989 TFLOP/s" in head and "communication" not in head
-    assert line.split(";")[1] == " mlp 91%, attention 7%, other 2%, norms 0%"
+    assert line.split(";")[1] == " mlp 91%, attention 7%, other 2%"
     seconds = roofline.predict(TEXT, roofline.rates(described(), "bfloat16"), 1).seconds
     assert f" {seconds:.3g} s, " in line and f" {2 * seconds:.3g} s an update, " in total
     assert most == "  most time: generate, bound by products 91%, memory 7%, launches 2%"

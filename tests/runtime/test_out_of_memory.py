@@ -51,6 +51,19 @@ def test_of_two_sizes_of_a_micro_batch_the_one_that_is_given_is_named():
     assert "micro_batch_tokens (now 8192)" in said and "micro_batch_size" not in said
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gradient_checkpointing": False}, "gradient_checkpointing (now False)"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_policy": "dots"}, "policy (now dots)"),
+        ({"gradient_checkpointing": True}, None),
+    ],
+)
+def test_recomputing_is_named_while_there_is_more_to_recompute(options, named):
+    said = out_of_memory.message(PPOConfig(**options), "update", XLA)
+    assert named in said if named else "gradient_checkpointing" not in said
+
+
 def test_other_errors_pass():
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
