@@ -130,8 +130,8 @@ def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     MICRO_TOKENS tokens. It stays None (the whole minibatch) with micro_batch_tokens, or if it would change the loss
     (loss_aggregation token_mean_micro).
 
-    gradient_checkpointing: policy dots, but not on CPUs. Other devices write and read what a scan keeps of each layer
-    more slowly than they compute most of it again (docs/benchmarks.md, "Predicted beside measured").
+    gradient_checkpointing: policy dots on GPUs, which write and read what a scan keeps of each layer more slowly than
+    they compute most of it again; CPUs and TPUs do not (docs/benchmarks.md, "Predicted beside measured").
 
     Args:
       config: a stage's config.
@@ -141,7 +141,7 @@ def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     if config.gradient_checkpointing is None:
         policy = config.gradient_checkpointing_policy or "dots"
         config = dataclasses.replace(
-            config, gradient_checkpointing=platform != "cpu", gradient_checkpointing_policy=policy
+            config, gradient_checkpointing=platform == "gpu", gradient_checkpointing_policy=policy
         )
     if config.micro_batch_size is not None or config.depends_on_micro_batching:
         return config

@@ -24,7 +24,7 @@ class ComputeOptions(Options):
     attention, on NVIDIA GPUs in bfloat16; splash: jax's Pallas kernel, on TPUs; auto: cudnn on Hopper (H100, H200)
     where it supports the model, else blocked. Decoding is the same with all."""
     gradient_checkpointing: bool | None = option(None, resume="rounding", lowers={"update": 3})
-    """Recompute activations in the backward pass to save memory. Default: on GPUs and TPUs, with policy dots."""
+    """Recompute activations in the backward pass to save memory. Default: on GPUs, with policy dots."""
     gradient_checkpointing_policy: Literal["full", "dots"] | None = option(
         None, rare=True, resume="rounding", lowers={"update": 4}
     )
