@@ -62,7 +62,11 @@ class Predicted(NamedTuple):
 
 
 def rates(device: Any, dtype: str) -> Rates | None:
-    """The rates that a described GPU or TPU is predicted with; None for other devices, and unpublished rates."""
+    """The rates that a device is predicted with: of a CPU those measured on it, of a described GPU or TPU shares of the
+    published ones; None for other devices, and unpublished rates."""
+    if device.platform == "cpu":
+        flops, bandwidth, _ = peaks.peak(device, dtype)
+        return Rates(flops, flops, bandwidth, 0.0)
     gpu = topologies.described_gpu(device) is not None
     if device.device_kind not in peaks.PUBLISHED or not (gpu or topologies.described_tpu(device)):
         return None
