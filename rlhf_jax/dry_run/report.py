@@ -101,32 +101,33 @@ def communication_lines(programs: list[Program], mesh: Any, config: StageConfig)
 
 
 def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[str]:
-    """The predicted seconds of each program and of an update, their parts, and what to change next; none for other
-    devices than described GPUs and TPUs."""
+    """The predicted seconds of each program and of an update, their parts, and what to change next; none for GPUs and
+    TPUs that are there, and for several devices of one CPU, which share its cores."""
     device = mesh.devices.flat[0]
-    if (rates := roofline.rates(device, config.dtype)) is None:
+    if mesh.size > 1 and device.platform == "cpu" or (rates := roofline.rates(device, config.dtype)) is None:
         return []
-    published = peaks.peak(device, config.dtype).flops
+    peak = peaks.peak(device, config.dtype)
     between = ", communication between devices left out" if mesh.size > 1 else ""
     lines = [
         f"predicted seconds, from the compiled instructions, for the longest prompts{between}; shares are of "
-        f"{published / 1e12:.3g} TFLOP/s"
+        f"{peak.flops / 1e12:.3g} TFLOP/s, {peak.source}"
     ]
     unknown_trips = config.response_length - 1
     predicted = {x.name: roofline.predict(x.text, rates, unknown_trips) for x in programs if not x.refused}
     for name, one in predicted.items():
-        share = one.flops / one.seconds / published
+        share = one.flops / one.seconds / peak.flops
         lines.append(f"  {name:<12} {one.seconds:>10.3g} s, {share:.0%} of the peak; {shares(one.parts)}")
     if len(predicted) == len(programs) > 1:
         seconds, flops = (sum(getattr(one, field) for one in predicted.values()) for field in ("seconds", "flops"))
-        lines.append(f"  {'all':<12} {seconds:>10.3g} s an update, {flops / seconds / published:.0%} of the peak")
+        lines.append(f"  {'all':<12} {seconds:>10.3g} s an update, {flops / seconds / peak.flops:.0%} of the peak")
     return [*lines, *advice(config, predicted, device)]
 
 
 def shares(seconds: Mapping[str, float]) -> str:
-    """Parts of a time as text, the longest first: 'mlp 60%, attention 40%'."""
+    """Parts of a time of half a percent and more as text, the longest first: 'mlp 60%, attention 40%'."""
     total = sum(seconds.values())
-    return ", ".join(f"{name} {part / total:.0%}" for name, part in sorted(seconds.items(), key=lambda x: -x[1]))
+    parts = sorted(((part / total, name) for name, part in seconds.items()), reverse=True)
+    return ", ".join(f"{name} {part:.0%}" for part, name in parts if part >= 0.005)
 
 
 def advice(config: StageConfig, predicted: Mapping[str, roofline.Predicted], device: Any) -> list[str]:
@@ -141,6 +142,7 @@ def advice(config: StageConfig, predicted: Mapping[str, roofline.Predicted], dev
         and device.platform == "gpu"
         and max(most.parts, key=most.parts.__getitem__) == "attention",
         "gradient_checkpointing with gradient_checkpointing_policy dots": (name, bound) == ("update", "memory")
+        and device.platform == "gpu"
         and config.remat == "none",
         "a larger micro_batch_size": (name, bound) == ("update", "launches"),
         "a larger rollout_batch_size": name == "generate" and rows is not None and rows < config.batch_size,

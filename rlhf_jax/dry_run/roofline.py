@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlhf_jax.dry_run import hlo, topologies
 from rlhf_jax.parallel import peaks
 
@@ -43,10 +45,15 @@ class Rates(NamedTuple):
     """Of matrix products, FLOP/s."""
     attention: float
     """Of cuDNN's attention, FLOP/s."""
-    bandwidth: float
-    """Bytes/s."""
+    bandwidth: tuple[tuple[float, float], ...]
+    """(bytes that an instruction moves, bytes/s), ascending; between them bytes/s are linear in the logarithm."""
     launch: float
     """Seconds that an instruction takes at least."""
+
+    def moving(self, size: float) -> float:
+        """Seconds that an instruction takes to move so many bytes."""
+        sizes, rates = zip(*self.bandwidth, strict=True)
+        return size / float(np.interp(np.log2(max(size, 1.0)), np.log2(sizes), rates))
 
 
 class Predicted(NamedTuple):
@@ -65,13 +72,14 @@ def rates(device: Any, dtype: str) -> Rates | None:
     """The rates that a device is predicted with: of a CPU those measured on it, of a described GPU or TPU shares of the
     published ones; None for other devices, and unpublished rates."""
     if device.platform == "cpu":
-        flops, bandwidth, _ = peaks.peak(device, dtype)
-        return Rates(flops, flops, bandwidth, 0.0)
+        flops = peaks.peak(device, dtype).flops
+        return Rates(flops, flops, peaks.rates_by_size(device), 0.0)
     gpu = topologies.described_gpu(device) is not None
     if device.device_kind not in peaks.PUBLISHED or not (gpu or topologies.described_tpu(device)):
         return None
     flops, bandwidth, _ = peaks.peak(device, dtype)
-    return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, bandwidth * REACHED_BANDWIDTH, LAUNCH if gpu else 0.0)
+    reached = ((1.0, bandwidth * REACHED_BANDWIDTH),)
+    return Rates(flops * REACHED_FLOPS, flops * CUDNN_FLOPS, reached, LAUNCH if gpu else 0.0)
 
 
 def group(op_name: str) -> str:
@@ -92,7 +100,7 @@ def predict(text: str, rates: Rates, unknown_trips: int) -> Predicted:
     for cost in hlo.costs(text, unknown_trips):
         part = group(cost.op)
         products = cost.flops / (rates.attention if cost.cudnn_attention else rates.flops)
-        seconds = {"products": products, "memory": cost.bytes / rates.bandwidth, "launches": rates.launch}
+        seconds = {"products": products, "memory": rates.moving(cost.bytes), "launches": rates.launch}
         bound = max(seconds, key=seconds.__getitem__)
         parts[part] += cost.times * seconds[bound]
         bounds[bound] += cost.times * seconds[bound]

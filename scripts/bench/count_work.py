@@ -6,8 +6,10 @@
 Nothing runs and no weights are created: the functions of a stage are traced at these shapes and their matrix products
 summed. A scan counts once per iteration, a switch by the branch that each micro-batch of these prompts takes, the
 decode loop once per token. With --micro_tokens micro-batches have so many tokens in place of --micro rows, and with
---widths prompts are narrowed to these widths in place of the default ones. The floor is `rlhf_jax.stages.work`: no padding, no masked keys, no repeated prompts. Bytes
-of decoding are the operands of its products, each read once a step; their floor is the weights and the filled cache.
+--widths prompts are narrowed to these widths in place of the default ones.
+
+The floor is `rlhf_jax.stages.work`: no padding, no masked keys, no repeated prompts. Bytes of decoding are the operands
+of its products, each read once a step; their floor is the weights and the filled cache.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 from rlhf_jax.config import PPOConfig
 from rlhf_jax.dry_run import report, roofline, topologies
 from rlhf_jax.dry_run.compiling import Program
+from rlhf_jax.parallel import peaks
 
 CONFIG = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
 
@@ -33,7 +34,7 @@ TEXT = "\n".join(
         "}",
     ]
 )
-RATES = roofline.Rates(100e12, 10e12, 1e12, roofline.LAUNCH)
+RATES = roofline.Rates(100e12, 10e12, ((1.0, 1e12),), roofline.LAUNCH)
 
 
 def test_an_instruction_takes_its_products_or_its_bytes_or_a_launch():
@@ -88,7 +89,8 @@ def described(kind="NVIDIA H100 80GB HBM3", platform="gpu"):
 
 def test_rates_are_the_shares_that_an_h100_reached():
     found = roofline.rates(described(), "bfloat16")
-    assert found == pytest.approx((879e12, 72e12, 2.9e12, roofline.LAUNCH))
+    assert (found.flops, found.attention, found.launch) == pytest.approx((879e12, 72e12, roofline.LAUNCH))
+    assert found.moving(2.9e12) == pytest.approx(1.0) and found.moving(2.9) == pytest.approx(1e-12)
     assert all(roofline.rates(described(gpu.kind), "float32") for gpu in topologies.GPUS.values())
 
 
@@ -96,14 +98,28 @@ def test_tpus_are_taken_to_reach_the_same_shares_without_launches():
     tpu = described("TPU v5 lite", "tpu")
     tpu.client = types.SimpleNamespace(runtime_type="compile_only_runtime")
     found = roofline.rates(tpu, "bfloat16")
-    assert (found.flops, found.bandwidth) == pytest.approx((197e12 * 879 / 989, 0.819e12 * 2.9 / 3.35))
+    assert (found.flops, 1e12 / found.moving(1e12)) == pytest.approx((197e12 * 879 / 989, 0.819e12 * 2.9 / 3.35))
     assert found.launch == 0
     tpu.device_kind = "TPU v4"  # whose rates are not in the table
     assert roofline.rates(tpu, "bfloat16") is None
 
 
-def test_devices_that_are_there_are_not_predicted():
-    assert roofline.rates(jax.devices()[0], "bfloat16") is None
+def test_a_cpu_is_predicted_with_what_was_measured_on_it():
+    found, device = roofline.rates(jax.devices()[0], "float32"), jax.devices()[0]
+    assert found.flops == found.attention == peaks.peak(device, "float32").flops and found.launch == 0
+    assert found.bandwidth == peaks.rates_by_size(device)
+    assert all(1e7 < rate < 1e13 for _, rate in found.bandwidth)
+
+
+def test_gpus_that_are_there_are_not_predicted():
+    assert roofline.rates(described("a GPU that no table has"), "bfloat16") is None
+
+
+def test_small_copies_go_at_the_rate_of_caches():
+    rates = roofline.Rates(1e12, 1e12, ((2.0**20, 40e9), (2.0**22, 20e9)), 0.0)
+    assert rates.moving(2.0**10) == pytest.approx(2.0**10 / 40e9)
+    assert rates.moving(2.0**21) == pytest.approx(2.0**21 / 30e9)  # halfway in the logarithm
+    assert rates.moving(2.0**30) == pytest.approx(2.0**30 / 20e9)
 
 
 def on_one(device):
