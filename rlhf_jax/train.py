@@ -315,6 +315,8 @@ def restored_loop(
         )
     if start:
         log(f"{name}: resuming after update {start} of {stage.total_steps}")
+        for line in stage.restore_host_state(extra):
+            log(f"{name}: {line}")
     run_folder.cut(start)
     monitor, patience, control = Monitor(stage, run_folder), Patience(stage, run_folder), Control()
     due, line = extra.get("due", ()), None

@@ -243,7 +243,7 @@ class Loop:
             score = known.get(name)
         tokens = self.logger.tokens
         extra = {"total_steps": self.stage.total_steps, "due": [*due], "ended": ended, "num_tokens": tokens}
-        self.checkpoints.save(self.step, self.state, extra, score)
+        self.checkpoints.save(self.step, self.state, {**extra, **self.stage.host_state()}, score)
         self._saved, self._saved_at = self.step, time.monotonic()
         self._save_seconds += self._saved_at - started
         self.stops.record_seconds(saving=self._saved_at - started)

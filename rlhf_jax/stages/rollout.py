@@ -460,6 +460,14 @@ class RolloutStage(Stage):
         if self.turns is not None:
             self.turns.record(folder)
 
+    def host_state(self) -> dict[str, Any]:
+        """As `Stage.host_state`: what environments keep across responses."""
+        return {} if self.turns is None else self.turns.host_state()
+
+    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+        """As `Stage.restore_host_state`."""
+        return [] if self.turns is None else self.turns.restore_host_state(kept)
+
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""
         opened, models = self.opened, self.models

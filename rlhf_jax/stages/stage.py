@@ -88,6 +88,14 @@ class Stage:
     def record_calls(self, folder: str | None) -> None:
         """Records tool calls in the run's folder from now on; calls that are recorded there are not repeated."""
 
+    def host_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the TrainState, of JSON types. Every process must call it."""
+        return {}
+
+    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+        """Takes back what `host_state` returned, from a checkpoint. Returns a line for each thing that is lost."""
+        return []
+
     def inputs(self) -> dict[str, str]:
         """Fingerprints of every data set and starting checkpoint, by what it is."""
         raise NotImplementedError

@@ -386,6 +386,27 @@ class Turns:
         if self._environments is not None:
             self._environments.keep()
 
+    def host_state(self) -> dict[str, Any]:
+        """What environments keep across responses, of each process. Every process must call it."""
+        if self._environments is None:
+            return {}
+        states, error = None, None
+        try:
+            states = self._environments.states()
+        except UserError as problem:
+            error = problem
+        return {"environments": multihost.agree(states, error)}
+
+    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+        """Takes back what `host_state` returned. Returns a line for each thing that is lost."""
+        if self._environments is None:
+            return []
+        states = kept.get("environments", [{}] * jax.process_count())
+        if len(states) != jax.process_count():
+            saved, now = len(states), jax.process_count()
+            return [f"environments start anew: what they keep across responses is of {saved} processes, not of {now}"]
+        return self._environments.restore(states[jax.process_index()])
+
     def close(self) -> None:
         """Ends the threads of tools."""
         self._toolbox.close()

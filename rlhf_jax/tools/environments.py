@@ -4,6 +4,7 @@ and which may own the reward."""
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
 
 NAME = "environment"
 """Column of the data that names each row's environment, where there are several."""
+STATE = ("state", "load_state")
+"""Methods of an environment that keeps something across responses: what it keeps, of JSON types, and its return."""
 
 
 class Environments:
@@ -44,6 +47,7 @@ class Environments:
             if not inspect.ismethod(getattr(instance, "reset", None)):
                 raise UserError(f"environment {type(instance).__name__} has no method reset, which begins a response")
             self.schemas[name] = [tool_schema(method) for method in methods(instance).values()]
+            _state(instance)
             if inspect.ismethod(getattr(instance, "get_reward", None)) and type(instance) not in kinds:
                 kinds.append(type(instance))
                 self.reward_functions.append(_reward_function(type(instance)))
@@ -95,6 +99,42 @@ class Environments:
             texts.append(_observation(call))
         return instances, texts
 
+    def states(self) -> dict[str, list[Any]]:
+        """What the instances keep across responses, by the name of their factory ('': the only one), for a checkpoint.
+
+        Raises:
+          UserError: `state` of one fails or returns no JSON types.
+        """
+        return {name or "": [_state(each) for each in pool] for name, pool in self._pool.items()}
+
+    def restore(self, states: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Takes back what `states` returned.
+
+        Returns:
+          A line for each class that cannot take it back.
+
+        Raises:
+          UserError: `load_state` of one fails.
+        """
+        lost = []
+        for name, pool in self._pool.items():
+            if not _keeps_state(pool[0]):
+                lost.append(
+                    f"environment {type(pool[0]).__name__} is reset: what it keeps across responses is lost, since it "
+                    "has no methods state and load_state"
+                )
+                continue
+            kept = states.get(name or "", ())
+            pool += [self._new(name) for _ in range(len(kept) - len(pool))]
+            for instance, state in zip(pool, kept, strict=False):
+                try:
+                    instance.load_state(state)
+                except Exception as error:  # the user's code
+                    raise UserError(
+                        f"environment {type(instance).__name__}: load_state failed: {describe_error(error)}"
+                    ) from error
+        return lost
+
     def keep(self) -> None:
         """Leaves the instances as they are: later responses have others."""
         self._pool = {name: [] for name in self._pool}
@@ -105,9 +145,28 @@ class Environments:
 
 
 def methods(instance: Any) -> dict[str, Callable]:
-    """The tools of an environment: its public methods by name, but `reset` and `get_reward`."""
+    """The tools of an environment: its public methods by name, but `reset`, `get_reward`, and `STATE` where it has
+    both."""
     found = inspect.getmembers(instance, predicate=inspect.ismethod)
-    return {name: method for name, method in found if name not in ("reset", "get_reward") and not name.startswith("_")}
+    own = {"reset", "get_reward", *(STATE if _keeps_state(instance) else ())}
+    return {name: method for name, method in found if name not in own and not name.startswith("_")}
+
+
+def _keeps_state(instance: Any) -> bool:
+    return all(inspect.ismethod(getattr(instance, name, None)) for name in STATE)
+
+
+def _state(instance: Any) -> Any:
+    """What an environment keeps across responses; None where it has no methods for it."""
+    if not _keeps_state(instance):
+        return None
+    try:
+        return json.loads(json.dumps(instance.state()))
+    except Exception as error:  # the user's code
+        raise UserError(
+            f"environment {type(instance).__name__}: state failed, or returned what is not of JSON types: "
+            f"{describe_error(error)}"
+        ) from error
 
 
 def open_environments(specs: Sequence[str], factory: Any, timeout: float) -> Environments | None:

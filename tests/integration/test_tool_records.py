@@ -76,7 +76,14 @@ def tell(word: str) -> str:
 
 
 class Counter(tool_tokenizer.Counter):
-    pass
+    def get_reward(self):  # of what is kept across responses too
+        return super().get_reward() + 0.1 * self.resets
+
+    def state(self):
+        return {"resets": self.resets}
+
+    def load_state(self, state):
+        self.resets = state["resets"]
 """
 
 
@@ -106,7 +113,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("at", [2, 9])
+@pytest.mark.parametrize("at", [2, 9, 18])
 def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at):
     folder = prepare(tmp_path)
     code, _ = run(folder, KILL=f"{at} in a call")
