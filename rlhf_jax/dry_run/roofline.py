@@ -1,8 +1,9 @@
-"""Predicted seconds of programs that are compiled for NVIDIA GPUs and TPUs, and never run.
+"""Predicted seconds of programs that are compiled and not run, for CPUs, NVIDIA GPUs and TPUs.
 
 Each instruction takes the time of its matrix products or that of its bytes, whichever is longer, or of a launch
-(Williams et al. 2009, Roofline). Products and bytes go at the rates that an H100 reached of the published ones;
-docs/benchmarks.md has its predicted and its measured seconds. Other GPUs and TPUs are taken to reach the same shares.
+(Williams et al. 2009, Roofline). On a CPU products and bytes go at the rates that are measured on it. On an H100 they
+go at the rates that one reached of the published ones, and other GPUs and TPUs are taken to reach the same shares.
+docs/benchmarks.md has predicted and measured seconds.
 """
 
 from __future__ import annotations

@@ -6,9 +6,13 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from rlhf_jax import data, models
 from rlhf_jax.data import synthetic
+from rlhf_jax.models.io import hf
+from tests.helpers import tool_tokenizer
 from tests.helpers.children import QUICK, policy_checkpoints
 from tests.helpers.paths import ROOT
 
@@ -31,15 +35,19 @@ def room(tmp_path_factory):
     return folder
 
 
-def started(room, output, *more, processes=1, devices=1, judge="shorter"):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+def started(room, output, *more, judge="shorter", **places):
     given = {"model": room / "policy", "data": room / "posts.jsonl", "ref_model_path": room / "sft"}
     given |= {"reward_model_path": room / "reward", "pairs": room / "pairs.jsonl", "output_dir": output}
     given |= {"reward_funcs": f"{room / 'own.py'}:brevity", "judge_funcs": f"{room / 'own.py'}:{judge}"}
     given |= {"response_length": 6, "query_length": 60, "temperature": 1.0, "batch_size": 8, "best_of_n": 2}
     given |= {"num_generations": 2, "bootstrap_resamples": 100}
+    return started_with(given, *more, **places)
+
+
+def started_with(given, *more, processes=1, devices=1):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": "16"}
     env |= {"XLA_FLAGS": QUICK}
@@ -81,3 +89,36 @@ def test_a_judge_that_fails_ends_both_with_its_error(room, tmp_path):
     codes, outputs = ends(started(room, tmp_path / "out", processes=2, judge="failing"))
     assert codes == [2, 2], outputs
     assert all("the judge is out" in error for _, error in outputs)
+
+
+def test_two_processes_call_each_tool_for_their_own_responses(tmp_path):
+    tool_tokenizer.save(tmp_path, POSTS)
+    tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer"))
+    model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=128)
+    params = jax.tree.map(lambda x: 4 * x, model.init(jax.random.key(0), heads=("causal",)))
+    hf.save(tmp_path / "policy", model, jax.device_get(params), kind="causal")
+    data.save_tokenizer(tokenizer, str(tmp_path / "policy"))
+    (tmp_path / "own.py").write_text(
+        "import os\nfrom tests.helpers.tool_tokenizer import Counter as Base, tell as said\n"
+        "def tell(word: str) -> str:\n    'Says a word.\\n\\n    Args:\\n        word: The word.\\n    '\n"
+        "    with open(os.environ['CALLED'] + str(os.getpid()), 'a') as file:\n        file.write('.')\n"
+        "    return said(word)\n"
+        "class Counter(Base):\n    pass\n"
+    )
+    given = {"model": tmp_path / "policy", "data": tmp_path / "prompts.jsonl", "temperature": 1.0, "batch_size": 8}
+    given |= {"response_length": 64, "query_length": 44, "bootstrap_resamples": 100}
+    given |= {"tools": f"{tmp_path / 'own.py'}:tell", "environment_factory": f"{tmp_path / 'own.py'}:Counter"}
+    stops = ["--stop_token_ids", *map(str, tool_tokenizer.SHORT_TURNS)]
+
+    def run(name, **places):
+        os.environ["CALLED"] = str(tmp_path / f"{name}-calls-")
+        codes, outputs = ends(started_with({**given, "output_dir": tmp_path / name}, *stops, **places))
+        assert set(codes) == {0}, outputs
+        calls = [len(path.read_text()) for path in tmp_path.glob(f"{name}-calls-*")]
+        return json.loads((tmp_path / name / "evaluation.json").read_text()), calls
+
+    (one, calls), (two, shares) = run("one", devices=2), run("two", processes=2)
+    assert two["policies"] == one["policies"] and two["policies"][0]["tools/call_frequency"] > 0
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "two")]
+    assert samples[0] == samples[1]
+    assert len(calls) == 1 and len(shares) == 2 and sum(shares) == calls[0] > 2
