@@ -25,9 +25,7 @@ class ComputeOptions(Options):
     where it supports the model, else blocked. Decoding is the same with all."""
     gradient_checkpointing: bool | None = option(None, resume="rounding", lowers={"update": 3})
     """Recompute activations in the backward pass to save memory. Default: on GPUs, with policy dots."""
-    gradient_checkpointing_policy: Literal["full", "dots"] | None = option(
-        None, rare=True, resume="rounding", lowers={"update": 4}
-    )
+    gradient_checkpointing_policy: Literal["full", "dots"] | None = option(None, rare=True, resume="rounding")
     """What gradient_checkpointing recomputes: full (default where it is true): everything within a layer; dots:
     everything but the outputs of matrix multiplications and of attention, which is faster and uses more memory."""
 

@@ -60,8 +60,9 @@ def lowers(config, phase: str) -> list[str]:
     no_help = set() if config.use_peft else set(_QUANTIZED)
     no_help |= {"load_in_8bit"} if config.load_in_4bit else set()
     no_help |= {"micro_batch_size"} if config.micro_batch_tokens is not None else set()
-    no_help |= {"gradient_checkpointing"} if config.remat != "none" else set()
-    no_help |= {"gradient_checkpointing_policy"} if config.remat != "dots" else set()
+    no_help |= {"gradient_checkpointing"} if config.remat == "full" else set()
     lowering = {name: metadata(type(config), name).lowers for name in vars(config) if name not in no_help}
     names = sorted((name for name in lowering if phase in lowering[name]), key=lambda name: lowering[name][phase])
+    if config.remat == "dots":
+        names = [{"gradient_checkpointing": "gradient_checkpointing_policy"}.get(name, name) for name in names]
     return [f"{name} (now {vars(config)[name]})" for name in names]

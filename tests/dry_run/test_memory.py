@@ -155,7 +155,8 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[0] for line in lines[lines.index(next(x for x in lines if "each device" in x)) + 1 :]]
     assert rows[:6] == ["policy", "value", "optimizer", "reference", "total", "cache"]
-    assert rows[6:11] == ["during", "generate", "experience", "update", "memory:"]
+    programs = ["generate", "experience", "update"]
+    assert rows[6:17] == ["during", *programs, "predicted", *programs, "all", "most", "memory:"]
     assert "memory: fits" in lines[-2]
 
 
