@@ -91,7 +91,7 @@ def test_a_judge_that_fails_ends_both_with_its_error(room, tmp_path):
     assert all("the judge is out" in error for _, error in outputs)
 
 
-def test_two_processes_call_each_tool_for_their_own_responses(tmp_path):
+def test_each_process_resets_environments_of_its_own_responses(monkeypatch, tmp_path):
     tool_tokenizer.save(tmp_path, POSTS)
     tokenizer = data.load_tokenizer(str(tmp_path / "tokenizer"))
     model = models.custom_shape("1x16x2", vocab_size=tokenizer.vocab_size, max_positions=128)
@@ -99,11 +99,10 @@ def test_two_processes_call_each_tool_for_their_own_responses(tmp_path):
     hf.save(tmp_path / "policy", model, jax.device_get(params), kind="causal")
     data.save_tokenizer(tokenizer, str(tmp_path / "policy"))
     (tmp_path / "own.py").write_text(
-        "import os\nfrom tests.helpers.tool_tokenizer import Counter as Base, tell as said\n"
-        "def tell(word: str) -> str:\n    'Says a word.\\n\\n    Args:\\n        word: The word.\\n    '\n"
-        "    with open(os.environ['CALLED'] + str(os.getpid()), 'a') as file:\n        file.write('.')\n"
-        "    return said(word)\n"
-        "class Counter(Base):\n    pass\n"
+        "import os\nfrom tests.helpers.tool_tokenizer import Counter as Base, tell\n"
+        "class Counter(Base):\n    def reset(self, **row):\n"
+        "        with open(os.environ['RESETS'] + str(os.getpid()), 'a') as file:\n            file.write('.')\n"
+        "        return super().reset(**row)\n"
     )
     given = {"model": tmp_path / "policy", "data": tmp_path / "prompts.jsonl", "temperature": 1.0, "batch_size": 8}
     given |= {"response_length": 64, "query_length": 44, "bootstrap_resamples": 100}
@@ -111,14 +110,14 @@ def test_two_processes_call_each_tool_for_their_own_responses(tmp_path):
     stops = ["--stop_token_ids", *map(str, tool_tokenizer.SHORT_TURNS)]
 
     def run(name, **places):
-        os.environ["CALLED"] = str(tmp_path / f"{name}-calls-")
+        monkeypatch.setenv("RESETS", str(tmp_path / f"{name}-resets-"))
         codes, outputs = ends(started_with({**given, "output_dir": tmp_path / name}, *stops, **places))
         assert set(codes) == {0}, outputs
-        calls = [len(path.read_text()) for path in tmp_path.glob(f"{name}-calls-*")]
-        return json.loads((tmp_path / name / "evaluation.json").read_text()), calls
+        resets = [len(path.read_text()) for path in tmp_path.glob(f"{name}-resets-*")]
+        return json.loads((tmp_path / name / "evaluation.json").read_text()), resets
 
-    (one, calls), (two, shares) = run("one", devices=2), run("two", processes=2)
+    (one, resets), (two, shares) = run("one", devices=2), run("two", processes=2)
     assert two["policies"] == one["policies"] and two["policies"][0]["tools/call_frequency"] > 0
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "two")]
     assert samples[0] == samples[1]
-    assert len(calls) == 1 and len(shares) == 2 and sum(shares) == calls[0] > 2
+    assert len(resets) == 1 and len(shares) == 2 and sum(shares) == resets[0] >= POSTS
