@@ -63,6 +63,7 @@ def lowers(config, phase: str) -> list[str]:
     no_help |= {"gradient_checkpointing"} if config.remat == "full" else set()
     lowering = {name: metadata(type(config), name).lowers for name in vars(config) if name not in no_help}
     names = sorted((name for name in lowering if phase in lowering[name]), key=lambda name: lowering[name][phase])
-    if config.remat == "dots":
-        names = [{"gradient_checkpointing": "gradient_checkpointing_policy"}.get(name, name) for name in names]
+    # With policy dots it is the policy that recomputes more.
+    shown = {"gradient_checkpointing": "gradient_checkpointing_policy"} if config.remat == "dots" else {}
+    names = [shown.get(name, name) for name in names]
     return [f"{name} (now {vars(config)[name]})" for name in names]

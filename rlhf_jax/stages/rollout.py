@@ -464,9 +464,9 @@ class RolloutStage(Stage):
         """As `Stage.host_state`: what environments keep across responses."""
         return {} if self.turns is None else self.turns.host_state()
 
-    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+    def restore_host_state(self, saved: dict[str, Any]) -> list[str]:
         """As `Stage.restore_host_state`."""
-        return [] if self.turns is None else self.turns.restore_host_state(kept)
+        return [] if self.turns is None else self.turns.restore_host_state(saved)
 
     def export(self, state: TrainState, folder: str) -> dict[str, str]:
         """policy/, and value/ where there is a critic, as Hugging Face checkpoints with the tokenizer."""

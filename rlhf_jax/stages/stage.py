@@ -92,7 +92,7 @@ class Stage:
         """What a checkpoint keeps beside the TrainState, of JSON types. Every process must call it."""
         return {}
 
-    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+    def restore_host_state(self, saved: dict[str, Any]) -> list[str]:
         """Takes back what `host_state` returned, from a checkpoint. Returns a line for each thing that is lost."""
         return []
 

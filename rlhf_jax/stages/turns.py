@@ -397,14 +397,14 @@ class Turns:
             error = problem
         return {"environments": multihost.agree(states, error)}
 
-    def restore_host_state(self, kept: dict[str, Any]) -> list[str]:
+    def restore_host_state(self, saved: dict[str, Any]) -> list[str]:
         """Takes back what `host_state` returned. Returns a line for each thing that is lost."""
         if self._environments is None:
             return []
-        states = kept.get("environments", [{}] * jax.process_count())
-        if len(states) != jax.process_count():
-            saved, now = len(states), jax.process_count()
-            return [f"environments start anew: what they keep across responses is of {saved} processes, not of {now}"]
+        processes = jax.process_count()
+        states = saved.get("environments", [{}] * processes)
+        if len(states) != processes:
+            return [f"environments are new: {len(states)} processes saved the state of theirs, not {processes}"]
         return self._environments.restore(states[jax.process_index()])
 
     def close(self) -> None:

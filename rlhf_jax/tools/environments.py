@@ -17,7 +17,7 @@ from rlhf_jax.utils.bounded_calls import Call, Caller, Hang
 NAME = "environment"
 """Column of the data that names each row's environment, where there are several."""
 STATE = ("state", "load_state")
-"""Methods of an environment that keeps something across responses: what it keeps, of JSON types, and its return."""
+"""Methods of an environment that keeps something across responses: one returns it, of JSON types, one takes it back."""
 
 
 class Environments:
@@ -47,7 +47,8 @@ class Environments:
             if not inspect.ismethod(getattr(instance, "reset", None)):
                 raise UserError(f"environment {type(instance).__name__} has no method reset, which begins a response")
             self.schemas[name] = [tool_schema(method) for method in methods(instance).values()]
-            _state(instance)
+            if _keeps_state(instance):
+                _state(instance)  # what cannot be saved is an error before the run
             if inspect.ismethod(getattr(instance, "get_reward", None)) and type(instance) not in kinds:
                 kinds.append(type(instance))
                 self.reward_functions.append(_reward_function(type(instance)))
@@ -100,12 +101,13 @@ class Environments:
         return instances, texts
 
     def states(self) -> dict[str, list[Any]]:
-        """What the instances keep across responses, by the name of their factory ('': the only one), for a checkpoint.
+        """What instances with `STATE` keep, by the name of their factory ('': the only one), for a checkpoint.
 
         Raises:
           UserError: `state` of one fails or returns no JSON types.
         """
-        return {name or "": [_state(each) for each in pool] for name, pool in self._pool.items()}
+        keeping = {name: pool for name, pool in self._pool.items() if _keeps_state(pool[0])}
+        return {name or "": [_state(each) for each in pool] for name, pool in keeping.items()}
 
     def restore(self, states: Mapping[str, Sequence[Any]]) -> list[str]:
         """Takes back what `states` returned.
@@ -124,9 +126,9 @@ class Environments:
                     "has no methods state and load_state"
                 )
                 continue
-            kept = states.get(name or "", ())
-            pool += [self._new(name) for _ in range(len(kept) - len(pool))]
-            for instance, state in zip(pool, kept, strict=False):
+            of_pool = states.get(name or "", ())
+            pool += [self._new(name) for _ in range(len(of_pool) - len(pool))]
+            for instance, state in zip(pool, of_pool, strict=False):
                 try:
                     instance.load_state(state)
                 except Exception as error:  # the user's code
@@ -148,8 +150,8 @@ def methods(instance: Any) -> dict[str, Callable]:
     """The tools of an environment: its public methods by name, but `reset`, `get_reward`, and `STATE` where it has
     both."""
     found = inspect.getmembers(instance, predicate=inspect.ismethod)
-    own = {"reset", "get_reward", *(STATE if _keeps_state(instance) else ())}
-    return {name: method for name, method in found if name not in own and not name.startswith("_")}
+    no_tools = {"reset", "get_reward", *(STATE if _keeps_state(instance) else ())}
+    return {name: method for name, method in found if name not in no_tools and not name.startswith("_")}
 
 
 def _keeps_state(instance: Any) -> bool:
@@ -157,9 +159,7 @@ def _keeps_state(instance: Any) -> bool:
 
 
 def _state(instance: Any) -> Any:
-    """What an environment keeps across responses; None where it has no methods for it."""
-    if not _keeps_state(instance):
-        return None
+    """What an environment keeps across responses, as a checkpoint has it."""
     try:
         return json.loads(json.dumps(instance.state()))
     except Exception as error:  # the user's code

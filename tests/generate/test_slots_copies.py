@@ -82,7 +82,7 @@ def compiled(spec, decoding, dtype=jnp.float32, devices=None, prompts=PROMPTS, o
 
 def assert_in_place(name, text, temporary, most, sizes):
     made = made_in_loops(text, sizes)
-    if name == "begun":  # what is computed again has arrays of a segment's size, and scores beside the cache
+    if name == "begun":  # keys and values of tokens so far are computed again: arrays as large as a segment, and scores
         made = [line for line in made if re.search(r" copy(-start)?\(", line)]
     assert not made, "\n".join(made)
     assert temporary < most or name == "begun"

@@ -37,10 +37,10 @@ def test_what_instances_keep_goes_to_new_ones_in_their_order():
     instances, _ = before.begin([{}, {}, {}])
     for best, instance in enumerate(instances):
         instance.best = 10 + best
-    kept = json.loads(json.dumps(before.states()))
-    assert kept == {"": [10, 11, 12]}
+    states = json.loads(json.dumps(before.states()))
+    assert states == {"": [10, 11, 12]}
     after = opened()
-    assert after.restore(kept) == []
+    assert after.restore(states) == []
     assert [each.best for each in after.begin([{}, {}, {}, {}])[0]] == [10, 11, 12, 0]
 
 
