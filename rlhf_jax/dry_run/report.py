@@ -108,8 +108,10 @@ def time_lines(programs: list[Program], mesh: Any, config: StageConfig) -> list[
         return []
     peak = peaks.peak(device, config.dtype)
     between = ", communication between devices left out" if mesh.size > 1 else ""
+    # On a CPU the arithmetic of elements takes time too.
+    at_least = " at least" if device.platform == "cpu" else ""
     lines = [
-        f"predicted seconds, from the compiled instructions, for the longest prompts{between}; shares are of "
+        f"predicted seconds{at_least}, from the compiled instructions, for the longest prompts{between}; shares are of "
         f"{peak.flops / 1e12:.3g} TFLOP/s, {peak.source}"
     ]
     unknown_trips = config.response_length - 1

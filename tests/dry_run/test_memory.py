@@ -158,6 +158,7 @@ def test_a_dry_run_prints_parts_programs_and_the_verdict(capsys):
     programs = ["generate", "experience", "update"]
     assert rows[6:17] == ["during", *programs, "predicted", *programs, "all", "most", "memory:"]
     assert "memory: fits" in lines[-2]
+    assert any(line.startswith("predicted seconds at least, from the compiled instructions") for line in lines)
 
 
 def test_a_topology_is_for_dry_runs():
