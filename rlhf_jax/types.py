@@ -105,7 +105,7 @@ class PartialResponses(flax.struct.PyTreeNode):
 class Unfinished(flax.struct.PyTreeNode):
     """Responses that a rollout of `rollout_max_steps` left unfinished: they go on in the next update."""
 
-    rows: Array  # [P] int32, rows of the data set that the batch's places answer
+    rows: Array  # [P] int32, rows of the data set that the batch's places answer; an update sets them
     held: Array  # [P] bool: the place's responses go on; False: it takes a new prompt
     response: Array  # [B, T] int32
     logprobs: Array  # [B, T] float32, of the policies that sampled each token
@@ -113,6 +113,8 @@ class Unfinished(flax.struct.PyTreeNode):
     ended: Array  # [B] bool: a stop token was sampled
     keys: Array  # [B, K] uint32, key data of each row
     taken: Array  # [] int32, prompts taken from the data set so far
+    began: Array | None = None  # [P] int32, the update that the place's responses began in; None: there are no tools
+    sampled: Array | None = None  # [B, T] bool, False at results of tools; None: there are no tools
 
 
 class RolloutState(flax.struct.PyTreeNode):

@@ -127,7 +127,7 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
         replayed(config.tools_replay)
     if not tools:
         return tools
-    for name in ("rollout_max_steps", "structured_outputs_regex", "structured_outputs_regex_column"):
+    for name in ("structured_outputs_regex", "structured_outputs_regex_column"):
         if getattr(config, name) is not None:
             raise UserError(f"{name} with tools is not supported: remove one of them")
     if config.stop_token is None and config.stop_token_ids is None:

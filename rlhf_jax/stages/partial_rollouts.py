@@ -16,13 +16,14 @@ from rlhf_jax.parallel import sharding
 from rlhf_jax.types import Array, PartialResponses, Rollout, RolloutState, Unfinished
 
 
-def initial(config: PolicyConfig, prompts: int, width: int) -> RolloutState | None:
+def initial(config: PolicyConfig, prompts: int, width: int, *, tools: bool = False) -> RolloutState | None:
     """What the first rollout of a run starts with, as numpy arrays; None: rollouts need nothing of earlier ones.
 
     Args:
       config: a PolicyConfig.
       prompts: rows of the data set.
       width: P.
+      tools: whether the policy calls tools.
     """
     lengths: Any = None
     unfinished = None
@@ -41,6 +42,8 @@ def initial(config: PolicyConfig, prompts: int, width: int) -> RolloutState | No
             "keys": np.zeros((shape[0], *key.shape), np.uint32),
             "taken": np.int32(0),
         }
+        if tools:
+            arrays |= {"began": np.zeros(width, np.int32), "sampled": np.ones(shape, bool)}
         unfinished = Unfinished(**arrays)
     return None if lengths is None and unfinished is None else RolloutState(lengths, unfinished)
 
@@ -50,7 +53,10 @@ def layout(state: RolloutState, mesh) -> Any:
     where = jax.tree.map(lambda x: sharding.replicated(mesh), state)
     if state.unfinished is None:
         return where
-    rows = dict.fromkeys(("response", "logprobs", "lengths", "ended", "keys"), sharding.batch_sharding(mesh))
+    names = ["response", "logprobs", "lengths", "ended", "keys"]
+    if state.unfinished.sampled is not None:
+        names.append("sampled")
+    rows = dict.fromkeys(names, sharding.batch_sharding(mesh))
     return where.replace(unfinished=where.unfinished.replace(**rows))
 
 
@@ -68,9 +74,9 @@ def row_keys(key: Array, rows: Array, unfinished: Unfinished) -> Array:
     return jax.random.wrap_key_data(data)
 
 
-def begun(unfinished: Unfinished, group_size: int) -> PartialResponses:
+def begun(unfinished: Unfinished) -> PartialResponses:
     """The responses that go on; the others begin."""
-    held = jnp.repeat(unfinished.held, group_size)
+    held = jnp.repeat(unfinished.held, len(unfinished.lengths) // len(unfinished.held))
     return PartialResponses(
         response=unfinished.response,
         logprobs=unfinished.logprobs,
@@ -80,7 +86,7 @@ def begun(unfinished: Unfinished, group_size: int) -> PartialResponses:
 
 
 def keep(
-    state: RolloutState, rollout: Rollout, prompt_rows: Array, keys: Array | None, group_size: int, mesh
+    state: RolloutState, rollout: Rollout, prompt_rows: Array, keys: Array | None, step: Array, mesh
 ) -> tuple[Rollout, RolloutState]:
     """What an update trains on of a rollout, and what is kept of it.
 
@@ -89,7 +95,7 @@ def keep(
       rollout: B rows.
       prompt_rows: [P] int32, rows of the data set.
       keys: [B] typed, of the rows; None without `state.unfinished`.
-      group_size: G.
+      step: [] int32, of the update.
       mesh: of the run.
 
     Returns:
@@ -98,12 +104,13 @@ def keep(
     lengths, before = rollout.lengths, state.unfinished
     finished = jnp.ones(prompt_rows.shape, bool)
     if before is not None:
+        group_size = len(lengths) // len(before.held)
         row_finished = rollout.ended | (lengths >= rollout.response.shape[1])
         finished = jnp.all(row_finished.reshape(-1, group_size), axis=1)
         # As much as was taken: of this rollout's places those that held nothing.
         taken = before.taken + jnp.sum(~before.held).astype(jnp.int32)
         unfinished = Unfinished(
-            rows=prompt_rows,
+            rows=before.rows,
             held=~finished,
             response=rollout.response,
             logprobs=rollout.logprobs,
@@ -111,11 +118,13 @@ def keep(
             ended=rollout.ended,
             keys=jax.random.key_data(keys),
             taken=taken,
+            began=None if before.began is None else jnp.where(before.held, before.began, step),
+            sampled=before.sampled,
         )
         state = state.replace(unfinished=unfinished)
         rollout = rollout.replace(lengths=jnp.where(jnp.repeat(finished, group_size), lengths, -1))
     if state.response_lengths is not None:
-        mean = lengths.reshape(-1, group_size).astype(jnp.float32).mean(axis=1)
+        mean = lengths.reshape(len(prompt_rows), -1).astype(jnp.float32).mean(axis=1)
         rows = jnp.where(finished, prompt_rows, len(state.response_lengths))  # past the end: dropped
         state = state.replace(response_lengths=state.response_lengths.at[rows].set(mean, mode="drop"))
     return rollout, jax.lax.with_sharding_constraint(state, layout(state, mesh))

@@ -189,7 +189,7 @@ class Programs:
           temperature: None: the config's.
           group_size: responses to a prompt.
           rollout_state: of the rollout before, in training.
-          begun: what the P * group_size responses have already; None: nothing.
+          begun: what the P * group_size responses have already; None: what `rollout_state.unfinished` has, or nothing.
 
         Returns:
           (Rollout of P * group_size rows, RolloutState for the next rollout). With `rollout_state.unfinished` rows of a
@@ -355,7 +355,7 @@ class Programs:
             expected = jnp.repeat(expected, group_size)
         if rollout_state is not None and rollout_state.unfinished is not None:
             keys = partial_rollouts.row_keys(key, rows, rollout_state.unfinished)
-            begun = partial_rollouts.begun(rollout_state.unfinished, group_size)
+            begun = partial_rollouts.begun(rollout_state.unfinished) if begun is None else begun
             decoding = dataclasses.replace(decoding, max_steps=config.rollout_max_steps)
             options |= {"keys": keys}
         temperature = 0.0 if greedy else temperature
@@ -381,7 +381,7 @@ class Programs:
         rollout = sharding.spread_rows(jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), rollout), mesh)
         if rollout_state is None:
             return rollout, None
-        return partial_rollouts.keep(rollout_state, rollout, prompt_rows, keys, group_size, mesh)
+        return partial_rollouts.keep(rollout_state, rollout, prompt_rows, keys, step, mesh)
 
     def _experience(self, trained, base, ref_params, automaton, scored: ScoredRollout, kl_coef):
         models = self._with_params(trained, base, ref_params).with_automaton(automaton)

@@ -34,9 +34,9 @@ from rlhf_jax.stages.open_tools import open_tools
 from rlhf_jax.stages.programs import Programs, prompt_width, sampling_of
 from rlhf_jax.stages.stage import Stage
 from rlhf_jax.stages.stage_context import StageContext, inputs_of, state_shardings
-from rlhf_jax.stages.turns import respond
+from rlhf_jax.stages.turns import of_update, respond
 from rlhf_jax.stages.work import Shape, Work, rollout_work
-from rlhf_jax.types import Images, Params, PartialResponses, PromptBatch, TrainState
+from rlhf_jax.types import Images, Params, PartialResponses, PromptBatch, TrainState, Unfinished
 from rlhf_jax.utils.clock import Clock
 
 PHASES = ("generate", "score", "experience", "update")
@@ -163,7 +163,8 @@ class RolloutStage(Stage):
     def _load(self, context: StageContext[PolicyConfig], optimizer) -> rollout_models.LoadedModels:
         """Params of all models, and the train state."""
         loaded = rollout_models.load_models(context, self.algorithm, self.opened, self.scorer.models, optimizer)
-        rollout_state = partial_rollouts.initial(self.config, len(self.train_data), self.rows_per_update)
+        prompts, width = len(self.train_data), self.rows_per_update
+        rollout_state = partial_rollouts.initial(self.config, prompts, width, tools=self.turns is not None)
         if rollout_state is None:
             return loaded
         rollout_state = context.weights.place(rollout_state, partial_rollouts.layout(rollout_state, self.mesh))
@@ -245,9 +246,11 @@ class RolloutStage(Stage):
         """As `Stage.train_step`: prompts, rollout, scores, experience, update."""
         config, programs, clock = self.config, self.programs, Clock()
         self.phase = "generate"
-        prompts = self._prompts(step) if config.rollout_max_steps is None else self._prompts_that_go_on(state)
-        group_size = self.group_size
-        if config.rollout_max_steps is None:
+        group_size, unfinished = self.group_size, None
+        if config.rollout_max_steps is not None:
+            prompts, state, unfinished = self._prompts_that_go_on(state)
+        else:
+            prompts = self._prompts(step)
             recent = {n: lengths for n, lengths in self._prompt_lengths.items() if n == step}
             self._prompt_lengths = {**recent, step + 1: np.asarray(prompts.lengths)}
         responses = respond(
@@ -257,11 +260,12 @@ class RolloutStage(Stage):
             prompts,
             self.train_data,
             group_size=group_size,
-            at=f"update {step + 1}",
+            at=of_update(step),
             tick=tick,
             seed=state.seed,
             step=state.step,
             rollout_state=state.rollout,
+            unfinished=unfinished,
         )
         rollout_state, conversations = responses.rollout_state, responses.conversations
         images = responses.prompts.images
@@ -269,9 +273,7 @@ class RolloutStage(Stage):
 
         tick()
         self.phase = "score"
-        present = None
-        if config.rollout_max_steps is not None:
-            present = np.repeat(~sharding.fetch(rollout_state.unfinished.held), group_size)
+        present = responses.present
         scored = self.scorer.score(
             rollout,
             responses.source,
@@ -348,12 +350,16 @@ class RolloutStage(Stage):
             return self.train_data.batch(self.config.seed, step, count, self.context.local_rows(count))
         return self._next_prompts[step]
 
-    def _prompts_that_go_on(self, state: TrainState) -> PromptBatch:
-        """The host's batch of an update whose places may hold unfinished responses."""
-        unfinished = state.rollout.unfinished
-        held = dict(zip(names := ("rows", "held", "taken"), sharding.fetch([getattr(unfinished, n) for n in names])))
-        rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished.replace(**held))
-        return self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
+    def _prompts_that_go_on(self, state: TrainState) -> tuple[PromptBatch, TrainState, Unfinished]:
+        """(the host's batch of an update whose places may hold unfinished responses, the state with its rows, the
+        unfinished responses with numpy arrays of the places)"""
+        places = {name: getattr(state.rollout.unfinished, name) for name in ("rows", "held", "taken", "began")}
+        unfinished = state.rollout.unfinished.replace(**sharding.fetch(places))
+        rows = partial_rollouts.rows_of_update(self.train_data, self.config.seed, unfinished)
+        on_mesh = self.weights.place(rows, sharding.replicated(self.mesh))
+        rollout = state.rollout.replace(unfinished=state.rollout.unfinished.replace(rows=on_mesh))
+        prompts = self.train_data.of_rows(rows, self.context.local_rows(len(rows)))
+        return prompts, state.replace(rollout=rollout), unfinished
 
     # --- between updates
 

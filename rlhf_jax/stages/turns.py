@@ -1,18 +1,20 @@
 """Responses of several turns: generate, call tools, go on with their results, for the rows that called.
 
 The tokens of earlier turns are kept as they were sampled. Results of tools are part of the response, and its mask
-`Rollout.sampled` leaves them out. One program generates all turns.
+`Rollout.sampled` leaves them out. One program generates all turns. A turn that `rollout_max_steps` cuts goes on with
+the next call of that program, in the next update if no other response has a turn left in this one.
 
 Shapes: B responses of a rollout, H of them on this process' devices, T response columns.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,13 +25,13 @@ from rlhf_jax.data.chat import ChatTemplate, Conversation, text_messages, text_o
 from rlhf_jax.data.prompts import NO_PROMPT
 from rlhf_jax.data.tool_calls import ToolCalls
 from rlhf_jax.errors import UserError
-from rlhf_jax.parallel import local_rows, multihost
+from rlhf_jax.parallel import local_rows, multihost, sharding
 from rlhf_jax.runtime.stopping import Tick, no_tick
 from rlhf_jax.stages.programs import Programs, prompt_width
 from rlhf_jax.tools.environments import Environments, methods
 from rlhf_jax.tools.records import ToolRecords
 from rlhf_jax.tools.toolbox import Toolbox
-from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout, RolloutState
+from rlhf_jax.types import Params, PartialResponses, PromptBatch, Rollout, RolloutState, Unfinished
 
 
 @dataclasses.dataclass
@@ -39,7 +41,8 @@ class Conversations:
     Attributes:
       messages: of each of the H responses.
       environments: of each of them; None: there are none.
-      responses, calls, failures: of all processes: responses, calls of tools in them, and those that failed.
+      responses, calls, failures: of all processes: responses that are finished, calls of tools in them, and those that
+        failed.
       seconds: that resets and calls took.
     """
 
@@ -62,12 +65,14 @@ class Conversations:
 
 
 def call_metrics(conversations: Sequence[Conversations]) -> dict[str, float]:
-    """How often tools were called in all responses of some conversations, and failed."""
+    """How often tools were called in all responses of some conversations, and failed; empty without responses."""
     responses, calls, failures = (
         sum(getattr(each, name) for each in conversations) for name in ("responses", "calls", "failures")
     )
+    if not responses:
+        return {}
     return {
-        "tools/call_frequency": calls / max(responses, 1),
+        "tools/call_frequency": calls / responses,
         "tools/failure_frequency": failures / calls if calls else 0.0,
     }
 
@@ -82,6 +87,8 @@ class Responses:
       source, rows: the prompts' data, and the row in it of each of the B responses. Prompts that environments began are
         data of their own.
       conversations: None: there are no tools.
+      present: [B] bool, False for responses that go on in the next update, and those to the same prompt. None: all are
+        finished.
     """
 
     rollout: Rollout
@@ -90,6 +97,7 @@ class Responses:
     source: PromptData
     rows: np.ndarray
     conversations: Conversations | None = None
+    present: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -98,8 +106,51 @@ class _Row:
 
     prefix: str  # the text before the turn
     active: bool
+    at: str  # responses of the run that it began with, for the records
+    turn: int = 0
     start: int = 0  # column of the turn's first token
     messages: Conversation = dataclasses.field(default_factory=list)
+
+
+class _Prompt(NamedTuple):
+    """A prompt that ends with what a reset returned."""
+
+    ids: list[int]
+    text: str
+    messages: Conversation
+
+
+class _Said(NamedTuple):
+    """What a turn that ended added to a response."""
+
+    row: int
+    messages: Conversation
+    suffix: list[int] | None = None  # ids of what follows, after which the response goes on; None: it has ended
+    text: str = ""  # of the whole conversation up to there
+    calls: int = 0
+    failures: int = 0
+
+
+@dataclasses.dataclass
+class _Kept:
+    """What responses that go on in the next update have besides their tokens: by row, of this process but `prompts` and
+    `counts`, which are of all."""
+
+    states: dict[int, _Row] = dataclasses.field(default_factory=dict)
+    environments: dict[int, Any] = dataclasses.field(default_factory=dict)
+    prompts: dict[int, _Prompt] = dataclasses.field(default_factory=dict)
+    counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # [2] int64: calls and failures
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Responses of a rollout: those that this process holds, with the prompts' tokens and the environments of its own,
+    and the `counts` of all."""
+
+    responses: _Held
+    prompt_lengths: dict[int, int]
+    environments: dict[int, Any]
+    counts: dict[int, np.ndarray]
 
 
 class _Held:
@@ -107,17 +158,25 @@ class _Held:
 
     Attributes:
       rows: their positions in the batch, ascending.
-      states: of each.
+      states: of each, by its position.
     """
 
-    def __init__(self, rows: list[int], texts: Sequence[str], columns: int, real: int):
-        self.rows = rows
-        self.states = {row: _Row(text, row < real) for row, text in zip(rows, texts, strict=True)}
-        self._index = {row: index for index, row in enumerate(rows)}
+    def __init__(self, rows: np.ndarray, columns: int):
+        self.rows = rows.tolist()
+        self.states: dict[int, _Row] = {}
+        self._index = {row: index for index, row in enumerate(self.rows)}
         self.response, self.sampled = np.zeros((len(rows), columns), np.int32), np.ones((len(rows), columns), bool)
         self.lengths, self.ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), bool)
 
-    def fetch(self, rollout: Rollout, mesh: Any) -> None:
+    def begin(self, unfinished: Unfinished, goes_on: np.ndarray, mesh: Any) -> None:
+        """Takes over the tokens of responses that go on, [B] bool."""
+        of_rows = (unfinished.response, unfinished.sampled, unfinished.lengths, unfinished.ended)
+        response, sampled, lengths, ended = local_rows.fetch(of_rows, mesh)
+        goes_on = goes_on[self.rows]
+        self.response, self.sampled = np.array(response), sampled | ~goes_on[:, None]
+        self.lengths, self.ended = np.where(goes_on, lengths, 0), ended & goes_on
+
+    def fetch(self, rollout: Rollout | Unfinished, mesh: Any) -> None:
         """Takes over what was generated, in one transfer."""
         fetched = local_rows.fetch((rollout.response, rollout.lengths, rollout.ended), mesh)
         self.response, self.lengths, self.ended = map(np.array, fetched)
@@ -127,6 +186,11 @@ class _Held:
         index = self._index[row]
         return self.response[index, self.states[row].start : self.lengths[index]]
 
+    def cut(self, row: int) -> bool:
+        """Whether the last turn of a response has not ended."""
+        index = self._index[row]
+        return not self.ended[index] and self.lengths[index] < self.response.shape[1]
+
     def go_on(self, row: int, suffix: list[int], text: str) -> None:
         """Appends results to a response, as tokens that were not sampled; it continues after them."""
         index, state = self._index[row], self.states[row]
@@ -134,7 +198,24 @@ class _Held:
         self.response[own], self.sampled[own] = suffix, False
         self.lengths[index] += len(suffix)
         self.ended[index] = False
-        state.start, state.prefix = int(self.lengths[index]), text
+        state.start, state.prefix, state.turn = int(self.lengths[index]), text, state.turn + 1
+
+    def end(self, row: int, length: int) -> None:
+        """Ends a response after `length` tokens."""
+        index = self._index[row]
+        self.lengths[index], self.ended[index] = length, True
+
+    def tokens(self, row: int) -> list[int]:
+        """All tokens of a response."""
+        index = self._index[row]
+        return self.response[index, : self.lengths[index]].tolist()
+
+    def results(self, row: int) -> list[tuple[int, int]]:
+        """(first column, column after) of the results in a response."""
+        index = self._index[row]
+        sampled = np.concatenate([[True], self.sampled[index, : self.lengths[index]], [True]])
+        edges = np.flatnonzero(sampled[1:] != sampled[:-1])
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 class Turns:
@@ -164,6 +245,7 @@ class Turns:
         self._most_characters = longest * config.response_length
         self._templates: dict[str | None, ChatTemplate] = {}
         self._records: ToolRecords | None = None
+        self._kept: _Kept | None = None
 
     def record(self, folder: str | None) -> None:
         """Records calls in a run's folder from now on (None: nowhere); calls that are recorded there, or in the run of
@@ -190,6 +272,7 @@ class Turns:
         real: int,
         tick: Tick,
         at: str,
+        unfinished: Unfinished | None = None,
     ) -> Responses:
         """All turns of B responses.
 
@@ -202,82 +285,112 @@ class Turns:
           real: the first rows, whose responses may call tools.
           tick: called before each turn but the first; may raise.
           at: which responses of the run they are, for the records.
+          unfinished: of the update before, with `held` and `began` as numpy arrays; None: all responses begin.
 
         Raises:
           UserError: a reset failed, a prompt is too long, or a tool returned what is no text, on any process.
         """
         began = time.perf_counter()
-        count = len(rows)
+        count, columns = len(rows), self._config.response_length
         held, owners = local_rows.held_rows(self._mesh, count), local_rows.owners(self._mesh, count)
         own = [row for row in held.tolist() if owners[row] == jax.process_index() and row < real]
-        environments: dict[int, Any] = {}
+        responses = _Held(held, columns)
+        if unfinished is None:
+            goes_on = np.zeros(count, bool)
+            logprobs = local_rows.place(np.zeros((len(held), columns), np.float32), self._mesh, count)
+        else:
+            goes_on, logprobs = _by_response(np.asarray(unfinished.held), count), unfinished.logprobs
+            responses.begin(unfinished, goes_on, self._mesh)
+        resumes = bool(goes_on.any()) and self._kept is None
+        kept = self._kept if goes_on.any() and self._kept is not None else _Kept()
+        environments, prompts_of = kept.environments, kept.prompts
         if self._environments is not None:
-            source, rows, environments = self._begin(source, rows, own, real)
+            # After a resume those that go on come first, whose instances were the first of the checkpoint.
+            beginning = sorted((row for row in own if resumes or not goes_on[row]), key=lambda row: not goes_on[row])
+            opened, begun = self._begin(source, rows, beginning, go_on=unfinished is not None)
+            environments, prompts_of = environments | opened, prompts_of | begun
+            source, rows = self._with_prompts(source, rows, prompts_of)
             prompts = source.of_rows(rows, held)
-        placed, columns = place(prompts), self._config.response_length
-        responses = _Held(held.tolist(), source.display_texts(rows[held]), columns, real)
-        prompt_lengths = {row: len(source.tokens[rows[row]]) for row in own}
-        logprobs = local_rows.place(np.zeros((len(held), columns), np.float32), self._mesh, count)
-        calls = failures = 0
+        placed = place(prompts)
+        texts = source.display_texts(rows[held])
+        responses.states = {
+            row: kept.states.get(row) or _Row(text, row < real, at)
+            for row, text in zip(responses.rows, texts, strict=True)
+        }
+        counts = {row: kept.counts.get(row, np.zeros(2, np.int64)) for row in range(real)}
+        batch = _Batch(responses, {row: len(source.tokens[rows[row]]) for row in own}, environments, counts)
+        if unfinished is not None and resumes:
+            self._recall(batch, [row for row in own if goes_on[row]], np.asarray(unfinished.began))
         seconds = time.perf_counter() - began
         for iteration in itertools.count():
             if iteration:
                 tick()
             arrays = (responses.response, responses.lengths, responses.ended)
             response, lengths, ended = local_rows.place(arrays, self._mesh, count)
-            begun = PartialResponses(response, logprobs, lengths, ended)
-            rollout, rollout_state = generate(placed, begun)
-            responses.fetch(rollout, self._mesh)
+            rollout, state = generate(placed, PartialResponses(response, logprobs, lengths, ended))
+            after = None if unfinished is None or state is None else state.unfinished
+            responses.fetch(rollout if after is None else after, self._mesh)
             logprobs = rollout.logprobs
             began = time.perf_counter()
-            most = self._config.max_tool_calling_iterations
-            may_go_on = most is None or iteration < most
-            turn = (at, iteration)
-            parts = self._call(responses, own, prompt_lengths, environments, turn, may_go_on=may_go_on)
-            calls += sum(part["calls"] for part in parts)
-            failures += sum(part["failures"] for part in parts)
-            said = [row for part in parts for row in part["rows"]]
-            for row, turn, suffix, text in said:
-                if row in responses.states:
-                    responses.states[row].messages += turn
-                    responses.states[row].active = suffix is not None
-                    if suffix is not None:
-                        responses.go_on(row, suffix, text)
+            said = self._call(batch, [row for row in own if responses.states[row].active and not responses.cut(row)])
             seconds += time.perf_counter() - began
-            if all(suffix is None for _, _, suffix, _ in said):
+            if all(each.suffix is None for each in said):
                 break
-        rollout = rollout.replace(sampled=local_rows.place(responses.sampled, self._mesh, count))
+        rollout, present = rollout.replace(sampled=local_rows.place(responses.sampled, self._mesh, count)), None
+        if after is not None:  # an update donates its state, so the state has an array of its own
+            sampled = local_rows.place(responses.sampled, self._mesh, count)
+            state = state.replace(unfinished=after.replace(sampled=sampled))
+            present = ~_by_response(sharding.fetch(after.held), count)
+            self._keep(batch, prompts_of, np.flatnonzero(~present).tolist())
+        finished = range(real) if present is None else np.flatnonzero(present).tolist()
+        calls, failures = sum((counts[row] for row in finished), np.zeros(2, np.int64)).tolist()
         instances = None if self._environments is None else [environments.get(row) for row in responses.rows]
-        messages = [state.messages for state in responses.states.values()]
-        conversations = Conversations(messages, instances, real, calls, failures, seconds)
-        return Responses(rollout, rollout_state, placed, source, rows, conversations)
+        messages = [each.messages for each in responses.states.values()]
+        conversations = Conversations(messages, instances, len(finished), calls, failures, seconds)
+        return Responses(rollout, state, placed, source, rows, conversations, present)
+
+    def _keep(self, batch: _Batch, prompts: Mapping[int, _Prompt], later: Sequence[int]) -> None:
+        """Keeps what the responses `later` have besides their tokens, which go on in the next update."""
+
+        def of(values: Mapping[int, Any]) -> dict[int, Any]:
+            return {row: values[row] for row in later if row in values}
+
+        kept = self._kept = _Kept(of(batch.responses.states), of(batch.environments), of(prompts), of(batch.counts))
+        if self._environments is not None:
+            self._environments.hold(list(kept.environments.values()))
 
     # --- environments
 
     def _begin(
-        self, source: PromptData, rows: np.ndarray, own: list[int], real: int
-    ) -> tuple[PromptData, np.ndarray, dict[int, Any]]:
-        """Resets an environment for each of this process' responses.
+        self, source: PromptData, rows: np.ndarray, beginning: list[int], *, go_on: bool
+    ) -> tuple[dict[int, Any], dict[int, _Prompt]]:
+        """Resets an environment for each response of this process that begins; `go_on`: as `Environments.begin`.
 
         Returns:
-          (the prompts of the B responses, their rows in them, the environments of this process' responses by row)
+          (the environments of this process' responses by row, the prompts of all processes' responses by row)
         """
         environments, result, error = self._environments, [], None
         assert environments is not None
         instances: list[Any] = []
         try:
-            numbers = [int(rows[row]) for row in own]
+            numbers = [int(rows[row]) for row in beginning]
             prompts = map(_prompt_argument, source.texts(numbers))
             of_data = [{**source.raw[i], **prompt} for i, prompt in zip(numbers, prompts, strict=True)]
-            instances, texts = environments.begin(of_data)
-            for row, data, text in zip(own, of_data, texts, strict=True):
+            instances, texts = environments.begin(of_data, go_on=go_on)
+            for row, data, text in zip(beginning, of_data, texts, strict=True):
                 result.append((row, *self._prompt(source, int(rows[row]), environments.name_of(data), text)))
         except UserError as raised:
             error = raised
         parts = multihost.agree(result, error)
-        begun = {row: prompt for part in parts for row, *prompt in part}
+        begun = {row: _Prompt(*prompt) for part in parts for row, *prompt in part}
+        return dict(zip(beginning, instances, strict=True)), begun
+
+    def _with_prompts(
+        self, source: PromptData, rows: np.ndarray, prompts: Mapping[int, _Prompt]
+    ) -> tuple[PromptData, np.ndarray]:
+        """(the prompts of the B responses, their rows in them)"""
         # Rows that only pad the batch have any prompt.
-        ids, rendered, conversations = zip(*(begun[row if row < real else 0] for row in range(len(rows))), strict=True)
+        ids, rendered, conversations = zip(*(prompts.get(row, prompts[0]) for row in range(len(rows))), strict=True)
         width = prompt_width(self._config)
         source = dataclasses.replace(
             source,
@@ -288,12 +401,10 @@ class Turns:
             buckets=(width,),
             report=dataclasses.replace(source.report, longest=width),
         )
-        return source, np.arange(len(rows), dtype=np.int32), dict(zip(own, instances, strict=True))
+        return source, np.arange(len(rows), dtype=np.int32)
 
-    def _prompt(
-        self, source: PromptData, row: int, name: str | None, text: str | None
-    ) -> tuple[list[int], str, Conversation]:
-        """(ids, text, messages) of a prompt that ends with what a reset returned."""
+    def _prompt(self, source: PromptData, row: int, name: str | None, text: str | None) -> _Prompt:
+        """A prompt that ends with what a reset returned."""
         assert source.conversations is not None
         messages = [dict(message) for message in source.conversations[row]]
         if messages == NO_PROMPT:
@@ -313,72 +424,107 @@ class Turns:
                 f"{source.report.name}, row {row}: with the text of its reset the prompt has {len(ids)} "
                 f"tokens, but query_length is {most}: raise it, or shorten what reset returns"
             )
-        return ids, rendered, messages
+        return _Prompt(ids, rendered, messages)
 
     # --- a turn
 
-    def _call(
-        self,
-        responses: _Held,
-        own: list[int],
-        prompt_lengths: dict[int, int],
-        environments: dict[int, Any],
-        place: tuple[str, int],
-        *,
-        may_go_on: bool,
-    ) -> list[dict[str, Any]]:
-        """Makes the calls of the turns that ended, each process those of its own rows.
+    def _call(self, batch: _Batch, ended: Sequence[int]) -> list[_Said]:
+        """Makes the calls of turns that ended, each process those of its own rows, and takes over what was said.
 
         Args:
-          responses: that this process holds.
-          own: the rows whose tools this process calls.
-          prompt_lengths: tokens of their prompts.
-          environments: of these rows, where there are any.
-          place: which responses of the run they are, and which turn, for the records.
-          may_go_on: whether a response may go on after a call.
+          batch: the responses.
+          ended: rows of this process whose turn ended.
 
         Returns:
-          Of each process {"rows": [(row, messages of the turn, ids of what follows or None, their text)], "calls",
-          "failures"}.
+          What was said in the responses of all processes.
 
         Raises:
           UserError: a tool returned what is no text or not what is recorded, on any process.
         """
-        result = error = None
-        at, iteration = place
+        outcomes: list[_Said] = []
+        error = None
+        states, environments = batch.responses.states, batch.environments
+        most = self._config.max_tool_calling_iterations
         try:
             said: dict[int, Conversation] = {}
-            for row in own:
-                tokens, state = responses.turn(row), responses.states[row]
-                if state.active:
-                    said[row] = [self._calls.parse(tokens.tolist(), state.prefix)] if len(tokens) else []
-            calling = [row for row, turn in said.items() if may_go_on and turn and turn[0].get("tool_calls")]
+            for row in ended:
+                tokens = batch.responses.turn(row)
+                said[row] = [self._calls.parse(tokens.tolist(), states[row].prefix)] if len(tokens) else []
+            calling = [
+                row
+                for row, turn in said.items()
+                if (most is None or states[row].turn < most) and turn and turn[0].get("tool_calls")
+            ]
             results = self._toolbox.call(
                 [said[row][0]["tool_calls"] for row in calling],
                 [methods(environments[row]) for row in calling] if environments else None,
                 records=self._records,
-                places=[(at, row, iteration) for row in calling],
+                places=[(states[row].at, row, states[row].turn) for row in calling],
             )
-            outcomes: list[tuple[int, Conversation, list[int] | None, str | None]] = []
-            for row, answers in zip(calling, results.messages, strict=True):
-                used = responses.states[row].start + len(responses.turn(row))
-                suffix, text = self._suffix(answers, used, prompt_lengths[row])
-                outcomes.append((row, said.pop(row) + (answers if suffix is not None else []), suffix, text))
-            outcomes += [(row, turn, None, None) for row, turn in said.items()]
-            count = sum(map(len, results.calls))
-            result = {"rows": outcomes, "calls": count, "failures": results.failures}
+            for row, calls, answers in zip(calling, results.calls, results.messages, strict=True):
+                used = states[row].start + len(batch.responses.turn(row))
+                suffix, text = self._suffix(answers, used, batch.prompt_lengths[row])
+                messages = said.pop(row) + (answers if suffix is not None else [])
+                failures = sum(call["failed"] for call in calls)
+                outcomes.append(_Said(row, messages, suffix, text, len(calls), failures))
+            outcomes += [_Said(row, turn) for row, turn in said.items()]
         except UserError as raised:
             error = raised
-        return multihost.agree(result, error)
+        everywhere = [_Said(*each) for part in multihost.agree(outcomes, error) for each in part]
+        for each in everywhere:
+            batch.counts[each.row] = batch.counts[each.row] + (each.calls, each.failures)
+            if each.row in states:
+                states[each.row].messages += each.messages
+                states[each.row].active = each.suffix is not None
+                if each.suffix is not None:
+                    batch.responses.go_on(each.row, each.suffix, each.text)
+        return everywhere
 
-    def _suffix(self, answers: Conversation, used: int, prompt_length: int) -> tuple[list[int] | None, str | None]:
-        """What follows a response of `used` tokens; (None, None) where there is no room for it."""
+    def _recall(self, batch: _Batch, rows: Sequence[int], began: np.ndarray) -> None:
+        """Repeats, after a resume, the turns of responses that go on: calls of functions return what is recorded, those
+        of environments are made again.
+
+        Args:
+          batch: the responses, with all of their tokens.
+          rows: those of this process that go on.
+          began: [P] the updates that responses began in.
+
+        Raises:
+          UserError: as `_call`, or the results are not those that a response has.
+        """
+        responses = batch.responses
+        before = copy.deepcopy(responses)
+        for row in rows:
+            responses.states[row].at = of_update(int(_by_response(began, len(batch.counts))[row]))
+        tokens, results = {row: before.tokens(row) for row in rows}, {row: before.results(row) for row in rows}
+        ended = {row: len(results[row]) + (not before.cut(row)) for row in rows}
+        for turn in range(max(multihost.agree(max(ended.values(), default=0)))):
+            expected: dict[int, list[int] | None] = {}
+            for row in (row for row in rows if turn < ended[row]):
+                first, after = (*results[row], (len(tokens[row]), None))[turn]
+                responses.end(row, first)
+                expected[row] = None if after is None else tokens[row][first:after]
+            said = self._call(batch, list(expected))
+            changed = [each.row for each in said if expected.get(each.row, each.suffix) != each.suffix]
+            error = None
+            if changed:
+                at = responses.states[changed[0]].at
+                error = UserError(
+                    f"{at}, row {changed[0]}, turn {turn + 1}: the checkpoint's response goes on after other results "
+                    "than tools return now, and the run's folder has no record of them: put its tools.jsonl back"
+                )
+            multihost.agree(error=error)
+        responses.response, responses.sampled = before.response, before.sampled
+        responses.lengths, responses.ended = before.lengths, before.ended
+
+    def _suffix(self, answers: Conversation, used: int, prompt_length: int) -> tuple[list[int] | None, str]:
+        """What follows a response of `used` tokens, and its text; None where there is no room for it."""
         if sum(len(answer["content"]) for answer in answers) > self._most_characters:
-            return None, None
+            return None, ""
         suffix, text = self._calls.suffix(answers)
         length = used + len(suffix)
         if length > self._config.response_length or prompt_length + length >= self._positions:
-            return None, None
+            return None, ""
         return suffix, text
 
     def keep_environments(self) -> None:
@@ -414,6 +560,16 @@ class Turns:
             self._environments.close()
 
 
+def of_update(step: int) -> str:
+    """What the responses of an update, counted from 0, are called in the records."""
+    return f"update {step + 1}"
+
+
+def _by_response(by_prompt: np.ndarray, count: int) -> np.ndarray:
+    """Values of P prompts for each of `count` responses."""
+    return np.repeat(by_prompt, count // len(by_prompt))
+
+
 def _prompt_argument(prompt: Any) -> dict[str, Any]:
     """What reset gets of a row's prompt."""
     return {} if prompt == NO_PROMPT else {"prompt": prompt}
@@ -430,6 +586,7 @@ def respond(
     at: str,
     real: int | None = None,
     tick: Tick = no_tick,
+    unfinished: Unfinished | None = None,
     **options: Any,
 ) -> Responses:
     """Responses of a policy, of one turn or with the turns of its tools.
@@ -441,15 +598,20 @@ def respond(
       prompts: a batch of `source`, on the host.
       source: the prompts.
       group_size: responses to a prompt.
-      at, real, tick: of `Turns.respond`; real None: all rows.
+      at, real, tick, unfinished: of `Turns.respond`; real None: all rows.
     """
     rows = np.repeat(prompts.rows, group_size)
     if turns is None:
-        placed = programs.place(prompts)
-        return Responses(*programs.generate(policy, placed, group_size=group_size, **options), placed, source, rows)
+        placed, present = programs.place(prompts), None
+        rollout, state = programs.generate(policy, placed, group_size=group_size, **options)
+        if unfinished is not None and state is not None:
+            present = ~_by_response(sharding.fetch(state.unfinished.held), len(rows))
+        return Responses(rollout, state, placed, source, rows, present=present)
 
     def generate(placed: PromptBatch, begun: PartialResponses) -> tuple[Rollout, RolloutState | None]:
         return programs.generate(policy, placed, group_size=len(rows) // len(placed.rows), begun=begun, **options)
 
     real = len(rows) if real is None else real
-    return turns.respond(generate, programs.place, source, prompts, rows, real=real, tick=tick, at=at)
+    return turns.respond(
+        generate, programs.place, source, prompts, rows, real=real, tick=tick, at=at, unfinished=unfinished
+    )

@@ -21,7 +21,8 @@ STATE = ("state", "load_state")
 
 
 class Environments:
-    """Instances by the name of their factory, as many as a batch has responses; they are reset and used again.
+    """Instances by the name of their factory, as many as a batch has responses; they are reset and used again, but
+    those of responses that go on.
 
     Attributes:
       several: whether rows name their environment; else the only one has the name None.
@@ -40,6 +41,8 @@ class Environments:
         self.several = None not in factories
         self._factories, self._timeout, self._caller = dict(factories), timeout, Caller("environments")
         self._pool = {name: [self._new(name)] for name in factories}
+        self._going_on: dict[str | None, int] = dict.fromkeys(factories, 0)  # the first of each pool
+        self._states_before: dict[int, Any] = {}  # of instances of responses that may go on, by id
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
         self.reward_functions: list[Callable] = []
         kinds: list[type] = []
@@ -72,11 +75,12 @@ class Environments:
         """The environment of a row."""
         return row[NAME] if self.several else None
 
-    def begin(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str | None]]:
+    def begin(self, rows: Sequence[Mapping[str, Any]], *, go_on: bool = False) -> tuple[list[Any], list[str | None]]:
         """Resets an instance for each response.
 
         Args:
           rows: of the data, all their columns.
+          go_on: whether responses may go on after a resume, which repeats them from the state before the reset.
 
         Returns:
           (the instances, what each reset returned: text, or None)
@@ -84,7 +88,7 @@ class Environments:
         Raises:
           UserError: a reset fails, does not return in time, or returns something else.
         """
-        used: dict[str | None, int] = dict.fromkeys(self._pool, 0)
+        used = dict(self._going_on)
         instances, texts = [], []
         for row in rows:
             name = self.name_of(row)
@@ -92,6 +96,8 @@ class Environments:
                 self._pool[name].append(self._new(name))
             instance = self._pool[name][used[name]]
             used[name] += 1
+            if go_on and _keeps_state(instance):
+                self._states_before[id(instance)] = _state(instance)
             arguments = {key: value for key, value in row.items() if not (self.several and key == NAME)}
             title = f"environment {type(instance).__name__}: reset"
             call = Call(title, instance.reset, self._timeout, arguments)
@@ -100,14 +106,27 @@ class Environments:
             texts.append(_observation(call))
         return instances, texts
 
+    def hold(self, instances: Sequence[Any]) -> None:
+        """Says which instances are of responses that go on: they are not reset until the next call."""
+        held = {id(instance): rank for rank, instance in enumerate(instances)}
+        for name, pool in self._pool.items():
+            pool.sort(key=lambda instance: held.get(id(instance), len(held)))
+            self._going_on[name] = sum(id(instance) in held for instance in pool)
+        self._states_before = {number: state for number, state in self._states_before.items() if number in held}
+
     def states(self) -> dict[str, list[Any]]:
-        """What instances with `STATE` keep, by the name of their factory ('': the only one), for a checkpoint.
+        """What instances with `STATE` keep, by the name of their factory ('': the only one), for a checkpoint: those of
+        responses that go on what they kept before.
 
         Raises:
           UserError: `state` of one fails or returns no JSON types.
         """
         keeping = {name: pool for name, pool in self._pool.items() if _keeps_state(pool[0])}
-        return {name or "": [_state(each) for each in pool] for name, pool in keeping.items()}
+        before = self._states_before
+        return {
+            name or "": [before[id(each)] if id(each) in before else _state(each) for each in pool]
+            for name, pool in keeping.items()
+        }
 
     def restore(self, states: Mapping[str, Sequence[Any]]) -> list[str]:
         """Takes back what `states` returned.

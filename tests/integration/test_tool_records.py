@@ -2,6 +2,7 @@
 made twice."""
 
 import collections
+import functools
 import json
 import os
 import signal
@@ -87,6 +88,10 @@ class Counter(tool_tokenizer.Counter):
 """
 
 
+LIMIT = "old_logprobs='sampler', rollout_max_steps=5, "
+"""Options of responses that go on in later updates."""
+
+
 def run(folder, **environment):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "tests.helpers.one_cache", "--config", "config.py"]
@@ -94,9 +99,9 @@ def run(folder, **environment):
     return done.returncode, done.stderr[-3000:]
 
 
-def prepare(folder):
+def prepare(folder, options=""):
     tt.save(folder / "tools", rows=8)
-    (folder / "config.py").write_text(CONFIG)
+    (folder / "config.py").write_text(CONFIG.replace("        tools=(", f"        {options}tools=("))
     (folder / "my_tools.py").write_text(TOOLS)
     return folder
 
@@ -106,16 +111,22 @@ def recorded(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = prepare(tmp_path_factory.mktemp("whole"))
-    code, said = run(folder)
-    assert code == 0, said
-    return folder
+def runs(tmp_path_factory):
+    """By options: the folder of a run that nothing killed."""
+
+    @functools.cache
+    def of(options):
+        folder = prepare(tmp_path_factory.mktemp("whole"), options)
+        code, said = run(folder)
+        assert code == 0, said
+        return folder
+
+    return of
 
 
-@pytest.mark.parametrize("at", [2, 9, 18])
-def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at):
-    folder = prepare(tmp_path)
+@pytest.mark.parametrize(("options", "at"), [("", 2), ("", 9), ("", 18), (LIMIT, 5), (LIMIT, 15)])
+def test_a_run_killed_in_a_call_makes_no_recorded_call_again(runs, tmp_path, options, at):
+    folder, whole = prepare(tmp_path, options), runs(options)
     code, _ = run(folder, KILL=f"{at} in a call")
     assert code == -signal.SIGKILL
     code, said = run(folder)
@@ -131,10 +142,10 @@ def test_a_run_killed_in_a_call_makes_no_recorded_call_again(whole, tmp_path, at
     assert {line["at"].split()[0] for line in recorded(whole)} == {"update", "evaluation", "samples"}
 
 
-def test_a_replay_of_a_run_is_that_run_without_a_call(whole, tmp_path):
-    folder = prepare(tmp_path)
-    config = CONFIG.replace("        tools=(", f"        tools_replay={str(whole / 'run')!r},\n        tools=(")
-    (folder / "config.py").write_text(config)
+@pytest.mark.parametrize("options", ["", LIMIT])
+def test_a_replay_of_a_run_is_that_run_without_a_call(runs, tmp_path, options):
+    whole = runs(options)
+    folder = prepare(tmp_path, f"{options}tools_replay={str(whole / 'run')!r}, ")
     code, said = run(folder)
     assert code == 0, said
     assert not (folder / "calls.jsonl").exists() and recorded(folder) == recorded(whole)

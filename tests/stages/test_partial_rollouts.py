@@ -140,14 +140,16 @@ def test_what_is_kept_of_a_rollout_by_hand():
         ended=rollout.ended,
         keys=jnp.zeros((4, 2), jnp.uint32),
         taken=jnp.int32(9),
+        began=jnp.array([1, 0], jnp.int32),
     )
     keys = jax.random.split(jax.random.key(0), 4)
     state = RolloutState(jnp.full(8, -1.0), before)
-    out, after = jax.jit(lambda *args: partial_rollouts.keep(*args, group_size=2, mesh=mesh))(
+    out, after = jax.jit(lambda *args: partial_rollouts.keep(*args, jnp.int32(3), mesh))(
         state, rollout, jnp.array([7, 1], jnp.int32), keys
     )
     assert out.lengths.tolist() == [3, 5, -1, -1]  # 5 is the limit; the row of 4 tokens goes on, and its group with it
     assert after.unfinished.held.tolist() == [False, True] and after.unfinished.rows.tolist() == [7, 1]
+    assert after.unfinished.began.tolist() == [1, 3]
     assert after.unfinished.lengths.tolist() == [3, 5, 2, 4] and int(after.unfinished.taken) == 10
     assert after.response_lengths.tolist() == [-1] * 7 + [4.0]
     expected = partial_rollouts.expected_lengths(after.response_lengths, jnp.array([7, 0]), 5)

@@ -178,6 +178,57 @@ def test_a_row_with_tools_is_that_row_alone(tokenizer, whole):
     stage.close()
 
 
+@pytest.mark.parametrize(
+    "engine", [{"rollout_max_steps": 6}, {"rollout_max_steps": 16, "decode_slots": 4, "draft": "ngram"}]
+)
+@pytest.mark.parametrize("environment", [None, tt.Counter])
+def test_responses_that_go_on_are_those_of_a_rollout_without_a_limit(tokenizer, engine, environment):
+    """Their tokens, results, messages and environments; an evaluation in between leaves them alone."""
+    options = {"tools": [tt.tell, tt.fail] + ([] if environment else [tt.add]), "environment_factory": environment}
+    whole = stage_of(tokenizer, **options)
+    wanted = respond(whole)
+    counts = [each.count for each in wanted.conversations.environments or ()]
+    whole.close()
+    stage = stage_of(tokenizer, **options, **engine, old_logprobs="sampler")
+    state, first = stage.state, np.full(BATCH, -1)
+    for update in range(60):
+        prompts, state, unfinished = stage._prompts_that_go_on(state)
+        responses = turns.respond(
+            stage.programs,
+            stage.turns,
+            state.params["policy"],
+            prompts,
+            stage.train_data,
+            group_size=GROUP,
+            at=turns.of_update(update),
+            seed=state.seed,
+            step=state.step,
+            rollout_state=state.rollout,
+            unfinished=unfinished,
+        )
+        # As an update returns it.
+        placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), responses.rollout_state, state.rollout)
+        state = state.replace(rollout=placed)
+        rollout, said = jax.device_get(responses.rollout), responses.conversations
+        assert said.responses == responses.present.sum() and (rollout.lengths[~responses.present] == -1).all()
+        for row in np.flatnonzero(responses.present & (first < 0)):
+            first[row] = update
+            for name in ("response", "sampled", "lengths", "ended"):
+                expected = np.asarray(getattr(wanted.rollout, name))[row]
+                np.testing.assert_array_equal(getattr(rollout, name)[row], expected)
+            np.testing.assert_allclose(rollout.logprobs[row], np.asarray(wanted.rollout.logprobs)[row], atol=1e-5)
+            assert said.messages[row] == wanted.conversations.messages[row]
+            if environment:
+                assert said.environments[row].count == counts[row]
+        if environment and update < 3:
+            stage.samples(state)
+        if (first >= 0).all():
+            break
+    assert (first >= 0).all() and len(set(first)) > 1
+    assert compilations(stage, ("generate",)) == {"generate": 1 + bool(environment)}  # evaluations have no limit
+    stage.close()
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_at_the_limit_a_call_is_left_unanswered(tokenizer, limit):
     stage = stage_of(tokenizer, max_tool_calling_iterations=limit)
@@ -369,7 +420,6 @@ def test_a_reset_that_fails_ends_the_run_with_its_line(tokenizer, environment, m
         ({"environment_factory": 7}, "is no function or class: 7"),
         ({"environment_factory": {"count": tt.Counter}, "tools": []}, r"row 0: 'environment' is None; .* has 'count'"),
         ({"environment_factory": tt.Counter}, "tool 'add' has the name of an environment's method"),
-        ({"rollout_max_steps": 4, "old_logprobs": "sampler"}, "rollout_max_steps with tools is not supported"),
         ({"structured_outputs_regex": "x+"}, "structured_outputs_regex with tools is not supported"),
         ({"stop_token": None, "stop_token_ids": None}, "tools need a token that ends the policy's messages"),
         ({"train_dataset": [{"prompt": "x y"}] * 16}, "tools need conversations as prompts.*are texts"),

@@ -44,6 +44,19 @@ def test_what_instances_keep_goes_to_new_ones_in_their_order():
     assert [each.best for each in after.begin([{}, {}, {}, {}])[0]] == [10, 11, 12, 0]
 
 
+def test_instances_of_responses_that_go_on_are_not_reset_and_saved_as_they_were_before():
+    environments = opened()
+    instances, _ = environments.begin([{}, {}, {}], go_on=True)
+    for best, instance in enumerate(instances):
+        instance.best = 10 + best
+    environments.hold(instances[2:])
+    assert environments.states() == {"": [0, 10, 11]}, "those that go on are the first"
+    others, _ = environments.begin([{}, {}])
+    assert others == instances[:2]
+    environments.hold([])
+    assert environments.begin([{}])[0] == instances[2:] and environments.states() == {"": [12, 10, 11]}
+
+
 def test_a_class_without_a_state_is_named_and_the_others_are_restored():
     before = opened(a=Plain, b=Keeps)
     before.begin([{"environment": "b"}])[0][0].best = 3
