@@ -59,7 +59,7 @@ def main() -> None:
             token = (seconds[1] - seconds[0]) / (LENGTHS[1] - LENGTHS[0])
             if number >= 0:  # the first compiles
                 times = [f"{length} tokens {second:.2f} s" for length, second in zip(LENGTHS, seconds)]
-                print(*times, f"a token {1e3 * token:.1f} ms", name, sep="  ", flush=True)
+                print(*times, f"a token {1e3 * token:.2f} ms", name, sep="  ", flush=True)
 
 
 def _guide(regex: str, vocabulary: int, rows: int) -> Guide:
