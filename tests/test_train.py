@@ -236,7 +236,7 @@ def test_a_reward_run_counts_the_tokens_of_the_whole_run_across_a_kill(tmp_path,
 
     monkeypatch.setattr(Checkpoints, "restore_newest", restore_with_more_tokens)
     found = lines(rlhf_jax.run(config).run_dir)
-    pairs = data.load_pairs(config, data.load_tokenizer("synthetic"))
+    pairs = data.load(data.PairData, config, data.load_tokenizer("synthetic"))
     batches = [pairs.batch(config.seed, step, config.batch_size) for step in range(3)]
     tokens = [int(batch.chosen_lengths.sum() + batch.rejected_lengths.sum()) for batch in batches]
     before = [line["num_tokens"] < 2**32 for line in found].count(True)

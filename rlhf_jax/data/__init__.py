@@ -10,17 +10,14 @@ if TYPE_CHECKING:
     from rlhf_jax.data.demonstrations import (
         DemoBatch,
         DemoData,
-        demonstrations_from_rows,
-        load_demonstrations,
-        load_eval_demonstrations,
         load_normalization_data,
-        make_demonstrations,
     )
     from rlhf_jax.data.loading import Rows, eval_sets, load_rows, text_columns_of
     from rlhf_jax.data.mixture import TrainingRows, load_training_rows
     from rlhf_jax.data.packing import PackedDemoData, best_fit_decreasing, pack
-    from rlhf_jax.data.pairs import PairBatch, PairData, load_eval_pairs, load_pairs, make_pairs, pairs_from_rows
-    from rlhf_jax.data.prompts import PromptData, load_eval_prompts, load_prompts, make_prompts, prompts_from_rows
+    from rlhf_jax.data.pairs import PairBatch, PairData
+    from rlhf_jax.data.pipeline import from_rows, load, load_eval
+    from rlhf_jax.data.prompts import PromptData
     from rlhf_jax.data.reward_inputs import reward_tokens
     from rlhf_jax.data.tldr import format_post, parse_post
     from rlhf_jax.data.tokenizer import (
@@ -49,28 +46,19 @@ _HOMES = {
     "check_same_tokenizer": "tokenizer",
     "check_tokenizer_fits_model": "tokenizer",
     "default_buckets": "batches",
-    "demonstrations_from_rows": "demonstrations",
     "eval_sets": "loading",
     "fingerprint": "batches",
     "format_post": "tldr",
-    "load_demonstrations": "demonstrations",
-    "load_eval_demonstrations": "demonstrations",
-    "load_eval_pairs": "pairs",
-    "load_eval_prompts": "prompts",
+    "from_rows": "pipeline",
+    "load": "pipeline",
+    "load_eval": "pipeline",
     "load_normalization_data": "demonstrations",
-    "load_pairs": "pairs",
-    "load_prompts": "prompts",
     "load_rows": "loading",
     "load_tokenizer": "tokenizer",
     "load_training_rows": "mixture",
-    "make_demonstrations": "demonstrations",
-    "make_pairs": "pairs",
-    "make_prompts": "prompts",
     "own_pad_id": "tokenizer",
     "pack": "packing",
-    "pairs_from_rows": "pairs",
     "parse_post": "tldr",
-    "prompts_from_rows": "prompts",
     "reward_tokens": "reward_inputs",
     "same_tokenizer": "tokenizer",
     "save_tokenizer": "tokenizer",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -157,6 +157,12 @@ def _values(store: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 class Batched(Generic[Batch]):
     """Base class that makes batches of tokenized rows. A subclass has `pad_id`, `buckets` and `report`."""
 
+    source: ClassVar[str] = "demonstrations"
+    """What built-in data sets are asked for: 'demonstrations' or 'pairs'."""
+    per_row: ClassVar[tuple[str, ...]]
+    """The fields with an element for each row."""
+    encoder: ClassVar[Callable[..., tuple[Any, Any]]]
+    """(Rows, options, Tokenizer, ImageProcessor or None) -> (Rows in the house's form, `tokenized.Encoder`)"""
     report: DataReport
     shuffle = True
     known_fingerprint: str | None = None
@@ -204,3 +210,7 @@ class Batched(Generic[Batch]):
     def fingerprint(self) -> str:
         """The number of rows and a sha256 of their tokens."""
         return self.known_fingerprint or f"{len(self)} rows, {fingerprint(*self._sequences())[:16]}"
+
+    def describe(self) -> dict[str, Any]:
+        """What is kept beside cached tokens, since it takes long to find out, of JSON types."""
+        return {"fingerprint": self.fingerprint}

@@ -4,7 +4,6 @@ as the chat template renders it."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +14,10 @@ import numpy as np
 from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets, load_rows, require_columns, text_columns_of
-from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.loading import Rows, load_rows, require_columns, text_columns_of
 from rlhf_jax.data.options import DemonstrationOptions, PairOptions
-from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
+from rlhf_jax.data.pipeline import from_rows
+from rlhf_jax.data.tokenized import Encoded, Kind, Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array, Images
@@ -66,6 +65,38 @@ class DemoData(DemoRows):
     shares: batches.Order | None = None
     images: image_rows.DataImages | None = None
     """None: the demonstrations are text."""
+
+    per_row = ("tokens", "prompt_lengths", "loss_masks")
+
+    @staticmethod
+    def encoder(
+        rows: Rows,
+        options: DemonstrationOptions,
+        tokenizer: Tokenizer,
+        processor: image_rows.ImageProcessor | None = None,
+    ) -> tuple[Rows, TextEncoder | ConversationEncoder]:
+        """As `Batched.encoder`."""
+        prompt_column, completion_column = options.prompt_column, options.completion_column
+        rows = _house_form(rows if processor is None else image_rows.encoded(rows), prompt_column, completion_column)
+        columns = conversation_columns(rows, prompt_column, completion_column)
+        if columns:
+            encoder = (
+                ConversationEncoder(rows, tokenizer, columns, options)
+                if processor is None
+                else ImageConversationEncoder(rows, tokenizer, columns, options, processor)
+            )
+            return chat.noting_unread(rows, columns, encoder.template), encoder
+        if processor is not None:
+            raise UserError(
+                f"{rows.name} has images, which need conversations: give lists of messages in columns "
+                f"{prompt_column!r} and {completion_column!r}, or in {MESSAGES!r}"
+            )
+        if options.assistant_only_loss:
+            raise UserError(
+                f"assistant_only_loss needs conversations, but {rows.name} has texts: give lists of messages in a "
+                f"column {MESSAGES!r}, or use completion_only_loss"
+            )
+        return chat.noting_unread(rows, (), None), TextEncoder(rows, tokenizer, options)
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,) if self.loss_masks is None else (self.tokens, self.loss_masks)
@@ -123,39 +154,80 @@ def conversation_columns(rows: Rows, prompt_column: str, completion_column: str)
     return columns if len(columns) == 1 or chat.holds_conversations(rows, prompt_column) else ()
 
 
-class ConversationEncoder:
-    """The `tokenized.Encoder` of conversations; the arguments are those of `make_demonstrations`.
+class _Encoder:
+    """What both encoders of demonstrations have."""
+
+    columns: Mapping[str, Kind] = {
+        "tokens": "tokens",
+        "prompt_length": "int",
+        "truncated": "flag",
+        "mismatched": "flag",
+        "begun": "flag",
+    }
+    template: chat.ChatTemplate | None = None
+
+    def __init__(self, tokenizer: Tokenizer, options: DemonstrationOptions):
+        self.tokenizer, self.completion_only = tokenizer, options.completion_only_loss
+        self.max_length, self.query_length = options.max_length, options.query_length
+        self.query_overflow = options.query_overflow
+
+    def _notes(self, tokenized: Tokenized) -> list[str]:
+        """Remarks for the report."""
+        notes = _mismatch_notes(tokenized.count("mismatched"), self.completion_only)
+        begun = row_texts.begun_note(tokenized, self.tokenizer)
+        return notes if begun is None else [*notes, begun]
+
+    def _images(self, tokenized: Tokenized) -> image_rows.DataImages | None:
+        return None
+
+    def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> DemoData:
+        """As `tokenized.Encoder.data`."""
+        limits = f"max_length = {self.max_length} or query_length = {self.query_length} tokens"
+        row_texts.check_any_kept(tokenized.rows, len(tokenized.kept), limits)
+        tokens = tokenized.ragged("tokens")
+        buckets, report = row_texts.buckets_and_report(
+            tokenized,
+            tokens,
+            length_buckets=length_buckets,
+            truncated=tokenized.count("truncated"),
+            note="; ".join(self._notes(tokenized)) or None,
+            template_date=None if self.template is None else self.template.date,
+        )
+        return DemoData(
+            tokens,
+            tokenized.numbers("prompt_length"),
+            self.tokenizer.pad_id,
+            buckets,
+            report,
+            tokenized.ragged("mask") if "mask" in self.columns else None,
+            tokenized.meta.get("fingerprint"),
+            images=self._images(tokenized),
+        )
+
+
+class ConversationEncoder(_Encoder):
+    """The `tokenized.Encoder` of conversations, as in TRL: prompt and completion are lists of messages {"role",
+    "content"}, or 'messages' holds both. They are what the chat template renders, which ends them; no eos is added.
+
+    A prompt (with its generation prompt) of more than `query_length` tokens is dropped, since `query_overflow` has no
+    rule for truncating one, and so is a row of which no token is left to train on.
 
     Raises:
       UserError: there is no chat template, or an option of the loss does not apply.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: Tokenizer,
-        columns: tuple[str, ...],
-        *,
-        max_length: int,
-        query_length: int,
-        query_overflow: str,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        assistant_only_loss: bool,
-        completion_only_loss: bool,
-    ):
-        if completion_only_loss and len(columns) == 1:
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, columns: tuple[str, ...], options: DemonstrationOptions):
+        super().__init__(tokenizer, options)
+        if self.completion_only and len(columns) == 1:
             raise UserError(
                 f"completion_only_loss needs a prompt and a completion, but {rows.name} has whole conversations in "
                 f"{MESSAGES!r}: use assistant_only_loss, or split them into columns 'prompt' and 'completion'"
             )
-        self.tokenizer, self.row_columns = tokenizer, columns
-        self.template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-        if assistant_only_loss:
+        self.row_columns, self.assistant_only = columns, options.assistant_only_loss
+        self.template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs)
+        if self.assistant_only:
             self.template.check_marks_assistant()
-        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
-        self.assistant_only, self.completion_only = assistant_only_loss, completion_only_loss
-        masks = {"mask": "mask"} if assistant_only_loss else {}
-        self.columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag", "mismatched": "flag", **masks}
+            self.columns = {**self.columns, "mask": "mask"}
 
     def identity(self) -> Any:
         """As `tokenized.Encoder.identity`."""
@@ -206,34 +278,80 @@ class ConversationEncoder:
             "prompt_length": len(prompt),
             "truncated": len(ids) > longest,
             "mismatched": self.completion_only and ids[: len(prompt)] != prompt,
+            "begun": False,
             "mask": None if assistant is None else assistant[:longest],
         }
 
 
-class TextEncoder:
-    """The `tokenized.Encoder` of texts; the arguments are those of `make_demonstrations`."""
-
-    columns = {"tokens": "tokens", "prompt_length": "int", "truncated": "flag", "mismatched": "flag", "begun": "flag"}
+class ImageConversationEncoder(ConversationEncoder):
+    """The `tokenized.Encoder` of conversations with images, which are read at each start. One that is too long is
+    dropped, since its images cannot be cut. Image tokens are no labels: there is nothing to learn from them."""
 
     def __init__(
         self,
         rows: Rows,
         tokenizer: Tokenizer,
-        prompt_column: str,
-        completion_column: str,
-        *,
-        max_length: int,
-        query_length: int,
-        query_overflow: str,
-        completion_only_loss: bool,
+        columns: tuple[str, ...],
+        options: DemonstrationOptions,
+        processor: image_rows.ImageProcessor,
     ):
-        self.tokenizer, self.completion_only = tokenizer, completion_only_loss
-        self.prompt_columns = row_texts.prompt_columns(rows, prompt_column)
-        self.completion_column = completion_column_of(rows, self.prompt_columns, completion_column)
+        super().__init__(rows, tokenizer, columns, options)
+        self.columns = {**self.columns, "mask": "mask", **image_rows.COUNTS}
+        self.query_overflow = "drop"
+        self.reader = image_rows.RowReader(columns, processor, image_rows.folder_of(rows), self.messages_fault)
+
+    def identity(self) -> None:
+        """None: files of images may change under the names that rows have."""
+
+    def _encode(self, row: Any) -> Encoded:
+        processor, columns = self.reader.processor, self.row_columns
+        try:
+            read, template, prompt = self.reader.read(row), self.template.of_row(row), []
+            if len(columns) == 2:
+                messages = read.messages[columns[0]]
+                text = template.render(messages, generation_prompt=True, column=columns[0])
+                blocks = [block for message in messages for block in message.get("content") or ()]
+                count = sum(block["type"] == "image" for block in blocks)
+                prompt = processor.encode(text, read.sources[:count], self.tokenizer)[0]
+            messages = [message for column in columns for message in read.messages[column]]
+            text = template.render(messages, generation_prompt=False, column=columns[-1])
+            ids, tiles = processor.encode(text, read.sources, self.tokenizer)
+        except (image_rows.ImageError, chat.ChatTemplateError) as error:
+            return str(error)
+        encoded = self.columns_of(prompt, ids, np.asarray(ids) != processor.image_token_id)
+        return encoded and {**encoded, "images": len(read.sources), "tiles": tiles}
+
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        encoded = self._encode(row)
+        return encoded if isinstance(encoded, str) else None
+
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        return [self._encode(row) for row in rows]
+
+    def _notes(self, tokenized: Tokenized) -> list[str]:
+        return [image_rows.note_of(tokenized), *super()._notes(tokenized)]
+
+    def _images(self, tokenized: Tokenized) -> image_rows.DataImages:
+        return self.reader.images(tokenized, None)
+
+
+class TextEncoder(_Encoder):
+    """The `tokenized.Encoder` of texts: ids(prompt + completion) + eos.
+
+    The prompt is as many tokens as it has alone, as in TRL; rows that do not begin with those are counted. A sequence
+    longer than `max_length` is truncated at the end, which removes its eos (query_overflow 'truncate'), or dropped
+    ('drop'). A row whose prompt alone fills `max_length` is dropped.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, options: DemonstrationOptions):
+        super().__init__(tokenizer, options)
+        self.prompt_columns = row_texts.prompt_columns(rows, options.prompt_column)
+        self.completion_column = completion_column_of(rows, self.prompt_columns, options.completion_column)
         # A summary begins without the space that follows "TL;DR:".
-        own_name = completion_column == "summary"
+        own_name = options.completion_column == "summary"
         self.space = " " if self.completion_column == "summary" and not own_name else ""
-        self.max_length, self.query_length, self.query_overflow = max_length, query_length, query_overflow
 
     def identity(self) -> Any:
         """As `tokenized.Encoder.identity`."""
@@ -279,204 +397,6 @@ def _mismatch_notes(rows: int, completion_only: bool) -> list[str]:
     return [f"{which} not begin with the tokens of the prompt{consequence}"] if rows else []
 
 
-def _data_of(
-    made: Tokenized, encoder: TextEncoder | ConversationEncoder, length_buckets: Sequence[int] | None
-) -> DemoData:
-    """Demonstrations of their tokens."""
-    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
-    row_texts.check_any_kept(made.rows, len(made.kept), limits)
-    tokens = made.ragged("tokens")
-    notes = _mismatch_notes(made.count("mismatched"), encoder.completion_only)
-    if isinstance(encoder, TextEncoder) and (begun := row_texts.begun_note(made, encoder.tokenizer)) is not None:
-        notes.append(begun)
-    buckets, report = row_texts.buckets_and_report(
-        made,
-        tokens,
-        length_buckets=length_buckets,
-        truncated=made.count("truncated"),
-        note="; ".join(notes) or None,
-        template_date=encoder.template.date if isinstance(encoder, ConversationEncoder) else None,
-    )
-    masks = made.ragged("mask") if "mask" in encoder.columns else None
-    fingerprint = made.meta.get("fingerprint")
-    lengths, pad_id = made.numbers("prompt_length"), encoder.tokenizer.pad_id
-    return DemoData(tokens, lengths, pad_id, buckets, report, masks, fingerprint)
-
-
-def _image_demonstrations(
-    rows: Rows,
-    encoder: ConversationEncoder,
-    processor: image_rows.ImageProcessor,
-    on_bad_row: str,
-    length_buckets: Sequence[int] | None,
-) -> DemoData:
-    """`make_demonstrations` of conversations with images, which are read and tokenized at each start. One that is too
-    long is dropped, since its images cannot be cut."""
-    rows, folder, tokenizer = image_rows.encoded(rows), image_rows.folder_of(rows), encoder.tokenizer
-    read = functools.partial(
-        image_rows.read_demo,
-        encoder.template,
-        processor,
-        tokenizer,
-        folder,
-        encoder.row_columns,
-        encoder.messages_fault,
-    )
-    split, found = image_rows.split_rows(rows, read, on_bad_row)
-    made = [(one, encoder.columns_of(one.prompt, one.ids, one.is_text)) for one in found]
-    kept = [(one, columns) for one, columns in made if columns is not None]
-    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
-    row_texts.check_any_kept(rows, len(kept), limits)
-    tokens = [np.asarray(columns["tokens"], np.int32) for _, columns in kept]
-    mismatched = sum(columns["mismatched"] for _, columns in kept)
-    buckets, report = row_texts.buckets_and_report(
-        split,
-        tokens,
-        length_buckets=length_buckets,
-        truncated=0,
-        note="; ".join([image_rows.note_of([one.row for one, _ in kept]), *_mismatch_notes(mismatched, True)]),
-        template_date=encoder.template.date,
-    )
-    tiles = max(one.tiles for one, _ in kept)
-    return DemoData(
-        tokens,
-        np.asarray([columns["prompt_length"] for _, columns in kept], np.int32),
-        tokenizer.pad_id,
-        buckets,
-        report,
-        [columns["mask"] for _, columns in kept],
-        images=image_rows.DataImages(processor, [one.row.sources for one, _ in kept], tiles, None),
-    )
-
-
-def make_demonstrations(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    *,
-    prompt_column: str = "prompt",
-    completion_column: str = "completion",
-    max_length: int = 562,
-    query_length: int = 512,
-    query_overflow: str = "truncate",
-    on_bad_row: str = "raise",
-    length_buckets: tuple[int, ...] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    assistant_only_loss: bool = False,
-    completion_only_loss: bool = False,
-    num_proc: int | None = None,
-    processor: image_rows.ImageProcessor | None = None,
-) -> DemoData:
-    """Tokenizes demonstrations as ids(prompt + completion) + eos. The arguments are options of the config;
-    `processor`: of the model, where rows have images.
-
-    The prompt is as many tokens as it has alone, as in TRL; rows that do not begin with those are counted.
-
-    A sequence longer than `max_length` is truncated at the end, which removes its eos (query_overflow='truncate'), or
-    dropped ('drop'). A row whose prompt alone fills `max_length` is dropped.
-
-    Conversations, as in TRL: prompt and completion are lists of messages {"role", "content"}, or 'messages' holds both.
-    They are what the chat template renders, which ends them; no eos is added. A prompt (with its generation prompt) of
-    more than `query_length` tokens is dropped, since `query_overflow` has no rule for truncating one. A row of
-    which no token is left to train on is dropped.
-
-    Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, there is no
-        chat template for conversations, or an option of the loss does not apply to the data.
-    """
-    query_overflow = query_overflow if processor is None else "drop"  # cut image tokens would leave their images
-    limits = {"max_length": max_length, "query_length": query_length, "query_overflow": query_overflow}
-    rows = _house_form(rows if processor is None else image_rows.encoded(rows), prompt_column, completion_column)
-    if conversations := conversation_columns(rows, prompt_column, completion_column):
-        encoder = ConversationEncoder(
-            rows,
-            tokenizer,
-            conversations,
-            **limits,
-            chat_template_kwargs=chat_template_kwargs,
-            assistant_only_loss=assistant_only_loss,
-            completion_only_loss=completion_only_loss,
-        )
-        rows = chat.noting_unread(rows, conversations, encoder.template)
-        if processor is not None:
-            return _image_demonstrations(rows, encoder, processor, on_bad_row, length_buckets)
-    elif processor is not None:
-        raise UserError(
-            f"{rows.name} has images, which need conversations: give lists of messages in columns {prompt_column!r} "
-            f"and {completion_column!r}, or in {MESSAGES!r}"
-        )
-    elif assistant_only_loss:
-        raise UserError(
-            f"assistant_only_loss needs conversations, but {rows.name} has texts: give lists of messages in a column "
-            f"{MESSAGES!r}, or use completion_only_loss"
-        )
-    else:
-        columns = prompt_column, completion_column
-        encoder = TextEncoder(rows, tokenizer, *columns, **limits, completion_only_loss=completion_only_loss)
-        rows = chat.noting_unread(rows, (), None)
-    made = tokenize(
-        rows,
-        encoder,
-        on_bad_row=on_bad_row,
-        num_proc=num_proc,
-        build=lambda made: _data_of(made, encoder, None),
-        describe=lambda data: {"fingerprint": data.fingerprint},
-    )
-    return _data_of(made, encoder, length_buckets)
-
-
-def demonstrations_from_rows(
-    rows: Rows, config: DemonstrationOptions, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
-) -> DemoData:
-    """`make_demonstrations` with the data options of a config."""
-    return make_demonstrations(
-        rows,
-        tokenizer,
-        prompt_column=config.prompt_column,
-        completion_column=config.completion_column,
-        max_length=config.max_length,
-        query_length=config.query_length,
-        query_overflow=config.query_overflow,
-        on_bad_row=config.on_bad_row,
-        length_buckets=config.length_buckets,
-        chat_template_kwargs=config.chat_template_kwargs,
-        assistant_only_loss=config.assistant_only_loss,
-        completion_only_loss=config.completion_only_loss,
-        num_proc=config.dataset_num_proc,
-        processor=processor,
-    )
-
-
-def load_demonstrations(
-    config: DemonstrationOptions,
-    tokenizer: Tokenizer,
-    dataset: Any = None,
-    processor: image_rows.ImageProcessor | None = None,
-) -> DemoData:
-    """The training demonstrations of a config, or of `dataset`: an object in place of the configured names, or their
-    `mixture.TrainingRows`.
-    """
-    lists = ("tokens", "prompt_lengths", "loss_masks")
-    image_rows.check_one_dataset(config, processor)
-    return load_training(
-        config,
-        "demonstrations",
-        dataset,
-        lambda rows, own: demonstrations_from_rows(rows, own, tokenizer, processor),
-        *lists,
-    )
-
-
-def load_eval_demonstrations(
-    config: DemonstrationOptions,
-    tokenizer: Tokenizer,
-    dataset: Any = None,
-    processor: image_rows.ImageProcessor | None = None,
-) -> dict[str, DemoData]:
-    """The evaluation sets of a config, by name; see `loading.eval_sets`."""
-    sets = eval_sets(config, "demonstrations", dataset)
-    return {name: demonstrations_from_rows(rows, config, tokenizer, processor) for name, rows in sets.items()}
-
-
 def load_normalization_data(config: PairOptions, tokenizer: Tokenizer) -> DemoData | None:
     """The demonstrations on which a reward model's mean score is set to 0 (N+ detail 15); None if not configured."""
     if config.normalize_dataset_name is None:
@@ -484,8 +404,8 @@ def load_normalization_data(config: PairOptions, tokenizer: Tokenizer) -> DemoDa
     rows = load_rows(
         config.normalize_dataset_name,
         split=config.dataset_train_split,
-        kind="demonstrations",
+        kind=DemoData.source,
         max_samples=config.normalize_samples,
         text_columns=text_columns_of(config),
     )
-    return demonstrations_from_rows(rows, config, tokenizer)
+    return from_rows(DemoData, rows, config, tokenizer)

@@ -17,20 +17,19 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rlhf_jax import storage
-from rlhf_jax.data import chat, row_texts
+from rlhf_jax.data import chat
 from rlhf_jax.data.files import MalformedRow, Rows, type_with_article
-from rlhf_jax.data.options import DataOptions
-from rlhf_jax.data.row_texts import SplitRows
+from rlhf_jax.data.ragged import Lazy
+from rlhf_jax.data.tokenized import Kind, Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Images
 
-Encoded = TypeVar("Encoded")
 COLUMNS = ("images", "image")
 """Columns of images, in TRL's order: a list for each row, else one image."""
 CLASSES = {
@@ -544,48 +543,6 @@ def _block(
 
 
 @dataclasses.dataclass(frozen=True)
-class DemoImages:
-    """A demonstration with images.
-
-    Attributes:
-      row: as read.
-      prompt, ids: of the prompt, and of all.
-      is_text: [S] bool, which of `ids` are no image tokens; those are no labels: there is nothing to learn from them.
-      tiles: of all images.
-    """
-
-    row: ImageRow
-    prompt: list[int]
-    ids: list[int]
-    is_text: np.ndarray
-    tiles: int
-
-
-def read_demo(
-    template: chat.ChatTemplate,
-    processor: ImageProcessor,
-    tokenizer: Tokenizer,
-    folder: str | None,
-    columns: Sequence[str],
-    fault: Callable[[Mapping[str, Any]], str | None],
-    row: Any,
-) -> DemoImages:
-    """A row of demonstrations; the arguments are those of `read_row`. ImageError as there."""
-    read = read_row(row, columns, processor, folder, fault)
-    template = template.of_row(row)
-    prompt: list[int] = []
-    if len(columns) == 2:
-        text = template.render(read.messages[columns[0]], generation_prompt=True, column=columns[0])
-        blocks = [block for message in read.messages[columns[0]] for block in message.get("content") or ()]
-        own = sum(block["type"] == "image" for block in blocks)
-        prompt = processor.encode(text, read.sources[:own], tokenizer)[0]
-    messages = [message for column in columns for message in read.messages[column]]
-    text = template.render(messages, generation_prompt=False, column=columns[-1])
-    ids, tiles = processor.encode(text, read.sources, tokenizer)
-    return DemoImages(read, prompt, ids, np.asarray(ids) != processor.image_token_id, tiles)
-
-
-@dataclasses.dataclass(frozen=True)
 class DataImages:
     """The images of a data set's rows.
 
@@ -597,7 +554,7 @@ class DataImages:
     """
 
     processor: ImageProcessor
-    sources: list[tuple[ImageSource, ...]]
+    sources: Sequence[tuple[ImageSource, ...]]
     tiles: int
     column: str | None
 
@@ -648,31 +605,34 @@ class DataImages:
         return {self.column: [list(read(row)) for row in rows]}
 
 
-def split_rows(rows: Rows, encode: Callable[[Any], Encoded], on_bad_row: str) -> tuple[SplitRows, list[Encoded]]:
-    """Separates good rows from bad ones, as `row_texts.split_rows`; a row for which `encode` raises an ImageError or a
-    ChatTemplateError is bad. Returns (good and bad rows, the result of `encode` for each good one)."""
-    out: list[Encoded] = []
-
-    def fault(row: Any) -> str | None:
-        try:
-            out.append(encode(row))
-        except (ImageError, chat.ChatTemplateError) as error:
-            return str(error)
-        return None
-
-    return row_texts.split_rows(rows, fault, on_bad_row), out
+COUNTS: dict[str, Kind] = {"images": "int", "tiles": "int"}
+"""What an encoder counts of each row with images."""
 
 
-def check_one_dataset(config: DataOptions, processor: ImageProcessor | None) -> None:
-    """UserError for images of several data sets."""
-    if processor is not None and config.datasets:
-        raise UserError("datasets: images are read from one data set; give it as dataset_name")
-
-
-def note_of(rows: Sequence[ImageRow]) -> str:
+def note_of(tokenized: Tokenized) -> str:
     """A remark for the report."""
-    counts = [len(row.sources) for row in rows]
-    return f"{sum(counts)} images, {min(counts)} to {max(counts)} a row; rows that are too long are dropped"
+    counts = tokenized.numbers("images")
+    return f"{counts.sum()} images, {counts.min()} to {counts.max()} a row; rows that are too long are dropped"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Reads the conversations and images of a data set's rows; the attributes are arguments of `read_row`."""
+
+    columns: tuple[str, ...]
+    processor: ImageProcessor
+    folder: str | None
+    fault: Callable[[Mapping[str, Any]], str | None]
+
+    def read(self, row: Any) -> ImageRow:
+        """As `read_row`."""
+        return read_row(row, self.columns, self.processor, self.folder, self.fault)
+
+    def images(self, tokenized: Tokenized, column: str | None) -> DataImages:
+        """The images of the rows that are kept, which are read when they are needed; `column` as `DataImages`."""
+        table, kept = tokenized.rows.table, tokenized.kept
+        sources = Lazy(len(kept), lambda index: self.read(table[int(kept[index])]).sources)
+        return DataImages(self.processor, sources, int(tokenized.numbers("tiles").max()), column)
 
 
 def folder_of(rows: Rows) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from rlhf_jax.data.options import DataOptions
 from rlhf_jax.data.ragged import Chained
 from rlhf_jax.errors import UserError
 
-Data = TypeVar("Data")
+Data = TypeVar("Data", bound=batches.Batched)
 # --- the data sets of a config
 
 
@@ -58,21 +58,6 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
     return TrainingRows(tuple(zip(rows, configs, strict=True)), True, weights)
 
 
-def load_training(config: DataOptions, kind: str, dataset: Any, make: Callable[[Rows, Any], Data], *lists: str) -> Data:
-    """The training data of a stage's config: of one data set, or of its mixture.
-
-    Args:
-      config: a stage's config (its data fields).
-      kind: as `loading.load_train_split`.
-      dataset: an object in place of the configured names, or their TrainingRows.
-      make: (rows, config of the data set) -> data.
-      *lists: the fields of the data that have an element for each row.
-    """
-    loaded = dataset if isinstance(dataset, TrainingRows) else load_training_rows(config, kind, dataset)
-    made = [make(rows, own) for rows, own in loaded.sets]
-    return mixed(made, loaded.weights, config.length_buckets, lists) if loaded.is_mixture else made[0]
-
-
 def _fractions(rows: Sequence[Rows], fractions: Sequence[float]) -> list[Rows]:
     """The first rows of each set, so that they have these shares and none is repeated, as in TRL."""
     shares = [fraction / sum(fractions) for fraction in fractions]
@@ -84,23 +69,20 @@ def _fractions(rows: Sequence[Rows], fractions: Sequence[float]) -> list[Rows]:
     return [one.first(count) for one, count in zip(rows, counts, strict=True)]
 
 
-def mixed(
-    parts: Sequence[Data], weights: Sequence[float] | None, length_buckets: Sequence[int] | None, lists: Sequence[str]
-) -> Data:
+def mixed(parts: Sequence[Data], weights: Sequence[float] | None, length_buckets: Sequence[int] | None) -> Data:
     """Several data sets of one kind as one.
 
     Args:
       parts: the data sets.
       weights: of an epoch's rows; None: each row once an epoch.
       length_buckets: as configured.
-      lists: the fields that have an element for each row.
 
     Raises:
       UserError: some are conversations and some are texts.
     """
     reports = [part.report for part in parts]
     fields: dict[str, Any] = {}
-    for name in lists:
+    for name in parts[0].per_row:
         values = [getattr(part, name) for part in parts]
         if all(value is None for value in values):
             continue

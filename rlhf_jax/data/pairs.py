@@ -12,10 +12,9 @@ import numpy as np
 
 from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets, require_columns
-from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.loading import Rows, require_columns
 from rlhf_jax.data.options import PairOptions
-from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized, tokenize
+from rlhf_jax.data.tokenized import LEFT_OUT, Encoded, Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 from rlhf_jax.types import Array
@@ -44,6 +43,33 @@ class PairData(batches.Batched[PairBatch]):
     report: DataReport
     known_fingerprint: str | None = None
     shares: batches.Order | None = None
+
+    source = "pairs"
+    per_row = ("chosen", "rejected", "margin")
+
+    @staticmethod
+    def encoder(
+        rows: Rows, options: PairOptions, tokenizer: Tokenizer, processor: None = None
+    ) -> tuple[Rows, PairEncoder]:
+        """As `Batched.encoder`."""
+        columns = chosen, rejected = options.chosen_column, options.rejected_column
+        required = {"chosen_column": chosen, "rejected_column": rejected}
+        if options.margin_column is not None:
+            required["margin_column"] = options.margin_column
+        require_columns(rows, required)
+        rows = _house_form(rows, options.prompt_column, *columns)
+        full_texts = options.prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
+        prompt_columns = () if full_texts else row_texts.prompt_columns(rows, options.prompt_column)
+        template = None
+        if chat.holds_conversations(rows, chosen):
+            if prompt_columns and not chat.holds_conversations(rows, prompt_columns[0]):
+                raise UserError(
+                    f"{rows.name}: {chosen!r} holds conversations, but {prompt_columns[0]!r} does not. Make it lists "
+                    f"of messages, or remove it if {chosen!r} and {rejected!r} are whole conversations"
+                )
+            template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs)
+        rows = chat.noting_unread(rows, (*prompt_columns, *columns), template)
+        return rows, PairEncoder(tokenizer, prompt_columns, template, options)
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return self.chosen, self.rejected
@@ -83,7 +109,16 @@ def _number(value: Any) -> float:
 
 
 class PairEncoder:
-    """The `tokenized.Encoder` of pairs; the arguments are those of `make_pairs`."""
+    """The `tokenized.Encoder` of pairs: ids(prompt + completion) + eos.
+
+    Without a prompt column, the two completion columns hold the full texts. A pair is dropped if either sequence is
+    longer than `max_length`.
+
+    Conversations, as in TRL: both completion columns are lists of messages {"role", "content"}, whole conversations or,
+    with a prompt column of messages, what follows it. They are what the chat template renders, which ends them; no eos
+    is added. A pair is also dropped if its prompt, with its generation prompt, has more than `query_length` tokens,
+    since `query_overflow` has no rule for truncating one.
+    """
 
     columns = {"chosen": "tokens", "rejected": "tokens", "margin": "float", "truncated": "flag", "begun": "flag"}
 
@@ -91,15 +126,15 @@ class PairEncoder:
         self,
         tokenizer: Tokenizer,
         prompt_columns: tuple[str, ...],
-        completion_columns: tuple[str, str],
-        margin_column: str | None,
         template: chat.ChatTemplate | None,
-        limits: tuple[int, int, str],
+        options: PairOptions,
     ):
         self.tokenizer, self.template = tokenizer, template
-        self.prompt_columns, self.completion_columns = prompt_columns, completion_columns
-        self.margin_column = margin_column
-        self.max_length, self.query_length, self.query_overflow = limits
+        self.prompt_columns = prompt_columns
+        self.completion_columns = options.chosen_column, options.rejected_column
+        self.margin_column = options.margin_column
+        self.max_length, self.query_length = options.max_length, options.query_length
+        self.query_overflow = options.query_overflow
 
     def identity(self) -> Any:
         """As `tokenized.Encoder.identity`."""
@@ -133,6 +168,24 @@ class PairEncoder:
         if self.template is None:
             return self._text_fault(row)
         return chat.rendered_or_fault(row, self._chat_fault, self._render)[1]
+
+    def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PairData:
+        """As `tokenized.Encoder.data`."""
+        limits = f"max_length = {self.max_length} or query_length = {self.query_length} tokens"
+        row_texts.check_any_kept(tokenized.rows, len(tokenized.kept), limits)
+        chosen, rejected = tokenized.ragged("chosen"), tokenized.ragged("rejected")
+        buckets, report = row_texts.buckets_and_report(
+            tokenized,
+            chosen,
+            rejected,
+            length_buckets=length_buckets,
+            truncated=tokenized.count("truncated"),
+            note=row_texts.begun_note(tokenized, self.tokenizer),
+            template_date=None if self.template is None else self.template.date,
+        )
+        fingerprint = tokenized.meta.get("fingerprint")
+        margin, pad_id = tokenized.numbers("margin"), self.tokenizer.pad_id
+        return PairData(chosen, rejected, margin, pad_id, buckets, report, fingerprint)
 
     def encode(self, rows: list[Any]) -> list[Encoded]:
         """As `tokenized.Encoder.encode`."""
@@ -173,24 +226,6 @@ class PairEncoder:
         return {"chosen": pair[0], "rejected": pair[1], "margin": margin, "truncated": cut, "begun": begun}
 
 
-def _data_of(made: Tokenized, encoder: PairEncoder, length_buckets: Sequence[int] | None) -> PairData:
-    """Pairs of their tokens."""
-    limits = f"max_length = {encoder.max_length} or query_length = {encoder.query_length} tokens"
-    row_texts.check_any_kept(made.rows, len(made.kept), limits)
-    chosen, rejected = made.ragged("chosen"), made.ragged("rejected")
-    buckets, report = row_texts.buckets_and_report(
-        made,
-        chosen,
-        rejected,
-        length_buckets=length_buckets,
-        truncated=made.count("truncated"),
-        note=row_texts.begun_note(made, encoder.tokenizer),
-        template_date=None if encoder.template is None else encoder.template.date,
-    )
-    fingerprint = made.meta.get("fingerprint")
-    return PairData(chosen, rejected, made.numbers("margin"), encoder.tokenizer.pad_id, buckets, report, fingerprint)
-
-
 def _house_form(rows: Rows, prompt_column: str, chosen_column: str, rejected_column: str) -> Rows:
     """Rows with conversations as lists of messages; those of ShareGPT are prompts where the completions follow them."""
     columns = prompt_column, chosen_column, rejected_column
@@ -201,93 +236,3 @@ def _house_form(rows: Rows, prompt_column: str, chosen_column: str, rejected_col
     if isinstance(chosen, list) and chosen and isinstance(chosen[0], Mapping) and chosen[0].get("role") == "assistant":
         return conversation_forms.house_form(rows, columns, whole=prompt_column)
     return converted
-
-
-def make_pairs(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    *,
-    prompt_column: str = "prompt",
-    chosen_column: str = "chosen",
-    rejected_column: str = "rejected",
-    margin_column: str | None = None,
-    max_length: int = 638,
-    query_length: int = 512,
-    query_overflow: str = "truncate",
-    on_bad_row: str = "raise",
-    length_buckets: tuple[int, ...] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    num_proc: int | None = None,
-) -> PairData:
-    """Tokenizes pairs as ids(prompt + completion) + eos. The arguments are options of the config.
-
-    Without a prompt column, the two completion columns hold the full texts. A pair is dropped if either sequence is
-    longer than `max_length`.
-
-    Conversations, as in TRL: both completion columns are lists of messages {"role", "content"}, whole conversations or,
-    with a prompt column of messages, what follows it. They are what the chat template renders, which ends them; no eos
-    is added. A pair is also dropped if its prompt, with its generation prompt, has more than `query_length` tokens,
-    since `query_overflow` has no rule for truncating one.
-
-    Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, there is no
-        chat template for conversations, or the prompts beside them are texts.
-    """
-    required = {"chosen_column": chosen_column, "rejected_column": rejected_column}
-    require_columns(rows, required if margin_column is None else {**required, "margin_column": margin_column})
-    rows = _house_form(rows, prompt_column, chosen_column, rejected_column)
-    full_texts = prompt_column == "prompt" and not {"prompt", "post"} & set(rows.column_names)
-    columns = () if full_texts else row_texts.prompt_columns(rows, prompt_column)
-    completion_columns = chosen_column, rejected_column
-    template = None
-    if chat.holds_conversations(rows, chosen_column):
-        if columns and not chat.holds_conversations(rows, columns[0]):
-            raise UserError(
-                f"{rows.name}: {chosen_column!r} holds conversations, but {columns[0]!r} does not. Make it lists of "
-                f"messages, or remove it if {chosen_column!r} and {rejected_column!r} are whole conversations"
-            )
-        template = chat.ChatTemplate(tokenizer, chat_template_kwargs)
-    rows = chat.noting_unread(rows, (*columns, *completion_columns), template)
-    limits = max_length, query_length, query_overflow
-    encoder = PairEncoder(tokenizer, columns, completion_columns, margin_column, template, limits)
-    made = tokenize(
-        rows,
-        encoder,
-        on_bad_row=on_bad_row,
-        num_proc=num_proc,
-        build=lambda made: _data_of(made, encoder, None),
-        describe=lambda data: {"fingerprint": data.fingerprint},
-    )
-    return _data_of(made, encoder, length_buckets)
-
-
-def pairs_from_rows(rows: Rows, config: PairOptions, tokenizer: Tokenizer) -> PairData:
-    """`make_pairs` with the data options of a config."""
-    return make_pairs(
-        rows,
-        tokenizer,
-        prompt_column=config.prompt_column,
-        chosen_column=config.chosen_column,
-        rejected_column=config.rejected_column,
-        margin_column=config.margin_column,
-        max_length=config.max_length,
-        query_length=config.query_length,
-        query_overflow=config.query_overflow,
-        on_bad_row=config.on_bad_row,
-        length_buckets=config.length_buckets,
-        chat_template_kwargs=config.chat_template_kwargs,
-        num_proc=config.dataset_num_proc,
-    )
-
-
-def load_pairs(config: PairOptions, tokenizer: Tokenizer, dataset: Any = None) -> PairData:
-    """The training pairs of a reward config, or of `dataset`, an object in place of the configured names."""
-    lists = ("chosen", "rejected", "margin")
-    return load_training(config, "pairs", dataset, lambda rows, own: pairs_from_rows(rows, own, tokenizer), *lists)
-
-
-def load_eval_pairs(config: PairOptions, tokenizer: Tokenizer, dataset: Any = None) -> dict[str, PairData]:
-    """The evaluation sets of a config, by name; see `loading.eval_sets`."""
-    return {
-        name: pairs_from_rows(rows, config, tokenizer) for name, rows in eval_sets(config, "pairs", dataset).items()
-    }

@@ -14,17 +14,20 @@ import numpy as np
 from rlhf_jax.data import batches, chat, conversation_forms, row_texts
 from rlhf_jax.data import images as image_rows
 from rlhf_jax.data.batches import DataReport
-from rlhf_jax.data.loading import Rows, eval_sets
-from rlhf_jax.data.mixture import load_training
+from rlhf_jax.data.files import Rows
 from rlhf_jax.data.options import PromptOptions
 from rlhf_jax.data.ragged import Lazy
-from rlhf_jax.data.tokenized import Encoded, Tokenized, tokenize
+from rlhf_jax.data.tokenized import Encoded, Kind, Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.types import PromptBatch
 
 NO_PROMPT = [{"role": "user", "content": "\u200b"}]
 """Stands for the prompt of a row that has none, until its environment is reset. Its content is not empty, as that of a
 prompt must not be."""
+
+
+def _without_prompt(row: Any) -> Any:
+    return {**row, "prompt": NO_PROMPT} if isinstance(row, Mapping) else row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,31 @@ class PromptData(batches.Batched[PromptBatch]):
     """None: the prompts are text."""
     starts: np.ndarray | None = None
     """int32 of each row: where its responses start (`generate.guided`); None: responses are not guided."""
+
+    per_row = ("tokens", "prompts", "raw", "conversations")
+
+    @staticmethod
+    def encoder(
+        rows: Rows, options: PromptOptions, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
+    ) -> tuple[Rows, PromptEncoder]:
+        """As `Batched.encoder`. Synthetic prompts keep their demonstrations as column 'completion'."""
+        column = options.prompt_column
+        is_post = set(row_texts.TEMPLATE_COLUMNS) <= set(rows.column_names)
+        whole = column if column == "prompt" and not is_post else None
+        if options.environment_factory and whole is not None and whole not in rows.column_names:
+            rows = rows.mapped(_without_prompt, [whole], "no prompt")
+        rows = rows if processor is None else image_rows.encoded(rows)
+        rows = conversation_forms.house_form(rows, (column,), whole=whole, answer="completion")
+        columns = row_texts.prompt_columns(rows, column)
+        if processor is not None:
+            template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs)
+            fault = functools.partial(chat.conversation_fault, column=columns[0])
+            reader = image_rows.RowReader(columns[:1], processor, image_rows.folder_of(rows), fault)
+            encoder = ImagePromptEncoder(tokenizer, columns[:1], template, options, reader)
+            return chat.noting_unread(rows, columns[:1], template), encoder
+        conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
+        template = chat.ChatTemplate(tokenizer, options.chat_template_kwargs) if conversational else None
+        return chat.noting_unread(rows, columns, template), PromptEncoder(tokenizer, columns, template, options)
 
     def _sequences(self) -> tuple[Sequence[np.ndarray], ...]:
         return (self.tokens,)
@@ -82,7 +110,7 @@ class PromptData(batches.Batched[PromptBatch]):
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
     def describe(self) -> dict[str, Any]:
-        """What is kept beside cached tokens, by one reading of all rows."""
+        """As `Batched.describe`, by one reading of all rows."""
         names: dict[str, None] = {}
         return {"fingerprint": self._digest(lambda row: names.update(dict.fromkeys(row))), "columns": list(names)}
 
@@ -131,24 +159,29 @@ class PromptData(batches.Batched[PromptBatch]):
 
 
 class PromptEncoder:
-    """The `tokenized.Encoder` of prompts; the arguments are those of `make_prompts`."""
+    """The `tokenized.Encoder` of prompts, at most `query_length` tokens.
 
-    columns = {"tokens": "tokens", "text": "text", "truncated": "flag", "begun": "flag"}
+    A prompt that is a list of messages {"role", "content"} is rendered by the tokenizer's chat template with its
+    generation prompt. The prompts of a data set are all texts or all conversations; a row of the other kind is bad. A
+    conversation that is too long is always dropped, since `query_overflow` has no rule for truncating one.
+    """
+
+    columns: Mapping[str, Kind] = {"tokens": "tokens", "text": "text", "truncated": "flag", "begun": "flag"}
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        columns: tuple[str, ...],
-        template: chat.ChatTemplate | None,
-        query_length: int,
-        query_overflow: str,
+        self, tokenizer: Tokenizer, columns: tuple[str, ...], template: chat.ChatTemplate | None, options: PromptOptions
     ):
         self.tokenizer, self.prompt_columns, self.template = tokenizer, columns, template
-        self.limits = query_length, query_overflow if template is None else "drop"
+        self.query_length, self.query_overflow = options.query_length, options.query_overflow
+        self.shuffle = options.shuffle_dataset
+
+    @property
+    def _limits(self) -> tuple[int, str]:
+        return self.query_length, self.query_overflow if self.template is None else "drop"
 
     def identity(self) -> Any:
         """As `tokenized.Encoder.identity`."""
-        return row_texts.identity(self.tokenizer, self.template, self.prompt_columns, self.limits)
+        return row_texts.identity(self.tokenizer, self.template, self.prompt_columns, self._limits)
 
     def _text(self, row: Any) -> tuple[str | None, str | None]:
         """(the prompt, why the row is bad)"""
@@ -173,7 +206,7 @@ class PromptEncoder:
         texts = [self._text(row) for row in rows]
         good = [text for text, _ in texts if text is not None]
         rendered = self.template is not None
-        fitted = row_texts.fit_prompts(good, self.tokenizer, *self.limits, rendered=rendered)
+        fitted = row_texts.fit_prompts(good, self.tokenizer, *self._limits, rendered=rendered)
         encoded = iter(zip(good, fitted, strict=True))
         start = len(self.tokenizer.start_ids())
 
@@ -188,214 +221,122 @@ class PromptEncoder:
 
         return [fault if fault is not None else one() for _, fault in texts]
 
+    def _note(self, tokenized: Tokenized, dropped: int) -> str | None:
+        """A remark for the report; `dropped`: rows that are too long."""
+        if self.template is not None and dropped and self.query_overflow == "truncate":
+            return "conversations are dropped, not truncated"
+        return row_texts.begun_note(tokenized, self.tokenizer)
 
-def make_prompts(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    *,
-    prompt_column: str = "prompt",
-    query_length: int = 512,
-    query_overflow: str = "truncate",
-    on_bad_row: str = "raise",
-    length_buckets: tuple[int, ...] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    shuffle: bool = True,
-    num_proc: int | None = None,
-    processor: image_rows.ImageProcessor | None = None,
-    environments: bool = False,
-) -> PromptData:
-    """Tokenizes prompts. The arguments are options of the config; `processor`: of the model, where rows have images;
-    `environments`: whether rows may have no prompt, since environments begin it.
+    def _conversation(self, row: Any) -> chat.Conversation:
+        """The messages of a good row."""
+        return [dict(message) for message in row[self.prompt_columns[0]]]
 
-    A prompt that is a list of messages {"role", "content"} is rendered by the tokenizer's chat template with its
-    generation prompt. The prompts of a data set are all texts or all conversations; a row of the other kind is bad. A
-    conversation that is too long is always dropped, since `query_overflow` has no rule for truncating one.
-
-    Raises:
-      UserError: a column is missing, a row is bad, all rows are too long, the longest row fits no bucket, or prompts
-        are conversations and there is no chat template.
-    """
-    is_post = set(row_texts.TEMPLATE_COLUMNS) <= set(rows.column_names)
-    whole = prompt_column if prompt_column == "prompt" and not is_post else None
-    if environments and whole is not None and whole not in rows.column_names:
-        rows = rows.mapped(_without_prompt, [whole], "no prompt")
-    rows = rows if processor is None else image_rows.encoded(rows)
-    rows = conversation_forms.house_form(rows, (prompt_column,), whole=whole, answer="completion")
-    columns = row_texts.prompt_columns(rows, prompt_column)
-    if processor is not None:
-        return _image_prompts(
-            rows,
-            tokenizer,
-            processor,
-            columns[0],
-            query_length=query_length,
-            on_bad_row=on_bad_row,
+    def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> PromptData:
+        """As `tokenized.Encoder.data`; texts and columns are read when they are needed."""
+        table, columns, kept = tokenized.rows.table, self.prompt_columns, tokenized.kept
+        row_texts.check_any_kept(tokenized.rows, len(kept), self._limit)
+        tokens = tokenized.ragged("tokens")
+        buckets, report = row_texts.buckets_and_report(
+            tokenized,
+            tokens,
             length_buckets=length_buckets,
-            chat_template_kwargs=chat_template_kwargs,
-            shuffle=shuffle,
+            truncated=tokenized.count("truncated"),
+            note=self._note(tokenized, len(tokenized.table) - tokenized.bad - len(kept)),
+            template_date=None if self.template is None else self.template.date,
         )
-    conversational = len(columns) == 1 and chat.holds_conversations(rows, columns[0])
-    template = chat.ChatTemplate(tokenizer, chat_template_kwargs) if conversational else None
-    rows = chat.noting_unread(rows, columns, template)
-    encoder = PromptEncoder(tokenizer, columns, template, query_length, query_overflow)
 
-    def build(made: Tokenized, buckets: Sequence[int] | None = None) -> PromptData:
-        return _prompts_of(made, encoder, query_overflow, shuffle, buckets)
+        def row(index: int) -> dict[str, Any]:
+            return table[int(kept[index])]
 
-    made = tokenize(
-        rows,
-        encoder,
-        on_bad_row=on_bad_row,
-        num_proc=num_proc,
-        build=build,
-        describe=PromptData.describe,
-    )
-    return build(made, length_buckets)
+        def text(index: int) -> str:
+            known = tokenized.text(index)
+            return row_texts.prompt_text(row(index), columns) if known is None else known
 
+        def raw(index: int) -> dict[str, Any]:
+            values = row(index)
+            return {name: values[name] for name in values if name not in self._unlisted}
 
-def _without_prompt(row: Any) -> Any:
-    return {**row, "prompt": NO_PROMPT} if isinstance(row, Mapping) else row
+        return PromptData(
+            tokens,
+            Lazy(len(kept), text),
+            Lazy(len(kept), raw),
+            self.tokenizer.pad_id,
+            buckets,
+            report,
+            None if self.template is None else Lazy(len(kept), lambda index: self._conversation(row(index))),
+            self.shuffle,
+            tokenized.meta.get("fingerprint"),
+            tuple(tokenized.meta["columns"]) if "columns" in tokenized.meta else None,
+            images=self._images(tokenized),
+        )
 
+    @property
+    def _limit(self) -> str:
+        return f"query_length = {self.query_length} tokens"
 
-def _prompts_of(
-    made: Tokenized, encoder: PromptEncoder, query_overflow: str, shuffle: bool, length_buckets: Sequence[int] | None
-) -> PromptData:
-    """Prompts of their tokens; texts and columns are read when they are needed."""
-    columns, template, table = encoder.prompt_columns, encoder.template, made.rows.table
-    count = len(made.kept)
-    row_texts.check_any_kept(made.rows, count, f"query_length = {encoder.limits[0]} tokens")
-    tokens = made.ragged("tokens")
-    dropped = len(made.table) - made.bad - count
-    note = row_texts.begun_note(made, encoder.tokenizer)
-    if template is not None and dropped and query_overflow == "truncate":
-        note = "conversations are dropped, not truncated"
-    buckets, report = row_texts.buckets_and_report(
-        made,
-        tokens,
-        length_buckets=length_buckets,
-        truncated=made.count("truncated"),
-        note=note,
-        template_date=None if template is None else template.date,
-    )
+    @property
+    def _unlisted(self) -> tuple[str, ...]:
+        """Columns that reward functions do not get as such."""
+        return self.prompt_columns
 
-    def row(index: int) -> dict[str, Any]:
-        return table[int(made.kept[index])]
-
-    def text(index: int) -> str:
-        known = made.text(index)
-        return row_texts.prompt_text(row(index), columns) if known is None else known
-
-    def raw(index: int) -> dict[str, Any]:
-        own = row(index)
-        return {name: own[name] for name in own if name not in columns}
-
-    def conversation(index: int) -> chat.Conversation:
-        return [dict(message) for message in row(index)[columns[0]]]
-
-    return PromptData(
-        tokens,
-        Lazy(count, text),
-        Lazy(count, raw),
-        encoder.tokenizer.pad_id,
-        buckets,
-        report,
-        None if template is None else Lazy(count, conversation),
-        shuffle,
-        made.meta.get("fingerprint"),
-        tuple(made.meta["columns"]) if "columns" in made.meta else None,
-    )
+    def _images(self, tokenized: Tokenized) -> image_rows.DataImages | None:
+        return None
 
 
-def _image_prompts(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    processor: image_rows.ImageProcessor,
-    column: str,
-    *,
-    query_length: int,
-    on_bad_row: str,
-    length_buckets: tuple[int, ...] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    shuffle: bool,
-) -> PromptData:
-    """`make_prompts` of conversations with images, which are read and tokenized at each start. One that is too long is
+class ImagePromptEncoder(PromptEncoder):
+    """The `tokenized.Encoder` of conversations with images, which are read at each start. One that is too long is
     dropped, since its images cannot be cut."""
-    template, folder = chat.ChatTemplate(tokenizer, chat_template_kwargs), image_rows.folder_of(rows)
-    rows = chat.noting_unread(rows, (column,), template)
 
-    def encode(row: Any) -> tuple[image_rows.ImageRow, str, list[int], int]:
-        read = image_rows.read_row(
-            row, (column,), processor, folder, lambda plain: chat.conversation_fault(plain, column)
-        )
-        text = template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
-        return read, text, *processor.encode(text, read.sources, tokenizer)
+    columns = {**PromptEncoder.columns, **image_rows.COUNTS}
 
-    split, encoded = image_rows.split_rows(rows, encode, on_bad_row)
-    kept = [i for i, (_, _, ids, _) in enumerate(encoded) if len(ids) <= query_length]
-    row_texts.check_any_kept(rows, len(kept), f"query_length = {query_length} tokens, those of images included")
-    tokens = [np.asarray(encoded[i][2], np.int32) for i in kept]
-    left_out = {column, *image_rows.COLUMNS}
-    raw = [{name: split.good[i][name] for name in split.good[i] if name not in left_out} for i in kept]
-    buckets, report = row_texts.buckets_and_report(
-        split,
-        tokens,
-        length_buckets=length_buckets,
-        truncated=0,
-        note=image_rows.note_of([encoded[i][0] for i in kept]),
-        template_date=template.date,
-    )
-    found = image_rows.DataImages(
-        processor,
-        [encoded[i][0].sources for i in kept],
-        max(encoded[i][3] for i in kept),
-        image_rows.column_of(rows),
-    )
-    texts = [encoded[i][1] for i in kept]
-    conversations = [encoded[i][0].messages[column] for i in kept]
-    return PromptData(tokens, texts, raw, tokenizer.pad_id, buckets, report, conversations, shuffle, images=found)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        columns: tuple[str, ...],
+        template: chat.ChatTemplate,
+        options: PromptOptions,
+        reader: image_rows.RowReader,
+    ):
+        super().__init__(tokenizer, columns, template, options)
+        self.reader = reader
 
+    def identity(self) -> None:
+        """None: files of images may change under the names that rows have."""
 
-def prompts_from_rows(
-    rows: Rows, config: PromptOptions, tokenizer: Tokenizer, processor: image_rows.ImageProcessor | None = None
-) -> PromptData:
-    """`make_prompts` with the data options of a config."""
-    return make_prompts(
-        rows,
-        tokenizer,
-        prompt_column=config.prompt_column,
-        query_length=config.query_length,
-        query_overflow=config.query_overflow,
-        on_bad_row=config.on_bad_row,
-        length_buckets=config.length_buckets,
-        chat_template_kwargs=config.chat_template_kwargs,
-        shuffle=config.shuffle_dataset,
-        num_proc=config.dataset_num_proc,
-        processor=processor,
-        environments=bool(config.environment_factory),
-    )
+    def _encode(self, row: Any) -> Encoded:
+        try:
+            read, (column,) = self.reader.read(row), self.prompt_columns
+            text = self.template.of_row(row).render(read.messages[column], generation_prompt=True, column=column)
+            ids, tiles = self.reader.processor.encode(text, read.sources, self.tokenizer)
+        except (image_rows.ImageError, chat.ChatTemplateError) as error:
+            return str(error)
+        if len(ids) > self.query_length:
+            return None
+        counts = {"images": len(read.sources), "tiles": tiles}
+        return {"tokens": ids, "text": text, "truncated": False, "begun": False, **counts}
 
+    def fault(self, row: Any) -> str | None:
+        """As `tokenized.Encoder.fault`."""
+        encoded = self._encode(row)
+        return encoded if isinstance(encoded, str) else None
 
-def load_prompts(
-    config: PromptOptions,
-    tokenizer: Tokenizer,
-    dataset: Any = None,
-    processor: image_rows.ImageProcessor | None = None,
-) -> PromptData:
-    """The training prompts of a config, or of `dataset`: an object in place of the configured names, or their
-    `mixture.TrainingRows`.
+    def encode(self, rows: list[Any]) -> list[Encoded]:
+        """As `tokenized.Encoder.encode`."""
+        return [self._encode(row) for row in rows]
 
-    Synthetic prompts keep their demonstrations as column 'completion'.
-    """
-    lists = ("tokens", "prompts", "raw", "conversations")
-    image_rows.check_one_dataset(config, processor)
-    return load_training(
-        config, "demonstrations", dataset, lambda rows, own: prompts_from_rows(rows, own, tokenizer, processor), *lists
-    )
+    def _note(self, tokenized: Tokenized, dropped: int) -> str:
+        return image_rows.note_of(tokenized)
 
+    def _conversation(self, row: Any) -> chat.Conversation:
+        return self.reader.read(row).messages[self.prompt_columns[0]]
 
-def load_eval_prompts(
-    config: PromptOptions, tokenizer: Tokenizer, dataset: Any = None, processor: image_rows.ImageProcessor | None = None
-) -> dict[str, PromptData]:
-    """The evaluation sets of a config, by name; see `loading.eval_sets`."""
-    sets = eval_sets(config, "demonstrations", dataset)
-    return {name: prompts_from_rows(rows, config, tokenizer, processor) for name, rows in sets.items()}
+    @property
+    def _limit(self) -> str:
+        return f"{super()._limit}, those of images included"
+
+    @property
+    def _unlisted(self) -> tuple[str, ...]:
+        return (*self.prompt_columns, *image_rows.COLUMNS)
+
+    def _images(self, tokenized: Tokenized) -> image_rows.DataImages:
+        return self.reader.images(tokenized, image_rows.column_of(tokenized.rows))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from rlhf_jax.data.loading import require_columns
 from rlhf_jax.data.ragged import lengths_of
 from rlhf_jax.data.tldr import fit_prompts as fit_prompts_by_post
 from rlhf_jax.data.tldr import format_post
-from rlhf_jax.data.tokenized import Tokenized, bad_rows_error
+from rlhf_jax.data.tokenized import Tokenized
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.errors import UserError
 
@@ -64,39 +63,6 @@ def text_fault(row: Any, columns: Sequence[str]) -> str | None:
         if fault is not None:
             return fault
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitRows:
-    """The good rows of a data set, the number of bad ones and the reason for the first."""
-
-    rows: Rows
-    good: list[Any]
-    bad: int
-    first_bad: str | None
-
-
-def split_rows(rows: Rows, fault: Callable[[Any], str | None], on_bad_row: str) -> SplitRows:
-    """Separates good rows from bad ones.
-
-    Args:
-      rows: the rows.
-      fault: why a row is bad, or None.
-      on_bad_row: 'raise' or 'skip'.
-
-    Raises:
-      UserError: a row is bad and on_bad_row is 'raise', or no row is good; has the file and line of the first bad row.
-    """
-    good, bad, first = [], 0, None
-    for i, row in enumerate(rows):
-        reason = fault(row)
-        if reason is None:
-            good.append(row)
-        else:
-            bad, first = bad + 1, first or f"{rows.location(i)}: {reason}"
-    if bad and (on_bad_row == "raise" or not good):
-        raise bad_rows_error(first, bad, len(rows), bool(good))
-    return SplitRows(rows, good, bad, first)
 
 
 class FittedPrompt(NamedTuple):
@@ -189,7 +155,7 @@ def check_any_kept(rows: Rows, kept: int, limit: str) -> None:
 
 
 def buckets_and_report(
-    made: Tokenized | SplitRows,
+    made: Tokenized,
     *sequences: Sequence[np.ndarray],
     length_buckets: Sequence[int] | None,
     truncated: int,
@@ -199,7 +165,7 @@ def buckets_and_report(
     """The length buckets of a data set and the report on its rows.
 
     Args:
-      made: the tokens of all rows, or the rows as they were read.
+      made: the tokens of all rows.
       *sequences: token sequences of the kept rows, one list for each column.
       length_buckets: as configured; None: `default_buckets`.
       truncated: number of truncated rows.

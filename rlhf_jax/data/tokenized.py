@@ -13,8 +13,8 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -31,7 +31,6 @@ Encoded = dict[str, Any] | str | None
 """A row's columns; why it is bad; or None for a row that is left out because of its length. Columns with LEFT_OUT among
 them are those of a row that is left out too, without its tokens."""
 LEFT_OUT = "left out"
-Made = TypeVar("Made")
 
 
 class Encoder(Protocol):
@@ -51,6 +50,9 @@ class Encoder(Protocol):
 
     def encode(self, rows: list[Any]) -> list[Encoded]:
         """What is made of each row."""
+
+    def data(self, tokenized: Tokenized, length_buckets: Sequence[int] | None) -> Any:
+        """The `batches.Batched` of the rows' tokens. Raises a UserError where no row is left, or one fits no bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,6 @@ def tokenize(
     *,
     on_bad_row: str,
     num_proc: int | None,
-    build: Callable[[Tokenized], Made],
-    describe: Callable[[Made], dict[str, Any]],
 ) -> Tokenized:
     """The tokens of rows.
 
@@ -137,12 +137,10 @@ def tokenize(
       encoder: makes tokens of rows.
       on_bad_row: 'raise' or 'skip'.
       num_proc: worker processes; None: this one alone, with the tokenizer's threads.
-      build: makes a data set of the tokens, to describe it.
-      describe: what to keep beside the tokens: what takes long to find out, of JSON types.
 
     Raises:
       UserError: a row is bad and on_bad_row is 'raise', or no row is good; it has the file and line of the first bad
-        row, and how many there are. Or `build` raises it.
+        row, and how many there are. Or, where tokens are cached, as `Encoder.data`.
     """
     identity = None if rows.fingerprint is None else encoder.identity()
     run = functools.partial(_run, rows, encoder, on_bad_row, num_proc)
@@ -155,9 +153,10 @@ def tokenize(
             run(path)
             made = Tokenized(rows, datasets.Dataset.from_file(path).data.table, True, {})
             made.check_bad(on_bad_row)
-            return describe(build(made))
+            return encoder.data(made, None).describe()
 
-        key = arrow_cache.key_of([rows.name, rows.fingerprint, type(encoder).__name__, identity])
+        form = [type(encoder).__name__, dict(encoder.columns)]
+        key = arrow_cache.key_of([rows.name, rows.fingerprint, *form, identity])
         if (entry := arrow_cache.cached(key, rows.name, write)) is not None:
             made = Tokenized(rows, entry.table.data.table, True, entry.meta)
             made.check_bad(on_bad_row)

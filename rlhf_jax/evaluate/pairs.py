@@ -49,7 +49,7 @@ class PairEvaluation:
         if reward_config.run_dir is not None:
             tokenizer = dataclasses.replace(tokenizer, template_date=template_date(reward_config.run_dir))
         if config.pairs is None:
-            sets = data.load_eval_pairs(reward_config, tokenizer)
+            sets = data.load_eval(data.PairData, reward_config, tokenizer)
             if not sets:
                 raise UserError(f"--run_dir {config.run_dir}: the reward stage has no evaluation data; set --pairs")
             self.source = next(iter(sets.values()))
@@ -63,7 +63,7 @@ class PairEvaluation:
             label="pairs",
             text_columns=data.text_columns_of(reward_config),
         )
-        self.source = data.pairs_from_rows(rows, reward_config, tokenizer)
+        self.source = data.from_rows(data.PairData, rows, reward_config, tokenizer)
 
     def run(self, bootstrap_options: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
         """The metrics of the reward model for evaluation.json."""

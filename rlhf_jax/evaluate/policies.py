@@ -61,7 +61,7 @@ class PolicyEvaluation:
         for checkpoint in {*([] if plan.ref is None else [plan.ref]), *plan.others}:
             data.check_same_tokenizer(tokenizer, checkpoint.path, checkpoint.revision)
         self.tools = open_tools(plan.prompts, (), None)
-        self.source = data.prompts_from_rows(rows, self.tools.prompt_config, tokenizer, self.policy.processor)
+        self.source = data.from_rows(data.PromptData, rows, self.tools.prompt_config, tokenizer, self.policy.processor)
         self.references = self._load_references()
         has_references = bool(self.references) and plan.reference is not False
         self.opponents = [*(["reference"] if has_references else []), *(other.name for other in plan.others)]

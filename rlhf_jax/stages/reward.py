@@ -28,8 +28,8 @@ class RewardAlgorithm(SupervisedAlgorithm[RewardConfig]):
 
     def load_data(self, config: RewardConfig, model, tokenizer, train_dataset, eval_dataset):
         """(training pairs, evaluation sets by name, demonstrations that score 0 on average after training, or None)"""
-        train_data = data.load_pairs(config, tokenizer, train_dataset)
-        eval_sets = data.load_eval_pairs(config, tokenizer, eval_dataset)
+        train_data = data.load(data.PairData, config, tokenizer, train_dataset)
+        eval_sets = data.load_eval(data.PairData, config, tokenizer, eval_dataset)
         return train_data, eval_sets, data.load_normalization_data(config, tokenizer)
 
     def start_messages(self, context: StageContext[RewardConfig]) -> list[str]:

@@ -124,8 +124,9 @@ class RolloutStage(Stage):
         opened = rollout_models.open_policy(context, self.algorithm, train_rows)
         self.tokenizer = dataclasses.replace(opened.tokenizer, template_date=template_date)
         self.generation = exported_generation(rollout_models.policy_source(config), self.tokenizer)
-        self.train_data = data.load_prompts(tools.prompt_config, self.tokenizer, train_rows, opened.processor)
-        self.eval_sets = data.load_eval_prompts(tools.prompt_config, self.tokenizer, eval_dataset, opened.processor)
+        prompts = data.PromptData, tools.prompt_config, self.tokenizer
+        self.train_data = data.load(*prompts, train_rows, opened.processor)
+        self.eval_sets = data.load_eval(*prompts, eval_dataset, opened.processor)
         sources = (self.train_data, *self.eval_sets.values())
         positions = opened.policy.config.max_position_embeddings
         self.turns = tools.turns(sources, self.tokenizer, positions=positions, mesh=self.mesh)

@@ -64,8 +64,8 @@ class SFTAlgorithm(SupervisedAlgorithm[SFTConfig]):
                 return demonstrations
             return data.pack(demonstrations, config.max_length, config.completion_only_loss)
 
-        train_data = packed(data.load_demonstrations(config, tokenizer, rows, processor), config.packing)
-        eval_sets = data.load_eval_demonstrations(config, tokenizer, eval_dataset, processor)
+        train_data = packed(data.load(data.DemoData, config, tokenizer, rows, processor), config.packing)
+        eval_sets = data.load_eval(data.DemoData, config, tokenizer, eval_dataset, processor)
         return train_data, {name: packed(one, eval_packing) for name, one in eval_sets.items()}, None
 
     def early_stopping_metric(self, eval_sets: dict[str, Any]) -> str:

@@ -76,13 +76,14 @@ def start(path: str, tokenizer_name: str, batch_size: int) -> dict[str, float]:
 
     import rlhf_jax.train  # noqa: F401
     from rlhf_jax import data
+    from rlhf_jax.data.options import PromptOptions
 
     tokenizer = data.load_tokenizer(tokenizer_name)
     calls = []
     encode_batch = data.Tokenizer.encode_batch
     data.Tokenizer.encode_batch = lambda self, texts: calls.append(len(texts)) or encode_batch(self, texts)
     memory, began, cpu = PeakMemory(), time.perf_counter(), time.process_time()
-    made = data.make_prompts(data.load_rows(path), tokenizer)
+    made = data.from_rows(data.PromptData, data.load_rows(path), PromptOptions(), tokenizer)
     made.batch(42, 0, batch_size)
     made.fingerprint  # noqa: B018  which a run compares at its start
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu

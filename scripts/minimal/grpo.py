@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
         kl_coef=jnp.float32(0.0),
         tokens=jnp.uint32(0),
     )
-    prompt_data = data.load_prompts(CONFIG, tokenizer)
+    prompt_data = data.load(data.PromptData, CONFIG, tokenizer)
     sampling = Sampling(
         max_new_tokens=CONFIG.response_length,
         temperature=CONFIG.temperature,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rlhf_jax import data
 from rlhf_jax.data import batches, synthetic
 from rlhf_jax.errors import UserError
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_an_epoch_sees_every_row_once_and_epochs_differ():
 
 
 def test_batches_do_not_depend_on_what_was_asked_before(tokenizer, demonstrations):
-    made = data.make_prompts(demonstrations, tokenizer)
+    made = make_prompts(demonstrations, tokenizer)
     later = made.batch(5, 7, 4)
     for step in range(9):
         made.batch(5, step, 4)
@@ -50,7 +51,7 @@ def test_batches_do_not_depend_on_what_was_asked_before(tokenizer, demonstration
 
 
 def test_prompts_are_left_padded_with_lengths_and_rows(tokenizer, demonstrations):
-    made = data.make_prompts(demonstrations, tokenizer)
+    made = make_prompts(demonstrations, tokenizer)
     batch = made.batch(0, 0, 4)
     assert batch.tokens.dtype == batch.lengths.dtype == batch.rows.dtype == np.int32
     assert batch.tokens.shape == (4, batches.bucket(batch.lengths.max(), made.buckets))
@@ -63,9 +64,9 @@ def test_prompts_are_left_padded_with_lengths_and_rows(tokenizer, demonstrations
 
 
 def test_evaluation_goes_in_order_and_fills_the_last_batch(tokenizer, demonstrations):
-    prompts = data.make_prompts(demonstrations, tokenizer)
+    prompts = make_prompts(demonstrations, tokenizer)
     assert prompts.in_order(8, 4).rows.tolist() == [8, 9, 9, 9]
-    demos = data.make_demonstrations(demonstrations, tokenizer)
+    demos = make_demonstrations(demonstrations, tokenizer)
     filled = demos.in_order(8, 4)
     assert (filled.lengths[:2] > 0).all() and filled.lengths[2:].tolist() == [0, 0]
 
@@ -73,9 +74,9 @@ def test_evaluation_goes_in_order_and_fills_the_last_batch(tokenizer, demonstrat
 def test_a_share_of_a_batch_is_its_rows_at_the_width_of_the_whole(tokenizer, demonstrations):
     pairs = data.load_rows(synthetic.preference_pairs(10))
     for made in (
-        data.make_prompts(demonstrations, tokenizer),
-        data.make_demonstrations(demonstrations, tokenizer),
-        data.make_pairs(pairs, tokenizer),
+        make_prompts(demonstrations, tokenizer),
+        make_demonstrations(demonstrations, tokenizer),
+        make_pairs(pairs, tokenizer),
     ):
         for take in (lambda *here: made.batch(3, 1, 5, *here), lambda *here: made.in_order(7, 5, *here)):  # noqa: B023
             whole = vars(take())
@@ -88,7 +89,7 @@ def test_a_share_of_a_batch_is_its_rows_at_the_width_of_the_whole(tokenizer, dem
 
 
 def test_demonstrations_are_prompt_completion_eos(tokenizer, demonstrations):
-    made = data.make_demonstrations(demonstrations, tokenizer)
+    made = make_demonstrations(demonstrations, tokenizer)
     batch = made.in_order(0, 10)
     for row, tokens, prompt_length, length in zip(
         demonstrations, batch.tokens, batch.prompt_lengths, batch.lengths, strict=True
@@ -100,7 +101,7 @@ def test_demonstrations_are_prompt_completion_eos(tokenizer, demonstrations):
 
 def test_an_eos_in_the_text_is_not_doubled(tokenizer):
     rows = [{"prompt": "POST: i met anna.", "completion": " met anna<|endoftext|>"}]
-    (tokens,) = data.make_demonstrations(data.load_rows(rows), tokenizer).tokens
+    (tokens,) = make_demonstrations(data.load_rows(rows), tokenizer).tokens
     assert tokens.tolist().count(tokenizer.eos_id) == 1 and tokens[-1] == tokenizer.eos_id
 
 
@@ -112,14 +113,14 @@ def test_long_demonstrations_are_cut_without_a_false_eos_or_dropped(tokenizer):
             {"prompt": "POST: i met anna. i lost keys.", "completion": " met anna"},  # 9 + 2 + eos
         ]
     )
-    cut = data.make_demonstrations(rows, tokenizer, max_length=9)
+    cut = make_demonstrations(rows, tokenizer, max_length=9)
     assert [len(tokens) for tokens in cut.tokens] == [9, 8]
     assert cut.tokens[0][-1] != tokenizer.eos_id and cut.tokens[1][-1] == tokenizer.eos_id
     assert (cut.report.kept, cut.report.truncated, cut.report.dropped) == (2, 1, 1)
-    dropped = data.make_demonstrations(rows, tokenizer, max_length=9, query_overflow="drop")
+    dropped = make_demonstrations(rows, tokenizer, max_length=9, query_overflow="drop")
     assert (dropped.report.kept, dropped.report.truncated, dropped.report.dropped) == (1, 0, 2)
     with pytest.raises(UserError, match="3 rows.*max_length = 3"):
-        data.make_demonstrations(rows, tokenizer, max_length=3)
+        make_demonstrations(rows, tokenizer, max_length=3)
 
 
 def test_pairs_share_a_width_and_carry_margins(tokenizer):
@@ -129,7 +130,7 @@ def test_pairs_share_a_width_and_carry_margins(tokenizer):
             {"prompt": "POST: i met anna.", "chosen": " met anna", "rejected": " met omar", "by": 2},
         ]
     )
-    made = data.make_pairs(rows, tokenizer, margin_column="by")
+    made = make_pairs(rows, tokenizer, margin_column="by")
     batch = made.in_order(0, 2)
     assert batch.chosen_tokens.shape == batch.rejected_tokens.shape
     assert batch.chosen_lengths.tolist() == [8, 8] and batch.rejected_lengths.tolist() == [11, 8]
@@ -137,18 +138,18 @@ def test_pairs_share_a_width_and_carry_margins(tokenizer):
     assert batch.rejected_tokens[0][:11].tolist() == tokenizer.encode(
         rows.table[0]["prompt"] + " met omar; lost keys"
     ) + [0]
-    assert data.make_pairs(rows, tokenizer).in_order(0, 2).margin.tolist() == [0.0, 0.0]
-    short = data.make_pairs(rows, tokenizer, max_length=10)
+    assert make_pairs(rows, tokenizer).in_order(0, 2).margin.tolist() == [0.0, 0.0]
+    short = make_pairs(rows, tokenizer, max_length=10)
     assert (short.report.kept, short.report.dropped) == (1, 1)
 
 
 def test_pairs_of_whole_texts_need_no_prompt_column(tokenizer):
     whole = [{"chosen": "POST: i met anna. met anna", "rejected": "POST: i met anna. met omar"}]
     split = [{"prompt": "POST: i met anna.", "chosen": " met anna", "rejected": " met omar"}]
-    made = [data.make_pairs(data.load_rows(rows), tokenizer) for rows in (whole, split)]
+    made = [make_pairs(data.load_rows(rows), tokenizer) for rows in (whole, split)]
     assert made[0].fingerprint == made[1].fingerprint
     with pytest.raises(UserError, match="no column 'question'.*prompt_column"):
-        data.make_pairs(data.load_rows(whole), tokenizer, prompt_column="question")
+        make_pairs(data.load_rows(whole), tokenizer, prompt_column="question")
 
 
 def test_buckets():
@@ -162,8 +163,8 @@ def test_buckets():
 
 def test_buckets_that_are_too_short_are_refused_at_once(tokenizer, demonstrations):
     with pytest.raises(UserError, match="length_buckets ends at 8"):
-        data.make_prompts(demonstrations, tokenizer, length_buckets=(8,))
-    assert data.make_prompts(demonstrations, tokenizer, length_buckets=(96,)).batch(0, 0, 2).tokens.shape == (2, 96)
+        make_prompts(demonstrations, tokenizer, length_buckets=(8,))
+    assert make_prompts(demonstrations, tokenizer, length_buckets=(96,)).batch(0, 0, 2).tokens.shape == (2, 96)
 
 
 def test_a_fingerprint_sees_every_token_and_length():
@@ -174,13 +175,13 @@ def test_a_fingerprint_sees_every_token_and_length():
 
 
 def test_a_report_is_one_line(tokenizer, demonstrations):
-    report = data.make_prompts(demonstrations, tokenizer).report
+    report = make_prompts(demonstrations, tokenizer).report
     assert "\n" not in str(report) and "10 of 10 rows" in str(report)
     assert report.tokens == sum(len(tokenizer.encode(row["prompt"])) for row in demonstrations)
 
 
 def test_all_batches_of_prompts_have_one_shape():
     tokenizer = data.load_tokenizer("synthetic")
-    made = data.make_prompts(data.load_rows(synthetic.prompts(40)), tokenizer)
+    made = make_prompts(data.load_rows(synthetic.prompts(40)), tokenizer)
     shapes = {made.batch(0, step, 2).tokens.shape for step in range(20)}
     assert shapes == {(2, data.bucket(made.report.longest, made.buckets))}

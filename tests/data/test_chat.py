@@ -21,6 +21,7 @@ from rlhf_jax.data.chat import ChatTemplate
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, system, user
 from tests.helpers.hub import Hub
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 
 # Every piece is in the synthetic vocabulary, so a wrong order of pieces cannot hide behind [UNK].
 POSTS = (
@@ -49,7 +50,7 @@ def synthetic_tokenizer(template=POSTS):
 
 
 def make(rows, tokenizer=None, **options):
-    return data.make_prompts(data.load_rows(rows), tokenizer or synthetic_tokenizer(), **options)
+    return make_prompts(data.load_rows(rows), tokenizer or synthetic_tokenizer(), **options)
 
 
 def expected_ids(tokenizer, chat, **kwargs):
@@ -232,9 +233,10 @@ def test_templates_that_fail_leave_no_row(template, message):
 def test_torch_is_not_imported_for_templates(tmp_path):
     data.save_tokenizer(synthetic_tokenizer(), str(tmp_path))
     code = (
-        "import sys; from rlhf_jax import data\n"
+        "import sys; from rlhf_jax import data; from rlhf_jax.data.options import PromptOptions\n"
         "rows = data.load_rows([{'prompt': [{'role': 'user', 'content': 'a'}]}])\n"
-        f"data.make_prompts(rows, data.load_tokenizer({str(tmp_path)!r})); assert 'torch' not in sys.modules"
+        f"data.from_rows(data.PromptData, rows, PromptOptions(), data.load_tokenizer({str(tmp_path)!r}))\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -324,7 +326,7 @@ def test_texts_begin_with_what_the_tokenizer_puts_before_them():
         == tokenizer.hf(text)["input_ids"]
         == [*tokenizer.start_ids(), *tokenizer.encode(text)]
     )
-    demonstrations, pairs = (f(data.load_rows([row]), tokenizer) for f in (data.make_demonstrations, data.make_pairs))
+    demonstrations, pairs = (f(data.load_rows([row]), tokenizer) for f in (make_demonstrations, make_pairs))
     assert demonstrations.tokens[0].tolist() == pairs.chosen[0].tolist() == [*whole, *end]
     cut = make([row], tokenizer, query_length=5)
     assert cut.tokens[0].tolist() == [*tokenizer.start_ids(), *tokenizer.encode("anna")] and cut.texts([0]) == ["anna"]
@@ -355,10 +357,12 @@ def test_the_config_says_whether_to_shuffle_and_what_the_template_gets():
         "environment_factory": (),
     }  # fmt: skip
     tokenizer = synthetic_tokenizer()
-    made = data.load_prompts(types.SimpleNamespace(**options), tokenizer, ROWS)
+    made = data.load(data.PromptData, types.SimpleNamespace(**options), tokenizer, ROWS)
     assert [made.batch(7, step, 1).rows.tolist() for step in range(4)] == [[0], [1], [2], [0]]
     assert made.display_texts([0])[0].startswith("TITLE: help")
-    shuffled = data.load_prompts(types.SimpleNamespace(**{**options, "shuffle_dataset": True}), tokenizer, ROWS)
+    shuffled = data.load(
+        data.PromptData, types.SimpleNamespace(**{**options, "shuffle_dataset": True}), tokenizer, ROWS
+    )
     order = [shuffled.batch(7, step, 1).rows.tolist() for step in range(3)]
     assert order == [[i] for i in np.random.default_rng([7, 0]).permutation(3)]
 

@@ -11,6 +11,7 @@ from rlhf_jax.data import arrow_cache, conversation_forms
 from rlhf_jax.errors import UserError
 from rlhf_jax.evaluate.answers import reference_texts
 from tests.helpers.chat_tokenizer import CHATML, assistant, bytes_tokenizer, system, user
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{{ greeting | default('') }}"
@@ -49,19 +50,17 @@ def expected(messages, tools=None, template=TOOL_TEMPLATE, **options):
 
 
 def demonstrations(rows, template=TOOL_TEMPLATE, **options):
-    return data.make_demonstrations(
+    return make_demonstrations(
         data.load_rows(rows), bytes_tokenizer(template), max_length=4096, query_length=4096, **options
     )
 
 
 def pairs(rows, template=TOOL_TEMPLATE, **options):
-    return data.make_pairs(
-        data.load_rows(rows), bytes_tokenizer(template), max_length=4096, query_length=4096, **options
-    )
+    return make_pairs(data.load_rows(rows), bytes_tokenizer(template), max_length=4096, query_length=4096, **options)
 
 
 def prompts(rows, template=TOOL_TEMPLATE, **options):
-    return data.make_prompts(data.load_rows(rows), bytes_tokenizer(template), query_length=4096, **options)
+    return make_prompts(data.load_rows(rows), bytes_tokenizer(template), query_length=4096, **options)
 
 
 def ids(sequences):
@@ -339,9 +338,9 @@ def test_mixtures_and_evaluation_sets_take_every_form(tmp_path):
         length_buckets=None,
     )
     tokenizer, whole = bytes_tokenizer(TOOL_TEMPLATE), [expected(chat, TOOLS) for chat in (CHAT, HOUSE, CHAT)]
-    made = data.load_demonstrations(config, tokenizer)
+    made = data.load(data.DemoData, config, tokenizer)
     assert ids(made.tokens) == whole and "ShareGPT" in str(made.report) and "JSON text" in str(made.report)
-    sets = data.load_eval_demonstrations(config, tokenizer, paths)
+    sets = data.load_eval(data.DemoData, config, tokenizer, paths)
     assert [ids(sets[name].tokens)[0] for name in forms] == whole
 
 

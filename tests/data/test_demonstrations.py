@@ -13,6 +13,7 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.config import SFTConfig
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, system, user
+from tests.helpers.made_data import make_demonstrations
 
 PROMPTS = [
     [user("i met anna.")],
@@ -26,7 +27,7 @@ WHOLE = [{"messages": [*row["prompt"], *row["completion"]]} for row in SPLIT]
 
 def make(rows, tokenizer=None, **options):
     tokenizer = tokenizer or bytes_tokenizer(MARKED)
-    return data.make_demonstrations(data.load_rows(rows), tokenizer, **{"max_length": 400, **options})
+    return make_demonstrations(data.load_rows(rows), tokenizer, **{"max_length": 400, **options})
 
 
 def labels(made, completion_only=False):
@@ -129,7 +130,7 @@ def test_options_of_a_config_reach_conversations():
     config = SFTConfig(query_length=300, max_length=400, assistant_only_loss=True, dataset_test_split=None)
     tokenizer = bytes_tokenizer(None)
     config = dataclasses.replace(config, chat_template_kwargs={"chat_template": MARKED})
-    found = data.load_demonstrations(config, tokenizer, WHOLE)
+    found = data.load(data.DemoData, config, tokenizer, WHOLE)
     assert found.fingerprint == make(WHOLE, assistant_only_loss=True).fingerprint
 
 

@@ -15,6 +15,7 @@ from rlhf_jax.config import RLOOConfig, SFTConfig
 from rlhf_jax.data import files, images
 from rlhf_jax.errors import UserError
 from tests.helpers import vision as tiny
+from tests.helpers.made_data import make_demonstrations, make_prompts
 from tests.helpers.optional import optional
 
 pil = optional("PIL.Image")
@@ -43,7 +44,7 @@ def of(tmp_path_factory):
 
 def prompts(of, rows, splitting=False, **options):
     tokenizer, processor, _ = of[splitting]
-    return data.make_prompts(files.from_list(rows, "rows"), tokenizer, processor=processor, **options)
+    return make_prompts(files.from_list(rows, "rows"), tokenizer, processor=processor, **options)
 
 
 def png(seed=0, width=20, height=12, mode="RGB") -> bytes:
@@ -142,11 +143,11 @@ def test_demonstrations_are_not_trained_on_image_tokens(of):
     tokenizer, processor, _ = of[False]
     answer = [{"role": "assistant", "content": "w9"}]
     rows = [{"prompt": USER, "completion": answer, "images": [png()]}, {"prompt": USER, "completion": answer}]
-    made = data.make_demonstrations(files.from_list(rows, "rows"), tokenizer, processor=processor)
+    made = make_demonstrations(files.from_list(rows, "rows"), tokenizer, processor=processor)
     batch = made.of_rows(np.array([0, 1]))
     np.testing.assert_array_equal(batch.loss_mask, (batch.tokens != tiny.IMAGE) & (batch.tokens != tiny.PAD))
     assert batch.images.pixels.shape[:2] == (2, 1) and list(made.prompt_lengths) == [13, 6]
-    changed = data.make_demonstrations(
+    changed = make_demonstrations(
         files.from_list([{**rows[0], "images": [png(9)]}, rows[1]], "rows"), tokenizer, processor=processor
     )
     assert changed.fingerprint != made.fingerprint
@@ -161,11 +162,11 @@ def test_a_datasets_image_column_is_kept_encoded_and_paths_are_found_beside_the_
             prompt=[{"role": datasets.Value("string"), "content": datasets.Value("string")}], image=datasets.Image()
         ),
     )
-    made = data.make_prompts(files.from_dataset(table, "table"), tokenizer, processor=processor)
+    made = make_prompts(files.from_dataset(table, "table"), tokenizer, processor=processor)
     assert isinstance(made.images.sources[0][0].value, bytes)
     (tmp_path / "one.png").write_bytes(png())
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": USER, "images": ["one.png"]}))
-    beside = data.make_prompts(files.read_file(str(tmp_path / "rows.jsonl")), tokenizer, processor=processor)
+    beside = make_prompts(files.read_file(str(tmp_path / "rows.jsonl")), tokenizer, processor=processor)
     np.testing.assert_array_equal(beside.images.batch([0]).pixels, made.images.batch([0]).pixels)
 
 
@@ -276,6 +277,6 @@ def test_a_processor_that_is_missing_or_of_other_ids_is_refused(of, tmp_path):
 @pytest.mark.parametrize("config", [RLOOConfig, SFTConfig])
 def test_images_of_several_data_sets_are_refused(of, config):
     tokenizer, processor, _ = of[False]
-    load = data.load_demonstrations if config is SFTConfig else data.load_prompts
+    kind = data.DemoData if config is SFTConfig else data.PromptData
     with pytest.raises(UserError, match="datasets: images are read from one data set"):
-        load(config(datasets=({"path": "a"}, {"path": "b"})), tokenizer, processor=processor)
+        data.load(kind, config(datasets=({"path": "a"}, {"path": "b"})), tokenizer, processor=processor)

@@ -17,6 +17,7 @@ from rlhf_jax import data
 from rlhf_jax.data import arrow_cache, loading, synthetic
 from rlhf_jax.data.options import PromptOptions
 from rlhf_jax.errors import UserError
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 
 ROWS = [{"prompt": row["prompt"], "completion": row["completion"], "id": i} for i, row in
         enumerate(synthetic.demonstrations(6))]  # fmt: skip
@@ -106,7 +107,7 @@ def test_compressed_files_give_the_same_rows(tmp_path, compression, monkeypatch)
     }.items():
         assert list(read(name, text)) == ROWS, name
     with pytest.raises(UserError, match=f"e.jsonl.{compression}, line 2: is not JSON"):
-        data.make_prompts(read("e.jsonl", '{"prompt": "x"}\n{'), data.load_tokenizer("synthetic"))
+        make_prompts(read("e.jsonl", '{"prompt": "x"}\n{'), data.load_tokenizer("synthetic"))
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / f"train.jsonl.{compression}").write_bytes(COMPRESS[compression](lines.encode()))
@@ -255,14 +256,14 @@ def test_the_columns_of_a_config_are_text_in_csv_files(tmp_path, tokenizer):
     path = tmp_path / "a.csv"
     path.write_text("question,answer,chosen,rejected,margin\n1,2,3,4,0.50\n5,6,7,8,1\n")
     options = {"dataset_name": str(path), "prompt_column": "question", "completion_column": "answer"}
-    prompts = data.load_prompts(config(**options), tokenizer)
+    prompts = data.load(data.PromptData, config(**options), tokenizer)
     assert prompts.display_texts([0, 1]) == ["1", "5"] and prompts.columns([0])["answer"] == ["2"]
-    assert len(data.load_demonstrations(config(**options), tokenizer)) == 2
+    assert len(data.load(data.DemoData, config(**options), tokenizer)) == 2
     pairs = config(**options, chosen_column="chosen", rejected_column="rejected", margin_column="margin")
-    assert data.load_pairs(pairs, tokenizer).margin.tolist() == [0.5, 1.0]
+    assert data.load(data.PairData, pairs, tokenizer).margin.tolist() == [0.5, 1.0]
     mixed = config(datasets=({"path": str(path), "format": {"prompt": "{answer} of {margin}"}},))
     mixed = PromptOptions(**{name: vars(mixed)[name] for name in PromptOptions.__dataclass_fields__})
-    assert data.load_prompts(mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
+    assert data.load(data.PromptData, mixed, tokenizer).display_texts([0, 1]) == ["2 of 0.50", "6 of 1"]
 
 
 def test_folders_by_split(tmp_path):
@@ -295,18 +296,20 @@ def test_saved_data_sets_have_splits(tmp_path):
 
 def test_a_plain_file_is_one_split_and_needs_an_evaluation_file(tmp_path, tokenizer):
     name = write_lines(tmp_path / "prompts_train.jsonl", ROWS)
-    assert len(data.load_prompts(config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
-    assert data.load_eval_prompts(config(dataset_name=name), tokenizer) == {}
-    found = data.load_eval_prompts(config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer)
+    assert len(data.load(data.PromptData, config(dataset_name=name, dataset_train_split="anything"), tokenizer)) == 6
+    assert data.load_eval(data.PromptData, config(dataset_name=name), tokenizer) == {}
+    found = data.load_eval(
+        data.PromptData, config(dataset_name=name, eval_dataset_name=name, max_eval_samples=2), tokenizer
+    )
     assert [len(one) for one in found.values()] == [2]
-    assert len(data.load_demonstrations(config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
+    assert len(data.load(data.DemoData, config(dataset_name="nowhere.jsonl"), tokenizer, ROWS)) == 6
 
 
 def test_synthetic_by_config(tokenizer):
-    prompts = data.load_prompts(config(max_train_samples=5), tokenizer)
+    prompts = data.load(data.PromptData, config(max_train_samples=5), tokenizer)
     assert prompts.columns([0])["completion"] == [synthetic.demonstrations(1)[0]["completion"]]
-    assert data.load_eval_prompts(config(dataset_test_split=None), tokenizer) == {}
-    (one,) = data.load_eval_demonstrations(config(max_eval_samples=7), tokenizer).values()
+    assert data.load_eval(data.PromptData, config(dataset_test_split=None), tokenizer) == {}
+    (one,) = data.load_eval(data.DemoData, config(max_eval_samples=7), tokenizer).values()
     assert len(one) == 7
     assert data.load_normalization_data(config(), tokenizer) is None
     assert len(data.load_normalization_data(config(normalize_dataset_name="synthetic"), tokenizer)) == 4
@@ -378,12 +381,12 @@ def test_missing_columns_are_named_with_the_option(tmp_path, tokenizer):
         match="a.jsonl has no column 'prompt'; it has prompts, completion. Set prompt_column to the right one "
         r"\(did you mean 'prompts'\?\)",
     ):
-        data.make_prompts(rows, tokenizer)
-    assert len(data.make_prompts(rows, tokenizer, prompt_column="prompts")) == 1
+        make_prompts(rows, tokenizer)
+    assert len(make_prompts(rows, tokenizer, prompt_column="prompts")) == 1
     with pytest.raises(UserError, match="no column 'summary'.*completion_column"):
-        data.make_demonstrations(rows, tokenizer, prompt_column="prompts", completion_column="summary")
+        make_demonstrations(rows, tokenizer, prompt_column="prompts", completion_column="summary")
     with pytest.raises(UserError, match="no column 'chosen'.*chosen_column"):
-        data.make_pairs(rows, tokenizer)
+        make_pairs(rows, tokenizer)
 
 
 BAD = {
@@ -402,17 +405,17 @@ BAD = {
 def test_bad_rows_are_named_by_file_and_line_or_skipped_and_counted(tmp_path, tokenizer, line):
     rows = data.load_rows(write_lines(tmp_path / "a.jsonl", [ROWS[0], "", line, ROWS[1], line]))
     with pytest.raises(UserError) as error:
-        data.make_demonstrations(rows, tokenizer)
+        make_demonstrations(rows, tokenizer)
     assert f"a.jsonl, line 3: {BAD[line]}" in str(error.value)
     assert "2 of 4 rows are bad" in str(error.value) and "on_bad_row=skip" in str(error.value)
-    made = data.make_demonstrations(rows, tokenizer, on_bad_row="skip")
+    made = make_demonstrations(rows, tokenizer, on_bad_row="skip")
     assert (len(made), made.report.read, made.report.bad) == (2, 4, 2)
     assert "2 bad" in str(made.report) and "line 3" in str(made.report)
 
 
 def test_no_good_row_is_an_error_even_when_skipping(tokenizer):
     with pytest.raises(UserError, match="No row is usable"):
-        data.make_prompts(data.load_rows([{"prompt": ""}]), tokenizer, on_bad_row="skip")
+        make_prompts(data.load_rows([{"prompt": ""}]), tokenizer, on_bad_row="skip")
 
 
 @pytest.mark.parametrize(
@@ -428,8 +431,8 @@ def test_bad_pairs_are_named(tokenizer, extra, message):
     good = {"prompt": ROWS[0]["prompt"], "chosen": " met anna", "rejected": " met omar", "margin": 1}
     rows = data.load_rows([good, {**good, **extra}])
     with pytest.raises(UserError, match=f"row 2: {message}"):
-        data.make_pairs(rows, tokenizer, margin_column="margin")
-    assert data.make_pairs(rows, tokenizer, margin_column="margin", on_bad_row="skip").report.bad == 1
+        make_pairs(rows, tokenizer, margin_column="margin")
+    assert make_pairs(rows, tokenizer, margin_column="margin", on_bad_row="skip").report.bad == 1
 
 
 def test_rows_are_iterated_in_chunks_without_loss():

@@ -62,7 +62,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 
 def test_a_mixture_by_weights_has_batches_of_all_sets_at_every_step(paths):
-    made = data.load_demonstrations(config(entries(paths, weight=[3, 1, 1])), data.load_tokenizer("synthetic"))
+    made = data.load(data.DemoData, config(entries(paths, weight=[3, 1, 1])), data.load_tokenizer("synthetic"))
     assert len(made) == 75 and made.report.kept == 75
     sets = np.repeat([0, 1, 2], [40, 10, 25])
     steps = {step: made.rows_of(42, step, 15) for step in range(10)}
@@ -78,11 +78,11 @@ def test_a_mixture_by_weights_has_batches_of_all_sets_at_every_step(paths):
 
 
 def test_without_weights_every_row_comes_once_an_epoch(paths, tmp_path):
-    made = data.load_prompts(config(entries(paths), RLOOConfig), data.load_tokenizer("synthetic"))
+    made = data.load(data.PromptData, config(entries(paths), RLOOConfig), data.load_tokenizer("synthetic"))
     assert sorted(np.concatenate([made.rows_of(1, step, 25) for step in range(3)]).tolist()) == list(range(75))
     whole = tmp_path / "whole.jsonl"
     whole.write_text("".join(open(path).read() for path in paths))
-    one = data.load_prompts(RLOOConfig(dataset_name=str(whole)), data.load_tokenizer("synthetic"))
+    one = data.load(data.PromptData, RLOOConfig(dataset_name=str(whole)), data.load_tokenizer("synthetic"))
     np.testing.assert_array_equal(made.batch(1, 1, 25).tokens, one.batch(1, 1, 25).tokens)
     assert made.columns([0, 45, 74])["of"] == [0, 1, 2] and made.texts([45]) == one.texts([45])
 
@@ -90,7 +90,9 @@ def test_without_weights_every_row_comes_once_an_epoch(paths, tmp_path):
 def test_fractions_are_trls(paths):
     trl = pytest.importorskip("trl.scripts.utils")
     fractions = [0.5, 0.2, 0.3]
-    made = data.load_prompts(config(entries(paths, fraction=fractions), RLOOConfig), data.load_tokenizer("synthetic"))
+    made = data.load(
+        data.PromptData, config(entries(paths, fraction=fractions), RLOOConfig), data.load_tokenizer("synthetic")
+    )
     # TRL reads a file by its builder's name and data_files.
     theirs = [
         trl.DatasetConfig(path="json", data_files=path, fraction=fraction)
@@ -107,11 +109,11 @@ def test_sets_have_columns_formats_and_limits_of_their_own(paths, tmp_path):
     own = {"path": str(other), "format": {"prompt": "{title}; {n} {{}}"}, "completion_column": "answer"}
     made_of = config([{"path": paths[0], "max_train_samples": 3}, {**own, "on_bad_row": "skip"}])
     tokenizer = bytes_tokenizer()
-    made = data.load_demonstrations(made_of, tokenizer)
+    made = data.load(data.DemoData, made_of, tokenizer)
     assert len(made) == 5 and tokenizer.decode(made.tokens[3]) == "<bos>met anna; 1 {} lost keys<|im_end|>"
     assert "line 3: 'title', of which the format of 'prompt' is made, is NoneType" in made.report.first_bad
     with pytest.raises(UserError, match="other.jsonl, line 3: 'title'"):
-        data.load_demonstrations(config([own]), tokenizer)
+        data.load(data.DemoData, config([own]), tokenizer)
 
 
 def test_pairs_are_mixed(tmp_path):
@@ -119,13 +121,13 @@ def test_pairs_are_mixed(tmp_path):
         rows = synthetic.preference_pairs(count, seed=count)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "m": 2}) + "\n" for row in rows))
     both = [{"path": str(tmp_path / "a.jsonl"), "margin_column": "m"}, {"path": str(tmp_path / "b.jsonl")}]
-    made = data.load_pairs(config(both, RewardConfig), data.load_tokenizer("synthetic"))
+    made = data.load(data.PairData, config(both, RewardConfig), data.load_tokenizer("synthetic"))
     assert made.margin.tolist() == [2.0] * 12 + [0.0] * 4 and len(made) == 16
     assert made.in_order(12, 4).margin.tolist() == [0.0] * 4
 
 
 def test_packed_rows_of_a_mixture_by_weights_are_of_one_set_each(paths):
-    made = data.load_demonstrations(config(entries(paths, weight=[1, 1, 2])), data.load_tokenizer("synthetic"))
+    made = data.load(data.DemoData, config(entries(paths, weight=[1, 1, 2])), data.load_tokenizer("synthetic"))
     packed = data.pack(made, 200, False)
     sets = np.repeat([0, 1, 2], [40, 10, 25])
     assert all(len({sets[row] for row in pack}) == 1 for pack in packed.packs)
@@ -140,7 +142,7 @@ def test_packed_rows_of_a_mixture_by_weights_are_of_one_set_each(paths):
 def test_a_changed_mixture_has_another_fingerprint(paths):
     tokenizer = data.load_tokenizer("synthetic")
     prints = {
-        data.load_demonstrations(config(made), tokenizer).fingerprint
+        data.load(data.DemoData, config(made), tokenizer).fingerprint
         for made in (
             entries(paths),
             entries(paths, weight=[1, 1, 1]),
@@ -156,13 +158,13 @@ def test_texts_and_conversations_are_not_mixed(paths, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [user("a")]}) + "\n")
     both = [{"path": paths[0]}, {"path": str(tmp_path / "chat.jsonl")}]
     with pytest.raises(UserError, match=r"chat.jsonl has conversations and .*0.jsonl has texts"):
-        data.load_prompts(config(both, RLOOConfig), bytes_tokenizer())
+        data.load(data.PromptData, config(both, RLOOConfig), bytes_tokenizer())
 
 
 def test_an_object_takes_the_place_of_the_mixture_and_it_has_no_evaluation_data(paths):
     made_of = config(entries(paths))
-    assert data.load_eval_demonstrations(made_of, data.load_tokenizer("synthetic")) == {}
-    made = data.load_demonstrations(made_of, data.load_tokenizer("synthetic"), synthetic.demonstrations(5))
+    assert data.load_eval(data.DemoData, made_of, data.load_tokenizer("synthetic")) == {}
+    made = data.load(data.DemoData, made_of, data.load_tokenizer("synthetic"), synthetic.demonstrations(5))
     assert len(made) == 5
 
 

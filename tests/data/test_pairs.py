@@ -8,6 +8,7 @@ import pytest
 from rlhf_jax import data
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import MARKED, assistant, bytes_tokenizer, system, user
+from tests.helpers.made_data import make_pairs
 
 PROMPTS = [[user("i met anna.")], [system("be brief"), user("i lost keys."), assistant("where?"), user("in rome.")]]
 EXPLICIT = [
@@ -18,7 +19,7 @@ IMPLICIT = [{name: [*row["prompt"], *row[name]] for name in ("chosen", "rejected
 
 
 def make(rows, tokenizer=None, **options):
-    return data.make_pairs(data.load_rows(rows), tokenizer or bytes_tokenizer(MARKED), **options)
+    return make_pairs(data.load_rows(rows), tokenizer or bytes_tokenizer(MARKED), **options)
 
 
 @pytest.mark.parametrize("rows", [EXPLICIT, IMPLICIT])

@@ -8,6 +8,7 @@ import pytest
 from rlhf_jax import data
 from rlhf_jax.data import arithmetic, synthetic, tldr
 from rlhf_jax.evaluate.answers import reference_answers
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 from tests.helpers.text_tokenizers import byte_level, space_before
 
 TOKENIZERS = {
@@ -32,11 +33,11 @@ PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row[
 
 
 def demonstrations(tokenizer, rows=ROWS, **options):
-    return data.make_demonstrations(data.load_rows(rows), tokenizer, **options)
+    return make_demonstrations(data.load_rows(rows), tokenizer, **options)
 
 
 def pairs(tokenizer, rows=PAIRS, **options):
-    return data.make_pairs(data.load_rows(rows), tokenizer, **options)
+    return make_pairs(data.load_rows(rows), tokenizer, **options)
 
 
 def lists(sequences):
@@ -140,7 +141,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(name):
     tokenizer = TOKENIZERS[name]
     texts = [f"<s>{ROWS[0]['prompt']}", ROWS[0]["prompt"]]
     told = "1 row begins with '<s>', which is not added again"
-    prompts = data.make_prompts(data.load_rows([{"prompt": text} for text in texts]), tokenizer)
+    prompts = make_prompts(data.load_rows([{"prompt": text} for text in texts]), tokenizer)
     assert lists(prompts.tokens) == [tokenizer.encode(texts[0]), [1, *tokenizer.encode(texts[1])]]
     assert prompts.tokens[0].tolist().count(1) == 1 and told in str(prompts.report)
     rows = [{"prompt": text, "completion": " no", "chosen": " no", "rejected": " yes"} for text in texts]
@@ -151,7 +152,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(name):
             joined = [tokenizer.encode(text + answers[column]) for text in texts]
             assert lists(getattr(made, column)) == [[*joined[0], 2], [1, *joined[1], 2]]
         assert str(made.report).count(told) == 1
-    cut = data.make_prompts(data.load_rows([{"prompt": texts[0]}]), tokenizer, query_length=5)
+    cut = make_prompts(data.load_rows([{"prompt": texts[0]}]), tokenizer, query_length=5)
     assert lists(cut.tokens) == [[1, *tokenizer.encode(texts[0])[-4:]]]
 
 
@@ -164,7 +165,7 @@ def test_nothing_is_said_where_no_text_begins_with_bos():
 def test_reference_answers_are_the_tokens_of_the_joined_text():
     texts, prompts = [" no", "no", "hing"], ["Q: is it red? A:", "Q: is it red? A: ", "Q: is it red? not"]
     for tokenizer in TOKENIZERS.values():
-        source = data.make_prompts(data.load_rows([{"prompt": prompt} for prompt in prompts]), tokenizer)
+        source = make_prompts(data.load_rows([{"prompt": prompt} for prompt in prompts]), tokenizer)
         answers, _ = reference_answers(texts, source, tokenizer, batch_size=4, shards=1, max_tokens=50)
         ((rollout, _, rows, real, _),) = answers.batches
         width = rollout.prompt_tokens.shape[1]
@@ -178,7 +179,7 @@ def test_reference_answers_are_the_tokens_of_the_joined_text():
 
 def test_reference_answers_of_a_prompt_that_was_cut_follow_its_tokens():
     tokenizer = space_before("legacy")
-    source = data.make_prompts(data.load_rows([{"prompt": "Q: is it red? A:"}]), tokenizer, query_length=6)
+    source = make_prompts(data.load_rows([{"prompt": "Q: is it red? A:"}]), tokenizer, query_length=6)
     answers, _ = reference_answers([" no"], source, tokenizer, batch_size=1, shards=1, max_tokens=50)
     rollout = answers.batches[0].rollout
     assert rollout.prompt_tokens[0, -rollout.prompt_lengths[0] :].tolist() == source.tokens[0].tolist()

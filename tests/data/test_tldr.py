@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_jax import data
 from rlhf_jax.data import synthetic, tldr
 from rlhf_jax.data.tokenizer import Tokenizer as Wrapped
+from tests.helpers.made_data import make_demonstrations, make_pairs, make_prompts
 
 WORDS = "we went home because nobody could agree on anything at all yesterday evening then it rained".split()
 
@@ -124,23 +125,23 @@ def test_every_data_set_has_one_formatter():
     row = synthetic.demonstrations(1)[0]
     parts = data.parse_post(row["prompt"])._asdict()
     rows = data.load_rows([{**parts, "summary": row["completion"][1:]}])
-    made = data.make_demonstrations(rows, tokenizer)
-    whole = data.make_demonstrations(data.load_rows([row]), tokenizer)
+    made = make_demonstrations(rows, tokenizer)
+    whole = make_demonstrations(data.load_rows([row]), tokenizer)
     assert made.fingerprint == whole.fingerprint
-    assert data.make_prompts(rows, tokenizer).prompts == [row["prompt"]]
+    assert make_prompts(rows, tokenizer).prompts == [row["prompt"]]
     pair = {"chosen": " met anna", "rejected": " met omar"}
-    from_parts = data.make_pairs(data.load_rows([{**parts, **pair}]), tokenizer)
-    from_prompt = data.make_pairs(data.load_rows([{"prompt": row["prompt"], **pair}]), tokenizer)
+    from_parts = make_pairs(data.load_rows([{**parts, **pair}]), tokenizer)
+    from_prompt = make_pairs(data.load_rows([{"prompt": row["prompt"], **pair}]), tokenizer)
     assert from_parts.fingerprint == from_prompt.fingerprint
 
 
 def test_truncated_and_dropped_prompts_are_counted(bpe):
     rows = [{"prompt": tldr.format_post("a", "b", " ".join(WORDS * n))} for n in (1, 4, 5)]
     rows.append({"prompt": tldr.format_post("a", " ".join(WORDS * 5), "c")})
-    cut = data.make_prompts(data.load_rows(rows), bpe, query_length=70)
+    cut = make_prompts(data.load_rows(rows), bpe, query_length=70)
     assert (cut.report.kept, cut.report.truncated, cut.report.dropped) == (3, 2, 1)
     assert "2 truncated" in str(cut.report) and "1 too long, dropped" in str(cut.report)
     assert cut.prompts[0] == rows[0]["prompt"] and cut.prompts[1].endswith("TL;DR:")
     assert bpe.encode(cut.prompts[1]) == cut.tokens[1].tolist()
-    dropped = data.make_prompts(data.load_rows(rows), bpe, query_length=70, query_overflow="drop")
+    dropped = make_prompts(data.load_rows(rows), bpe, query_length=70, query_overflow="drop")
     assert (dropped.report.kept, dropped.report.truncated, dropped.report.dropped) == (1, 0, 3)

@@ -11,6 +11,7 @@ from rlhf_jax import data
 from rlhf_jax.data import arrow_cache, synthetic, tokenized
 from rlhf_jax.errors import UserError
 from tests.helpers.chat_tokenizer import CHATML, MARKED, assistant, bytes_tokenizer, user
+from tests.helpers.made_data import make_demonstrations, make_prompts
 from tests.helpers.paths import ROOT
 
 CHATS = [{"prompt": [user(f"q {i}")], "completion": [assistant("a")], "label": i} for i in range(30)]
@@ -45,7 +46,7 @@ def write(path, rows):
 
 
 def prompts(path, tokenizer=None, **options):
-    return data.make_prompts(data.load_rows(path), tokenizer or data.load_tokenizer("synthetic"), **options)
+    return make_prompts(data.load_rows(path), tokenizer or data.load_tokenizer("synthetic"), **options)
 
 
 def test_everything_that_changes_tokens_tokenizes_again_and_nothing_else(tmp_path, cache, count):
@@ -58,16 +59,16 @@ def test_everything_that_changes_tokens_tokenizes_again_and_nothing_else(tmp_pat
 
     make = lambda **options: prompts(path, **options)  # noqa: E731
     assert calls(make) and not calls(make)
-    assert not calls(lambda: make(length_buckets=(64, 128))) and not calls(lambda: make(shuffle=False))
+    assert not calls(lambda: make(length_buckets=(64, 128))) and not calls(lambda: make(shuffle_dataset=False))
     assert not calls(lambda: make(on_bad_row="skip"))
     for changed in ({"query_length": 40}, {"query_length": 40, "query_overflow": "drop"}):
         assert calls(lambda: make(**changed)) and not calls(lambda: make(**changed))  # noqa: B023
-    assert calls(lambda: data.make_prompts(data.load_rows(path, max_samples=20), data.load_tokenizer("synthetic")))
+    assert calls(lambda: make_prompts(data.load_rows(path, max_samples=20), data.load_tokenizer("synthetic")))
     assert calls(lambda: make(tokenizer=bytes_tokenizer()))
     other = data.load_tokenizer("synthetic")
     other.hf.add_tokens(["met anna"])
     assert calls(lambda: make(tokenizer=other))
-    assert calls(lambda: data.make_demonstrations(data.load_rows(path), data.load_tokenizer("synthetic")))
+    assert calls(lambda: make_demonstrations(data.load_rows(path), data.load_tokenizer("synthetic")))
     text = open(path).read()
     write(tmp_path / "a.jsonl", synthetic.demonstrations(30, seed=1))
     assert calls(make)
@@ -153,10 +154,10 @@ def test_data_sets_of_objects_are_cached_by_their_content(cache, count):
     for table in (datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).map(lambda row: {"x": id(row)})):
         for _ in range(2):
             count.clear()
-            made = data.make_prompts(data.load_rows(table), data.load_tokenizer("synthetic"))
+            made = make_prompts(data.load_rows(table), data.load_tokenizer("synthetic"))
         assert not count and made.columns([3])["completion"] == [rows[3]["completion"]]
     upper = table.with_transform(lambda batch: {"prompt": [text.upper() for text in batch["prompt"]]})
-    made = data.make_prompts(data.load_rows(upper), data.load_tokenizer("synthetic"))  # the user's own: not cached
+    made = make_prompts(data.load_rows(upper), data.load_tokenizer("synthetic"))  # the user's own: not cached
     assert count and made.texts([0]) == [rows[0]["prompt"].upper()]
 
 
@@ -165,10 +166,11 @@ import sys, jax, jax.numpy as jnp
 jnp.zeros(1).block_until_ready()  # JAX's threads run
 from rlhf_jax import data
 from rlhf_jax.data import arrow_cache
+from tests.helpers.made_data import make_prompts
 arrow_cache.MINIMUM_BYTES = 0
 calls, encode = [], data.Tokenizer.encode_batch
 data.Tokenizer.encode_batch = lambda self, texts: calls.append(1) or encode(self, texts)
-made = data.make_prompts(data.load_rows(sys.argv[1]), data.load_tokenizer("synthetic"), num_proc=int(sys.argv[2]))
+made = make_prompts(data.load_rows(sys.argv[1]), data.load_tokenizer("synthetic"), dataset_num_proc=int(sys.argv[2]))
 print(made.fingerprint, made.report)
 print("tokenized" if calls else "mapped", file=open(sys.argv[1] + ".runs", "a"))
 """

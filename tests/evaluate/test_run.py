@@ -28,6 +28,7 @@ from rlhf_jax.models import custom_shape, lora
 from rlhf_jax.models.io import hf, peft
 from tests.helpers.children import policy_checkpoints
 from tests.helpers.judge_server import chat, question
+from tests.helpers.made_data import make_prompts
 from tests.helpers.models_common import random_params
 from tests.helpers.reward_server import answers, send
 
@@ -139,7 +140,7 @@ def test_scores_are_the_reward_models_on_prompt_and_answer(room, whole):
 
 def test_the_kl_is_that_of_two_forward_passes(room, whole):
     policy, ref = (load_policy(room / name) for name in ("policy", "sft"))
-    source = data.make_prompts(data.load_rows(str(room / "posts.jsonl")), policy.tokenizer, query_length=60)
+    source = make_prompts(data.load_rows(str(room / "posts.jsonl")), policy.tokenizer, query_length=60)
     config = PPOConfig(response_length=6, temperature=1.0)
     sampler = Sampler(
         config, source, 4, eos_ids=policy.tokenizer.eos_ids, suppress_ids=(), seed=42, batch_size=8, ref=ref

@@ -19,6 +19,7 @@ import pyarrow as pa
 from rlhf_jax import data
 from rlhf_jax.data import synthetic
 from rlhf_jax.errors import UserError
+from tests.helpers import made_data
 from tests.helpers.chat_tokenizer import MARKED, assistant, bytes_tokenizer, user
 
 RECORDED = pathlib.Path(__file__).parents[1] / "data" / "recorded_batches.json"
@@ -170,7 +171,7 @@ def results(folder: pathlib.Path, chosen=lambda name: True) -> dict[str, dict]:
                 limit = 60 if limit is None and name in words else limit
                 rows = lambda: load(source, max_samples=limit, kind="demonstrations")  # noqa: B023, E731
                 for kind in ("prompts", "demonstrations"):
-                    case, make = f"{kind} of {name}, {bad}, {limit}", getattr(data, f"make_{kind}")
+                    case, make = f"{kind} of {name}, {bad}, {limit}", getattr(made_data, f"make_{kind}")
                     if chosen(case):
                         made = lambda: make(rows(), tokenizer, on_bad_row=bad)  # noqa: B023, E731
                         found[case] = _made(lambda: _summary(made(), kind == "prompts"))  # noqa: B023
@@ -192,7 +193,7 @@ def results(folder: pathlib.Path, chosen=lambda name: True) -> dict[str, dict]:
     full = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in pairs(20)]
     files["full pairs"] = write_lines(folder / "full_pairs.jsonl", full)
     for name, kind, tokenizer, options in _options(texts, chat):
-        make, case = getattr(data, f"make_{kind}"), f"{kind} of {name} with {options}"
+        make, case = getattr(made_data, f"make_{kind}"), f"{kind} of {name} with {options}"
         if not chosen(case):
             continue
         made = lambda: make(load(files[name]), tokenizer, on_bad_row="skip", **options)  # noqa: B023, E731
@@ -222,7 +223,7 @@ def _options(texts, chat):
                 yield "chat pairs", "pairs", chat, {**limits, "query_length": 2 * length, "max_length": 3 * longest}
     yield "posts", "prompts", texts, {"length_buckets": (64, 96)}
     yield "posts", "prompts", texts, {"length_buckets": (8,)}
-    yield "posts", "prompts", texts, {"shuffle": False}
+    yield "posts", "prompts", texts, {"shuffle_dataset": False}
     yield "posts", "prompts", texts, {"prompt_column": "nothing"}
 
 

@@ -18,6 +18,7 @@ from rlhf_jax.parallel.sharding import make_mesh
 from rlhf_jax.rewards.interface import completion_ids
 from rlhf_jax.stages.open_tools import open_tools
 from tests.helpers.chat_tokenizer import bytes_tokenizer
+from tests.helpers.made_data import make_prompts
 from tests.helpers.optional import optional
 from tests.helpers.tool_tokenizer import add, fail, tell
 from tests.parity.tool_turns import Sampler
@@ -75,7 +76,7 @@ class Case:
         tools = open_tools(config, TOOLS, None)
         rows = [{"prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(len(plans))]
         kwargs = tools.prompt_config.chat_template_kwargs
-        prompts = data.make_prompts(
+        prompts = make_prompts(
             from_list(rows, "rows"), self.tokenizer, query_length=100_000, chat_template_kwargs=kwargs
         )
         turns = tools.turns([prompts], self.tokenizer, positions=positions, mesh=self.mesh)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.config import GRPOConfig
-from rlhf_jax.data import PromptData, load_tokenizer, make_prompts
+from rlhf_jax.data import PromptData, from_rows, load_tokenizer
 from rlhf_jax.data.files import from_list
 from rlhf_jax.parallel.sharding import make_mesh
 from rlhf_jax.rewards.interface import TrainerState, completion_ids
@@ -67,13 +67,7 @@ class RecordedTurns:
 
         def opened() -> tuple[Any, PromptData, Turns]:
             tools = open_tools(config, module.TOOLS, module.ENVIRONMENTS)
-            prompts = make_prompts(
-                rows,
-                self.tokenizer,
-                query_length=100_000,
-                chat_template_kwargs=tools.prompt_config.chat_template_kwargs,
-                environments=tools.environments is not None,
-            )
+            prompts = from_rows(PromptData, rows, tools.prompt_config, self.tokenizer)
             mesh, positions = make_mesh(1, 1, 1, devices=jax.devices()[:1]), vocabulary["max_position_embeddings"]
             turns = tools.turns([prompts], self.tokenizer, positions=positions, mesh=mesh)
             assert turns is not None

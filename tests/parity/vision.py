@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.data import Tokenizer, images, load_tokenizer, make_prompts
+from rlhf_jax.data import Tokenizer, images, load_tokenizer
 from rlhf_jax.data.files import from_list
 from rlhf_jax.models import Model, vision
 from rlhf_jax.types import Images
+from tests.helpers.made_data import make_prompts
 from tests.parity.report import Report
 
 PROCESSING = "processing.npz"

@@ -24,6 +24,7 @@ from rlhf_jax.runtime.callbacks import Callback
 from rlhf_jax.runtime.checkpoint import Checkpoints, Damaged
 from rlhf_jax.stages import open_stage
 from tests.helpers.hub import Hub
+from tests.helpers.made_data import make_prompts
 from tests.helpers.user_files import arguments, config_with, mentions, write_jsonl
 
 SOME = {"stage": "ppo", "seed": 1}
@@ -268,7 +269,7 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(refusal, tmp_path):
 def test_files_in_another_encoding_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name}, {message}"):
-        data.make_prompts(data.load_rows(str(tmp_path / name)), data.load_tokenizer("synthetic"))
+        make_prompts(data.load_rows(str(tmp_path / name)), data.load_tokenizer("synthetic"))
 
 
 def test_half_a_surrogate_pair_is_a_bad_row(refusal, tmp_path):

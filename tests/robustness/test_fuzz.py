@@ -234,13 +234,13 @@ def test_any_rows_are_read_or_refused(place, tokenizer, given, suffix, choose):
     options = {"dataset_name": str(path), "on_bad_row": choose.draw(st.sampled_from(["skip", "raise"]))}
     options["query_overflow"] = choose.draw(st.sampled_from(["truncate", "drop"]))
     margin = choose.draw(st.sampled_from([None, "margin"]))
-    for load, config in (
-        (data.load_prompts, PPOConfig(query_length=24, **options)),
-        (data.load_demonstrations, SFTConfig(query_length=24, max_length=40, **options)),
-        (data.load_pairs, RewardConfig(query_length=24, max_length=60, margin_column=margin, **options)),
+    for kind, config in (
+        (data.PromptData, PPOConfig(query_length=24, **options)),
+        (data.DemoData, SFTConfig(query_length=24, max_length=40, **options)),
+        (data.PairData, RewardConfig(query_length=24, max_length=60, margin_column=margin, **options)),
     ):
         with nothing_but_a_user_error():
-            found = load(config, tokenizer)
+            found = data.load(kind, config, tokenizer)
             assert len(found) and str(found.report)
             found.batch(0, 0, 1)
 

@@ -25,6 +25,7 @@ from rlhf_jax.runtime import completion_tables, loop, run_folder
 from rlhf_jax.utils.output import guarded_output
 from rlhf_jax.utils.strict_json import json_text
 from tests.helpers.control_characters import EVIL, obeyed
+from tests.helpers.made_data import make_prompts
 from tests.helpers.tensorboard import events
 from tests.helpers.user_files import POSTS, arguments, config_with, mentions, model_of, write_jsonl
 
@@ -148,8 +149,8 @@ def test_a_prompt_of_a_megabyte_is_cut_or_dropped_as_any_long_prompt_in_seconds(
     tokenizer = data.load_tokenizer("synthetic")
     rows = data.load_rows([{"prompt": LONG[name]}, {"prompt": "met anna"}])
     start = time.monotonic()
-    cut = data.make_prompts(rows, tokenizer, query_length=16)
-    dropped = data.make_prompts(rows, tokenizer, query_length=16, query_overflow="drop")
+    cut = make_prompts(rows, tokenizer, query_length=16)
+    dropped = make_prompts(rows, tokenizer, query_length=16, query_overflow="drop")
     assert time.monotonic() - start < 60
     long = name != "one word"  # which the built-in words have no token for: it is one [UNK]
     assert (len(cut), cut.report.truncated, cut.report.longest) == (2, long, 16 if long else 2)

@@ -19,6 +19,7 @@ from rlhf_jax.rewards import scorer
 from rlhf_jax.stages import open_stage
 from rlhf_jax.types import Rollout
 from tests.helpers.chat_tokenizer import assistant, user
+from tests.helpers.made_data import make_pairs
 from tests.helpers.optional import optional
 from tests.helpers.text_tokenizers import byte_level
 
@@ -120,7 +121,7 @@ def test_scores_are_those_of_the_exported_model_in_transformers(tmp_path, pad, f
     # as it is read again: pairs, texts, ids
     own = data.load_tokenizer(exported, vocab_size=stage.network.model.config.vocab_size)
     model, (_, params) = scorer.open_model(exported, None), hf.load(exported, kind="scalar")
-    batch = data.make_pairs(data.load_rows(rows), own).in_order(0, len(rows))
+    batch = make_pairs(data.load_rows(rows), own).in_order(0, len(rows))
     again = np.concatenate(reward_model.pair_scores(model, params, batch, dtype=jnp.float32))
     np.testing.assert_allclose(again, expected, **close)
     answers = [row[name] for name in ("chosen", "rejected") for row in rows]
