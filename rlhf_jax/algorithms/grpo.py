@@ -234,7 +234,6 @@ def loss_and_metrics(
     Args:
       models: with whole params.
       micro: p groups.
-      counts: of the minibatch.
       config: a GRPOConfig.
       entropy_coef: [] float32, the adaptive coefficient; None: config.entropy_coef.
 

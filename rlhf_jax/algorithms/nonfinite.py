@@ -147,7 +147,6 @@ def single_step_update(
     """An update of one optimizer step, as those of SFT and the reward model are.
 
     Args:
-      optimizer: see `Optimizer`.
       state: before.
       grads: of state.params.
       loss: pytree of the step's losses.

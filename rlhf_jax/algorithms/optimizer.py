@@ -54,7 +54,6 @@ def make_optimizer(config: OptimizerOptions, total_updates: int, steps_per_updat
     """AdamW with its learning-rate schedule.
 
     Args:
-      config: a stage's config.
       total_updates: updates of the whole run.
       steps_per_update: optimizer steps of an update.
     """
@@ -137,7 +136,6 @@ def learning_rate(config: OptimizerOptions, step: Array, total_steps: int, peak:
     Args:
       config: learning_rate, lr_scheduler_type, lr_scheduler_kwargs, warmup_steps.
       step: [] int32.
-      total_steps: of the whole run.
       peak: in place of config.learning_rate, with the same ratio to it at every step.
 
     Returns:

@@ -139,8 +139,6 @@ def make_experience(
     Args:
       models: with whole params; reference None where there is no KL.
       scored: B rows, groups of `group_size` adjacent. A row without a score is in no baseline and gives no gradient.
-      config: a PolicyConfig.
-      objective: of the algorithm.
       kl_coef: [] float32, of the controller.
 
     Returns:
@@ -243,7 +241,6 @@ def compute_logprobs(
     Args:
       models: with whole params.
       experience: of `group_rollout`.
-      config: a PolicyConfig.
       needs: logprobs, values.
 
     Returns:
@@ -337,9 +334,6 @@ def update(
       models: without trained params, which are the state's.
       state: donate it. With sync_ref_model its ref_params move too, with use_adaptive_entropy its entropy_control.
       experience: from `make_experience`.
-      config: a PolicyConfig.
-      objective: of the algorithm.
-      optimizer: see `Optimizer`.
       key: typed key of this update; it draws the order of the groups in each epoch, and dropout.
       causes: [] int32, `nonfinite.causes_of` the scores; None: all are finite.
 
@@ -556,7 +550,6 @@ def token_count(mask: Array, minibatch_tokens: Array, counts: Counts, config: Po
     Args:
       mask: bool, tokens of the micro-batch that the sum is over.
       minibatch_tokens: [] float32, those of the minibatch.
-      counts: of the minibatch.
       config: loss_aggregation, as depends_on_micro_batching.
     """
     if config.depends_on_micro_batching:
@@ -647,8 +640,6 @@ def eval_metrics(
     Args:
       models: with whole params.
       experience: from `make_experience`.
-      config: a PolicyConfig.
-      objective: of the algorithm.
 
     Returns:
       As `update`'s of one step, without those that need an optimizer step; each [] float32.

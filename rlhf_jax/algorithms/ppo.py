@@ -33,7 +33,6 @@ def advantages(rewards: pg.Rewards, config: PPOOptions) -> pg.Advantages:
 
     Args:
       rewards: of B responses.
-      config: a PPOConfig.
     """
     t, response_mask = rewards.kl.shape[1], rewards.trained_mask
     value_mask = response_mask
@@ -128,8 +127,6 @@ def loss_and_metrics(
     Args:
       models: with whole params.
       micro: p groups of one response.
-      counts: of the minibatch.
-      config: a PPOConfig.
       entropy_coef: not read: PPO's is not adaptive.
 
     Returns:

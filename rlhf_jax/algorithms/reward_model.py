@@ -133,7 +133,6 @@ def update(
       state: donate it.
       batch: as in `pair_scores`, with margin [B].
       config: a RewardConfig.
-      optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
 
     Returns:

@@ -79,7 +79,6 @@ def loss_and_metrics(
     Args:
       models: with whole params.
       micro: p groups.
-      counts: of the minibatch.
       config: an RLOOConfig.
       entropy_coef: not read: RLOO has no entropy bonus.
 

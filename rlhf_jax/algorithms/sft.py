@@ -85,7 +85,6 @@ def update(
       state: donate it.
       batch: with tokens [B, S], prompt_lengths [B], lengths [B], loss_mask and segment_ids [B, S] or None, images.
       config: an SFTConfig.
-      optimizer: see `Optimizer`.
       key: typed key of this step's dropout.
 
     Returns:

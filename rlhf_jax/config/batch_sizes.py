@@ -134,7 +134,6 @@ def for_devices(config: ConfigT, row_shards: int, platform: str) -> ConfigT:
     they compute most of it again; CPUs and TPUs do not (docs/benchmarks.md, "Predicted beside measured").
 
     Args:
-      config: a stage's config.
       row_shards: devices that rows are sharded over.
       platform: of the devices: 'cpu', 'gpu' or 'tpu'.
     """

@@ -70,7 +70,6 @@ def cached(key: str, name: str, write: Callable[[str], dict[str, Any]]) -> Entry
     """The entry of a key. Where there is none, the first process to come makes it, and the others wait.
 
     Args:
-      key: see `key_of`.
       name: of the data set, for messages.
       write: called with an empty folder, in which it writes table.arrow (Arrow's stream format); returns what to keep
         beside it, of JSON types. It may raise a UserError.

@@ -198,7 +198,6 @@ def noting_unread(rows: Rows, columns: Sequence[str], template: ChatTemplate | N
     """Rows with remarks on what a chat template would render and does not, by the first rows.
 
     Args:
-      rows: the data set.
       columns: of its conversations.
       template: of the conversations; None: the rows are texts.
     """

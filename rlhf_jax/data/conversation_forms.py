@@ -163,7 +163,6 @@ def house_form(
     the others only where the first holds conversations.
 
     Args:
-      rows: the data set.
       columns: that may hold conversations, the prompt's first.
       whole: the column that SHAREGPT becomes if no column of this name exists; None: it is not read.
       answer: the column that the assistant's last messages in SHAREGPT are moved to, since a prompt ends before them.

@@ -353,7 +353,6 @@ def _cached_lines(
     """Rows of JSON texts, from the cache.
 
     Args:
-      path: of the file.
       kind: what `read` makes of it.
       read: (text and number of each row, whether these are lines of the file)
 

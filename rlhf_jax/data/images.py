@@ -281,7 +281,6 @@ def load_processor(
 
     Args:
       folder: of its files.
-      tokenizer: of the model.
       name: where it comes from, for messages.
       image_token_id, tokens, size: of the model (see `ImageProcessor`).
 
@@ -447,7 +446,6 @@ def read_row(
     Args:
       row: of the data set.
       columns: of its conversations, in the order of the text.
-      processor: of the model.
       folder: of the data file, which paths of images may be relative to.
       fault: why the row, with each block as text, is no conversation of the kind that is asked for, or None.
 

@@ -309,7 +309,6 @@ def load_train_split(config: DataOptions, kind: str, dataset: Any = None, text_c
     """The training rows of a stage's config, which names one data set.
 
     Args:
-      config: a stage's config (its data fields).
       kind: 'prompts', 'demonstrations' or 'pairs'; for the built-in data sets.
       dataset: an object in place of the configured name.
       text_columns: columns of texts beside those that the config names.
@@ -332,7 +331,6 @@ def require_columns(rows: Rows, required: Mapping[str, str]) -> None:
     """Checks that columns exist.
 
     Args:
-      rows: the rows.
       required: option that sets the column's name -> name of the column.
 
     Raises:

@@ -38,7 +38,6 @@ def load_training_rows(config: DataOptions, kind: str, dataset: Any = None) -> T
     """The rows of a stage's training data.
 
     Args:
-      config: a stage's config (its data fields).
       kind: as `loading.load_train_split`.
       dataset: an object in place of the configured names.
 

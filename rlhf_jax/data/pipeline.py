@@ -26,7 +26,6 @@ def from_rows(
       kind: PromptData, DemoData or PairData, whose `encoder` has the rules.
       rows: of one data set.
       options: PromptOptions, DemonstrationOptions or PairOptions.
-      tokenizer: of the model.
       processor: of a model that reads images, for rows with images.
 
     Raises:

@@ -211,7 +211,6 @@ def load_reasoning_gym(name: str, kind: str, split: str = "train", size: int | N
     """A datasets.Dataset of a task. Rows are a function of the arguments; a smaller size gives the first rows.
 
     Args:
-      name: see `parse`.
       kind: 'prompts' or 'demonstrations', which have the completion too where the task has one right answer.
       split: train, validation or test.
       size: number of rows.

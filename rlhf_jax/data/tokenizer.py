@@ -94,7 +94,6 @@ class Tokenizer:
         """Checks that a model which reads the ids of this tokenizer has a row for each token.
 
         Args:
-          rows: of the model's embedding.
           model: its name in the error.
 
         Raises:

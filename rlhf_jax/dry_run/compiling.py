@@ -72,7 +72,6 @@ def compile_program(name: str, traced: Any, other_resident: int, options: dict[s
     """Compiles a program.
 
     Args:
-      name: of the program.
       traced: jax.stages.Traced.
       other_resident: bytes of arrays on the device that are no arguments of the program.
       options: of XLA's compiler.

@@ -93,7 +93,6 @@ def predict(text: str, rates: Rates, unknown_trips: int) -> Predicted:
 
     Args:
       text: of the compiled program.
-      rates: of the device.
       unknown_trips: as in `hlo.costs`.
     """
     parts, flops = collections.Counter(), 0.0

@@ -87,7 +87,6 @@ def policy_row(
     """The metrics of one policy.
 
     Args:
-      answers: of the policy.
       rewards: names of the rewards.
       tasks: [P], of the prompts, or None.
       **options: of `bootstrap`.

@@ -104,7 +104,6 @@ class Sampler:
 
     Args:
       config: sampling options.
-      source: the prompts.
       samples: answers to each prompt by the evaluated policy.
       eos_ids: of the evaluated policy's tokenizer, which all policies share.
       suppress_ids: ids that are never sampled.
@@ -216,8 +215,6 @@ def reference_answers(
 
     Args:
       texts: an answer to each prompt.
-      source: the prompts.
-      tokenizer: of the evaluated policy.
       batch_size, shards: as `prompts_per_batch`.
       max_tokens: longer answers are truncated.
 

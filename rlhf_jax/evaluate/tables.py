@@ -31,7 +31,6 @@ def summarize(
     """One policy's row of the comparison, with the columns of the arguments that are not None.
 
     Args:
-      name: of the policy.
       gold: [N] gold rewards of its responses.
       score: [N] reward-model scores.
       rewards: [N] by the reward's name; NaN, where one does not apply, is left out.

@@ -24,9 +24,6 @@ from rlhf_jax.utils.strict_json import with_floats
 def read_metrics(path: str) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl or timings.jsonl, with NaN and the infinities as floats.
 
-    Args:
-      path: of the file.
-
     Returns:
       One dict a line, in order.
     """

@@ -145,7 +145,6 @@ def _on_each_device(
     """`attend(*heads, *rows, *whole)`, each device computing its rows and heads: XLA cannot split a kernel itself.
 
     Args:
-      layout: of the model.
       attend: of query, key and value, and the others.
       heads: query, key and value [B, ., heads, K].
       rows: arrays [B, ...] or None.

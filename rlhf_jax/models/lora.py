@@ -184,7 +184,6 @@ def with_lora(lora: Lora, base: Params, adapters: Params) -> Params:
     that are trained in full in place of the base's.
 
     Args:
-      lora: of the adapters.
       base: params.
       adapters: as `init`.
 

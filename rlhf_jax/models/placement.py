@@ -44,7 +44,6 @@ class Weights:
           model: of the checkpoint.
           path: folder or hub name.
           kind: as `hf.load`.
-          revision: of the hub.
           cast_on_load: a pure function of params, applied to each param before the next one is read, so that a model
             that is kept in a smaller dtype is never held in float32.
 

@@ -26,7 +26,6 @@ def linear_rules(path: str, names: tuple[str, str]) -> tuple[ParamRule, ...]:
     """Rules of a layer's linear layer: kernel (float or quantized), its scale, bias and adapter, stacked over layers.
 
     Args:
-      path: of the linear layer.
       names: of the kernel's axes, `linear.COLUMN_PARALLEL` or `linear.ROW_PARALLEL`.
     """
     rows, columns = names

@@ -39,7 +39,6 @@ class CompileAhead:
 
         Args:
           trace: called with a function in place of `run_program`, which takes shapes for arrays and returns shapes.
-          mesh: of the results.
         """
         self.seconds: dict[str, float] = {}
         self._mesh, self._traced, self._changed = mesh, False, threading.Condition()

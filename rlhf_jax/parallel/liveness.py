@@ -32,7 +32,6 @@ class PeerMonitor:
         """Not connected yet.
 
         Args:
-          index: of this process.
           count: of processes.
         """
         self.me = {"process": index, "host": socket.gethostname(), "pid": os.getpid()}
@@ -211,7 +210,6 @@ def start(index: int, count: int, from_first: Callable[[Callable[[], Any]], Any]
     """Connects the processes of a run. Every process must call it.
 
     Args:
-      index: of this process.
       count: of processes.
       from_first: returns on all processes what a function returns on the first.
 

@@ -19,7 +19,6 @@ def held_rows(mesh: Mesh, count: int) -> np.ndarray:
     """The rows of a batch that this process' devices hold.
 
     Args:
-      mesh: of the run.
       count: rows of the whole batch, divisible by the row shards of the mesh.
 
     Returns:
@@ -52,7 +51,6 @@ def place(batch: Any, mesh: Mesh, count: int) -> Any:
 
     Args:
       batch: pytree of numpy arrays [H, ...], the rows of `held_rows`.
-      mesh: of the run.
       count: rows of the whole batch.
 
     Returns:
@@ -82,7 +80,6 @@ def fetch(tree: Any, mesh: Mesh) -> Any:
 
     Args:
       tree: pytree of jax.Arrays [B, ...].
-      mesh: of the run.
 
     Returns:
       The same pytree of numpy arrays [H, ...], the rows of `held_rows`.

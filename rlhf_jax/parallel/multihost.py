@@ -238,7 +238,6 @@ def agree(value: Any = None, error: UserError | None = None, kind: type[UserErro
     """As `gather_objects`, but raises the same error on every process if any of them has one.
 
     Args:
-      value: see `gather_objects`.
       error: of this process, passed here instead of raised, so that the others do not wait for this process forever.
       kind: class of the error that all raise; a single process raises `error` itself.
 

@@ -271,7 +271,6 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
     Args:
       batch: pytree of arrays [B, ...] or []; with several processes, each passes the whole batch.
-      mesh: of the run.
 
     Returns:
       The batch as jax.Arrays.

@@ -80,7 +80,6 @@ def render_page(groups: Sequence[Group], title: str, created: float | None = Non
 
     Args:
       groups: of all stages.
-      title: of the page.
       created: seconds since 1970; None: now.
     """
     created = time.time() if created is None else created

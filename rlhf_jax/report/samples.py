@@ -25,7 +25,6 @@ def collect_samples(runs: Sequence[Run], max_characters: int = MAX_CHARACTERS) -
     """The data of the table of samples.
 
     Args:
-      runs: of the page.
       max_characters: approximate limit for texts and numbers. Beyond it files are left out evenly, keeping the first
         and the last.
 

@@ -349,7 +349,6 @@ def updates_between(steps: float, total_updates: int) -> int:
 
     Args:
       steps: the option.
-      total_updates: of the whole run.
 
     Returns:
       Updates between two evaluations or checkpoints; 0: only at the end.

@@ -24,7 +24,6 @@ def translate_errors(config, phase: Callable[[], str]) -> Iterator[None]:
     """Raises OutOfMemory in place of XLA's RESOURCE_EXHAUSTED; other errors pass.
 
     Args:
-      config: of the stage.
       phase: returns the current phase, one of `PHASES`.
     """
     try:
@@ -39,7 +38,6 @@ def message(config, phase: str, error: str) -> str:
     """The error message: what failed and which options to change.
 
     Args:
-      config: of the stage.
       phase: one of `PHASES`.
       error: XLA's message.
     """

@@ -288,7 +288,6 @@ class RolloutEvaluator:
         """TRL's completions table of a training batch.
 
         Args:
-          batch: of the update.
           advantages: [P, G, T], or [P, G] of whole responses.
           token_kl: [N, T] of the first N responses; None without a reference.
         """

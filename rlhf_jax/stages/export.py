@@ -43,8 +43,6 @@ def export_model(
     NAME_base/.
 
     Args:
-      context: of the stage.
-      folder: of the run.
       name: 'policy', 'value' or 'reward_model'.
       network: the model and its frozen base.
       trained: its trained params.
@@ -132,7 +130,6 @@ def save_checkpoint(
     """Writes a Hugging Face checkpoint with the tokenizer: the first process does, the others wait.
 
     Args:
-      context: of the stage.
       path: folder.
       model, params: with a causal head, or else a scalar one.
       tokenizer, generation, source: as `export_model`.

@@ -28,9 +28,7 @@ def open_guide(
 
     Args:
       config: options of sampling.
-      sources: the prompts.
       tokenizer: the policy's.
-      rows: of the policy's embedding.
       stop_ids, excluded_ids: as in `guided.token_automaton`.
 
     Returns:

@@ -99,7 +99,6 @@ def open_tokenizer(name: str | None, source: Source, model_rows: int | None) -> 
 
     Args:
       name: a folder or hub name.
-      source: of the model.
       model_rows: rows of its embedding; None for random weights.
     """
     path = None if source.shape is not None else source.path
@@ -161,7 +160,6 @@ def wants_images(source: Source, rows: data.Rows, columns: Sequence[str]) -> boo
     """Whether a model is to read images: it is of images and text, and its data has images.
 
     Args:
-      source: of the model.
       rows: data.
       columns: of its conversations.
 
@@ -268,7 +266,6 @@ def load_params(
 
     Args:
       context: of the stage; random weights are drawn by its config's seed.
-      model: of the source.
       source: where it comes from.
       head: 'causal'; 'scalar': the checkpoint's, or a new one where it has none.
       cast_on_load: as `Weights.load`.
@@ -288,7 +285,6 @@ def new_score_head(context: StageContext[StageConfig], model: Model, std: float 
     """A fresh scalar head on the mesh, N(0, std) by the config's seed.
 
     Args:
-      context: of the stage.
       model: of width D.
       std: None is 1 / sqrt(D + 1) (Stiennon et al. 2020, N+ detail 11).
 

@@ -83,10 +83,7 @@ class Tools:
         """The turns of a policy; None without tools.
 
         Args:
-          sources: the prompts.
           tokenizer: the policy's.
-          positions: of the policy.
-          mesh: of the run.
 
         Raises:
           UserError: prompts are texts, have images, tools of their own or no environment; or as `ToolCalls`.
@@ -112,7 +109,6 @@ def open_tools(config: PolicyConfig, functions: Sequence[Callable], environment_
     """The tools of a run.
 
     Args:
-      config: of the stage.
       functions: tools beside those of the config.
       environment_factory: in place of that of the config: a callable, or a dict of them; None: the config's.
 

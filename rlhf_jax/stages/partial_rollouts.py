@@ -20,7 +20,6 @@ def initial(config: PolicyConfig, prompts: int, width: int, *, tools: bool = Fal
     """What the first rollout of a run starts with, as numpy arrays; None: rollouts need nothing of earlier ones.
 
     Args:
-      config: a PolicyConfig.
       prompts: rows of the data set.
       width: P.
       tools: whether the policy calls tools.
@@ -96,7 +95,6 @@ def keep(
       prompt_rows: [P] int32, rows of the data set.
       keys: [B] typed, of the rows; None without `state.unfinished`.
       step: [] int32, of the update.
-      mesh: of the run.
 
     Returns:
       (the rollout, in which rows of unfinished groups have length -1; the state after)
@@ -134,7 +132,6 @@ def rows_of_update(train_data, seed: int, unfinished: Unfinished) -> np.ndarray:
     """The prompts of an update's places, on the host: those that go on, and the next ones of the data set elsewhere.
 
     Args:
-      train_data: the prompts.
       seed: of their order.
       unfinished: numpy arrays rows [P], held [P], taken [].
 

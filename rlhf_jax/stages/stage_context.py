@@ -75,7 +75,6 @@ class StageContext(Generic[ConfigT]):
         Args:
           params: {role: params}, what is trained.
           models_by_role: {role: model}, whose sharding rules the optimizer state follows too.
-          optimizer: of the run.
         """
         shapes = jax.eval_shape(optimizer.init, params)
         rules = tuple(
@@ -142,9 +141,7 @@ def inputs_of(
     templates print, if they do, and the ids of stop_token_ids, which a file may hold.
 
     Args:
-      context, train_data, eval_sets: of the stage.
       template_date: printed by the template of a reward model.
-      stop_ids: of the tokenizer.
     """
     sets = {"training data": train_data}
     sets |= {f"evaluation data {name}".rstrip(): source for name, source in eval_sets.items()}

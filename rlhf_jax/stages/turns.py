@@ -222,12 +222,9 @@ class Turns:
     """The turns of a policy's responses.
 
     Args:
-      config: of the stage.
       toolbox: the tools.
       environments: None: there are none.
       calls: how the policy calls them.
-      positions: of the policy.
-      mesh: of the run.
     """
 
     def __init__(
@@ -279,7 +276,6 @@ class Turns:
         Args:
           generate: (prompts on the mesh, what the responses have already) -> (Rollout, RolloutState).
           place: puts prompts on the mesh, this process' share.
-          source: the prompts.
           prompts: a batch of them, on the host.
           rows: [B] row numbers in it.
           real: the first rows, whose responses may call tools.
@@ -592,11 +588,9 @@ def respond(
     """Responses of a policy, of one turn or with the turns of its tools.
 
     Args:
-      programs: of the stage.
       turns: None: there are no tools.
       policy, **options: of `Programs.generate`.
       prompts: a batch of `source`, on the host.
-      source: the prompts.
       group_size: responses to a prompt.
       at, real, tick, unfinished: of `Turns.respond`; real None: all rows.
     """

@@ -167,7 +167,6 @@ def supervised_work(
     """The work of an update of SFT or of a reward model.
 
     Args:
-      shape: of the model.
       rows: sequences; of a pair two.
       tokens: of all of them; attention counts rows of their mean length.
       logits: positions with logits; None: the model has a score a row.

@@ -79,7 +79,6 @@ def read_text(path: str, *, errors: str = "strict", newline: str | None = None) 
     """The text of a file in UTF-8, also of one that was appended to in a bucket.
 
     Args:
-      path: of the file.
       errors, newline: as `open`.
 
     Raises:
@@ -101,7 +100,6 @@ def write_atomically(path: str, text: str) -> None:
 
     Args:
       path: of the file; its folder must exist.
-      text: of the whole file.
     """
     if is_remote(path):
         bucket.write(path, text.encode())

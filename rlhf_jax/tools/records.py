@@ -32,7 +32,6 @@ class ToolRecords:
 
     Args:
       folder: of the run, which all processes see; None: nothing is written.
-      process: of this process.
       replay: folder of another run, whose results are taken in place of calls; None: calls are made.
 
     Raises:

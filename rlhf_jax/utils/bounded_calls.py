@@ -106,11 +106,7 @@ class Call:
 
 
 class Caller:
-    """A worker thread for plain functions and an event loop for async ones, kept from call to call.
-
-    Args:
-      name: of the threads.
-    """
+    """A worker thread for plain functions and an event loop for async ones, kept from call to call."""
 
     def __init__(self, name: str):
         self._name = name

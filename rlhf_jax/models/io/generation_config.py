@@ -24,7 +24,6 @@ def resolve_stop_ids(
       given: ids, 'generation_config' or None.
       path: of the policy, a folder or hub name, or of an adapter on it; None: it has no checkpoint.
       revision: on the hub.
-      rows: of the policy's embedding.
 
     Returns:
       At least one id; None where the option is not given.
@@ -100,7 +99,6 @@ def exported(
     Args:
       base: a folder or hub name, of a model or an adapter; None: random weights.
       revision: on the hub.
-      eos_id, pad_id: of the tokenizer.
       stop_ids: of stop_token_ids; None: not given.
 
     Raises:

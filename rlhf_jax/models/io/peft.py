@@ -280,7 +280,6 @@ def add_to_leaves(leaves: Params, form: Lora, adapters: Params) -> Params:
 
     Args:
       leaves: of `hf.load`.
-      form: of the adapter.
       adapters: from `read`.
     """
 

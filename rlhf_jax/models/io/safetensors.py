@@ -182,7 +182,6 @@ def write_weights(
       folder: exists.
       sizes: bytes of each tensor, in the order of the files.
       read: a tensor by its name. Called for each once, in order; no more than one file's tensors are held.
-      max_shard_bytes: of a file.
       write: False calls `read`, which may need every process, and writes nothing.
     """
     shards = _shards(sizes, max_shard_bytes)
